@@ -1,0 +1,1 @@
+"""prime-rl: asynchronous reinforcement learning for language models."""
