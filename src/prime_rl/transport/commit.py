@@ -1,0 +1,291 @@
+"""Atomic publication of directories, and bounded waits for them.
+
+A directory is built under a dot-name beside its final place, its files are fsynced, `manifest.json` is written last, and one rename puts it
+under its final name. The rename is the commit: what stands under a final name is complete, what does not is ignored and cleaned.
+"""
+
+import errno
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from prime_rl.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_CHUNK = 1 << 22
+
+
+class CommitError(Exception):
+    """A committed directory is missing, incomplete, or not what its manifest says."""
+
+
+class WaitTimeout(UserError):
+    """A bounded wait expired; the message says what was waited for and who owed it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a committed directory holds. `files` maps a relative path to `{"size": bytes, "xxh3": hex}`."""
+
+    step: int
+    producer: str
+    nonce: str
+    files: dict[str, dict[str, Any]]
+    extra: dict[str, Any] = field(default_factory=dict)
+    format: int = FORMAT
+
+
+class Stage:
+    """A directory being written for `final`. Several processes may write into `path`; one of them commits.
+
+    Args:
+        final: The directory's final place. Its parent is made if needed.
+        nonce: Identifies this attempt; give the same one to every writer of a shared stage.
+    """
+
+    def __init__(self, final: Path, nonce: str | None = None) -> None:
+        self.final = final
+        self.nonce = nonce or secrets.token_hex(8)
+        self.path = final.parent / f".{final.name}.tmp-{self.nonce}"
+        with disk_errors(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+
+    def commit(
+        self,
+        *,
+        step: int,
+        producer: str,
+        extra: dict[str, Any] | None = None,
+        hashes: dict[str, str] | None = None,
+    ) -> Manifest:
+        """Make everything durable and rename it to its final name.
+
+        Args:
+            hashes: Hashes the caller already knows, by relative file name; the others are computed here from the file's bytes.
+
+        Raises:
+            CommitError: `final` exists already with another nonce.
+            UserError: the disk is full.
+        """
+        known = hashes or {}
+        files = {}
+        with disk_errors(self.path):
+            for path in sorted(p for p in self.path.rglob("*") if p.is_file()):
+                name = path.relative_to(self.path).as_posix()
+                _fsync(path)
+                files[name] = {"size": path.stat().st_size, "xxh3": known.get(name) or hash_file(path)}
+            manifest = Manifest(step, producer, self.nonce, files, extra or {})
+            _write_durably(self.path / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+            for folder in {p.parent for p in self.path.rglob("*")} | {self.path}:
+                _fsync(folder)
+            self._rename()
+            _fsync(self.final.parent)
+        return manifest
+
+    def abort(self) -> None:
+        """Drop what was written. Safe to call twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _rename(self) -> None:
+        try:
+            os.rename(self.path, self.final)
+        except OSError as error:
+            # A network file system may retransmit a rename that succeeded and report the second attempt's failure.
+            if _nonce_at(self.final) == self.nonce:
+                return
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                raise CommitError(f"{self.final} is committed already, by another writer") from error
+            raise
+
+
+@contextmanager
+def stage(final: Path, *, step: int, producer: str, extra: dict[str, Any] | None = None) -> Iterator[Path]:
+    """Write files into the yielded directory; a clean exit commits it as `final`, an exception leaves nothing behind."""
+    staged = Stage(final)
+    try:
+        with disk_errors(staged.path):
+            yield staged.path
+        staged.commit(step=step, producer=producer, extra=extra)
+    except BaseException:
+        staged.abort()
+        raise
+
+
+@contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn "no space left" and "over quota" into a `UserError` that names the place."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"disk full while writing {path}: nothing was committed; free space and start again"
+            ) from error
+        raise
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Read a committed directory's manifest.
+
+    Raises:
+        CommitError: there is none, it cannot be read, or a newer format wrote it.
+    """
+    path = directory / MANIFEST
+    try:
+        data = json.loads(path.read_bytes())
+        manifest = Manifest(**data)
+    except FileNotFoundError as error:
+        raise CommitError(f"{directory} is not a committed directory: it has no {MANIFEST}") from error
+    except (ValueError, TypeError) as error:
+        raise CommitError(f"{path} cannot be read: {error}") from error
+    if manifest.format != FORMAT:
+        raise CommitError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
+    return manifest
+
+
+def verify(directory: Path, *, hashes: bool = True) -> Manifest:
+    """Check that every file of the manifest is there with its size and, unless `hashes` is off, its hash.
+
+    Raises:
+        CommitError: naming the file that differs.
+    """
+    manifest = read_manifest(directory)
+    for name, expected in manifest.files.items():
+        path = directory / name
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError as error:
+            raise CommitError(f"{path} is missing, though the manifest lists it") from error
+        if size != expected["size"]:
+            raise CommitError(f"{path} has {size} bytes, the manifest says {expected['size']}")
+        if hashes and hash_file(path) != expected["xxh3"]:
+            raise CommitError(f"{path} has other bytes than the manifest's hash says")
+    return manifest
+
+
+def hash_file(path: Path) -> str:
+    """xxh3-128 of a file's bytes, as hex."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(_CHUNK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def list_steps(parent: Path) -> list[int]:
+    """Numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none."""
+    try:
+        names = os.listdir(parent)
+    except FileNotFoundError:
+        return []
+    return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
+
+
+def wait_for(
+    path: Path,
+    *,
+    owner: str,
+    timeout: float,
+    poll: float = 0.1,
+    on_wait: Callable[[float], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> Path | None:
+    """Wait until `path` is committed under its final name.
+
+    The parent is listed instead of asking for the name itself: a network file system may cache that a name does not exist.
+
+    Args:
+        owner: Who owes `path`; named in the error.
+        timeout: Seconds.
+        poll: Seconds between two looks; at least 0.05.
+        on_wait: Called before each pause with the seconds waited so far.
+        stop: Asked before each pause; when it returns true the wait ends with None.
+
+    Returns:
+        `path`, or None when `stop` asked to end.
+
+    Raises:
+        WaitTimeout: after `timeout` seconds.
+    """
+    start = time.monotonic()
+    while not _listed(path):
+        waited = time.monotonic() - start
+        if stop is not None and stop():
+            return None
+        if waited >= timeout:
+            raise WaitTimeout(f"no {path.parent.name}/{path.name} from {owner} after {timeout:.0f} s")
+        if on_wait is not None:
+            on_wait(waited)
+        time.sleep(max(poll, 0.05))
+    return path
+
+
+def prune(directory: Path) -> None:
+    """Remove a committed directory: renamed aside first, so that no reader ever sees half of it under its final name."""
+    aside = directory.parent / f".{directory.name}.old-{secrets.token_hex(8)}"
+    try:
+        os.rename(directory, aside)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def clean_stages(parent: Path) -> None:
+    """Remove what dead writers and prunes left under `parent`. Only for the producer of `parent`, while no other writer is alive."""
+    if not parent.is_dir():
+        return
+    for path in parent.iterdir():
+        if path.name.startswith(".") and (".tmp-" in path.name or ".old-" in path.name):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace one small file durably."""
+    temporary = path.parent / f".{path.name}.tmp-{secrets.token_hex(8)}"
+    with disk_errors(path):
+        try:
+            _write_durably(temporary, data)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _fsync(path.parent)
+
+
+def _listed(path: Path) -> bool:
+    try:
+        return path.name in os.listdir(path.parent)
+    except FileNotFoundError:
+        return False
+
+
+def _nonce_at(directory: Path) -> str | None:
+    try:
+        return read_manifest(directory).nonce
+    except CommitError:
+        return None
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

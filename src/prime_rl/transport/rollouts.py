@@ -1,0 +1,209 @@
+"""Batches of samples, from the orchestrator to the trainer: one Arrow IPC file a step, one row a sample.
+
+The file is written uncompressed in record batches of a few rows, so that a rank reads only its own rows, with `pread`: a memory map over a
+file that is pruned on a network file system kills the process. pyarrow, pandas and DuckDB read it as it is.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from prime_rl.transport.commit import CommitError, Manifest, read_manifest, stage
+
+FILE = "samples.arrow"
+_ROWS_PER_BATCH = 8
+
+_FLOATS = pa.list_(pa.float32())
+SCHEMA = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("task_id", pa.string(), nullable=False),
+        pa.field("env", pa.string(), nullable=False),
+        pa.field("policy_versions", pa.list_(pa.int64()), nullable=False),
+        pa.field("input_ids", pa.list_(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.list_(pa.bool_()), nullable=False),
+        pa.field("logprobs", _FLOATS, nullable=False),
+        pa.field("advantages", _FLOATS, nullable=False),
+        pa.field("temperature", pa.float32(), nullable=False),
+        pa.field("reward", pa.float64(), nullable=False),
+        pa.field("is_truncated", pa.bool_(), nullable=False),
+        pa.field("rl_weight", _FLOATS),
+        pa.field("ce_weight", _FLOATS),
+        pa.field("ref_kl_weight", _FLOATS),
+        pa.field("ref_logprobs", _FLOATS),
+    ]
+)
+_STREAMS = ("loss_mask", "logprobs", "advantages")
+_OPTIONAL_STREAMS = ("rl_weight", "ce_weight", "ref_kl_weight", "ref_logprobs")
+_DTYPES = {"input_ids": np.int64, "loss_mask": np.bool_, "policy_versions": np.int64}
+
+
+@dataclass
+class Sample:
+    """One trainable token sequence of T tokens with its lineage. Streams are per token, of length T.
+
+    `logprobs` are the sampler's, of the tokens where `loss_mask` is set, 0 elsewhere; `temperature` is the one actually used.
+    Read back from a batch, the streams are numpy arrays.
+    """
+
+    sample_id: str
+    group_id: str
+    task_id: str
+    env: str
+    policy_versions: Sequence[int]
+    input_ids: Sequence[int]
+    loss_mask: Sequence[bool]
+    logprobs: Sequence[float]
+    advantages: Sequence[float]
+    temperature: float
+    reward: float
+    is_truncated: bool = False
+    rl_weight: Sequence[float] | None = None
+    ce_weight: Sequence[float] | None = None
+    ref_kl_weight: Sequence[float] | None = None
+    ref_logprobs: Sequence[float] | None = None
+
+    def check(self) -> None:
+        """Raise `ValueError` unless every stream has one entry per token and off-mask entries are zero."""
+        tokens = len(self.input_ids)
+        for name in _STREAMS + _OPTIONAL_STREAMS:
+            stream = getattr(self, name)
+            if stream is not None and len(stream) != tokens:
+                raise ValueError(f"sample {self.sample_id}: {name} has {len(stream)} entries for {tokens} tokens")
+        mask = np.asarray(self.loss_mask, dtype=bool)
+        for name in ("logprobs", "advantages"):
+            values = np.asarray(getattr(self, name), dtype=np.float64)
+            if not np.isfinite(values).all():
+                raise ValueError(f"sample {self.sample_id}: {name} is not finite")
+            if values[~mask].any():
+                raise ValueError(f"sample {self.sample_id}: {name} is not zero off the loss mask")
+
+
+def step_dir(root: Path, step: int) -> Path:
+    """The final place of step `step`'s batch under the rollouts root."""
+    return root / f"step_{step}"
+
+
+def write_batch(root: Path, step: int, samples: Sequence[Sample], extra: dict[str, Any] | None = None) -> Path:
+    """Commit the samples of one step under `root`.
+
+    The manifest lists the sample ids and each sample's length and loss-token count, so that packing needs no look into the file.
+
+    Raises:
+        ValueError: a sample's streams do not fit its tokens.
+        CommitError: the step is committed already.
+        UserError: the disk is full.
+    """
+    for sample in samples:
+        sample.check()
+    index = {
+        "samples": [sample.sample_id for sample in samples],
+        "lengths": [len(sample.input_ids) for sample in samples],
+        "loss_tokens": [int(np.count_nonzero(sample.loss_mask)) for sample in samples],
+    }
+    final = step_dir(root, step)
+    with stage(final, step=step, producer="orchestrator", extra=index | (extra or {})) as directory:
+        table = pa.table({name: [getattr(sample, name) for sample in samples] for name in SCHEMA.names}, schema=SCHEMA)
+        with pa.OSFile(str(directory / FILE), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
+            writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
+    return final
+
+
+class RolloutBatch:
+    """A committed batch. Lengths come from the manifest; rows are read when asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest: Manifest = read_manifest(directory)
+        file = directory / FILE
+        size = self.manifest.files.get(FILE, {}).get("size")
+        if size is None or not file.is_file() or file.stat().st_size != size:
+            raise CommitError(f"{file} is not what its manifest says")
+        self.step = self.manifest.step
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each sample, shape [samples]."""
+        return np.asarray(self.manifest.extra["lengths"], dtype=np.int64)
+
+    @cached_property
+    def loss_tokens(self) -> npt.NDArray[np.int64]:
+        """Tokens on the loss mask of each sample, shape [samples]."""
+        return np.asarray(self.manifest.extra["loss_tokens"], dtype=np.int64)
+
+    def rows(self, indices: Sequence[int]) -> list[Sample]:
+        """Read the samples at `indices`, in that order, their streams as numpy arrays."""
+        wanted = sorted({int(i) // _ROWS_PER_BATCH for i in indices})
+        samples: dict[int, Sample] = {}
+        with open(self.directory / FILE, "rb") as file:
+            reader = pa.ipc.open_file(_Pread(file.fileno(), os.fstat(file.fileno()).st_size))
+            for number in wanted:
+                first = number * _ROWS_PER_BATCH
+                batch = reader.get_batch(number)
+                samples |= {first + i: _sample(batch, i) for i in range(batch.num_rows)}
+        return [samples[int(i)] for i in indices]
+
+
+def open_batch(directory: Path) -> RolloutBatch:
+    """Open a committed batch.
+
+    Raises:
+        CommitError: it is not committed or its file differs from the manifest.
+    """
+    return RolloutBatch(directory)
+
+
+def _sample(batch: pa.RecordBatch, row: int) -> Sample:
+    values: dict[str, Any] = {}
+    for name in SCHEMA.names:
+        scalar = batch.column(name)[row]
+        if isinstance(scalar, pa.ListScalar) and scalar.is_valid:
+            values[name] = scalar.values.to_numpy(zero_copy_only=False).astype(_DTYPES.get(name, np.float32))
+        else:
+            values[name] = scalar.as_py()
+    return Sample(**values)
+
+
+class _Pread:
+    """A read-only file object over `pread`, for pyarrow: no shared position, no memory map."""
+
+    closed = False
+
+    def __init__(self, descriptor: int, size: int) -> None:
+        self.descriptor, self.size, self.position = descriptor, size, 0
+
+    def read(self, count: int = -1) -> bytes:
+        count = self.size - self.position if count < 0 else count
+        data = os.pread(self.descriptor, count, self.position)
+        self.position += len(data)
+        return data
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """The caller owns the descriptor."""

@@ -1,0 +1,200 @@
+"""Committed policy versions, from the trainer to the engines: `weights/step_v` holds version v in Hugging Face form.
+
+The manifest carries one xxh3-128 per tensor and one hash over those, which identifies the version wherever it is served. Version 0 is the
+base model: a manifest with its hashes and its path, no copy. Nothing here needs torch: a safetensors file is a header and byte ranges.
+"""
+
+import json
+import struct
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from prime_rl.transport.commit import CommitError, list_steps, read_manifest, stage, verify
+
+_CHUNK = 1 << 24
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a version: its file, its safetensors dtype ("F32", "BF16", …), its shape, and the hash of its bytes."""
+
+    file: str
+    dtype: str
+    shape: list[int]
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class WeightsManifest:
+    """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None."""
+
+    version: int
+    incarnation: int
+    hash: str
+    tensors: dict[str, TensorEntry]
+    base: str | None
+    directory: Path
+
+    @property
+    def files(self) -> Path:
+        """The directory that holds the tensors."""
+        return Path(self.base) if self.base else self.directory
+
+
+def version_dir(root: Path, version: int) -> Path:
+    """The final place of `version` under the weights root."""
+    return root / f"step_{version}"
+
+
+def newest(root: Path) -> int | None:
+    """The newest committed version under `root`, or None."""
+    return max(list_steps(root), default=None)
+
+
+def version_hash(tensors: dict[str, TensorEntry]) -> str:
+    """One hash over the tensors' names, dtypes, shapes and hashes, in the order of the names."""
+    digest = xxhash.xxh3_128()
+    for name in sorted(tensors):
+        entry = tensors[name]
+        digest.update(f"{name}\0{entry.dtype}\0{','.join(map(str, entry.shape))}\0{entry.xxh3}\n".encode())
+    return digest.hexdigest()
+
+
+def manifest_extra(
+    version: int, incarnation: int, tensors: dict[str, TensorEntry], base: str | None = None
+) -> dict[str, Any]:
+    """What a writer of weights puts into the manifest's `extra`."""
+    return {
+        "version": version,
+        "incarnation": incarnation,
+        "hash": version_hash(tensors),
+        "tensors": {name: asdict(entry) for name, entry in tensors.items()},
+        "base": base,
+    }
+
+
+def weights_manifest(directory: Path) -> WeightsManifest:
+    """Read a committed version's identity without touching its tensors.
+
+    Raises:
+        CommitError: the directory is not a committed version.
+    """
+    extra = read_manifest(directory).extra
+    try:
+        tensors = {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()}
+        return WeightsManifest(extra["version"], extra["incarnation"], extra["hash"], tensors, extra["base"], directory)
+    except (KeyError, TypeError) as error:
+        raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
+
+
+def verify_weights(directory: Path) -> WeightsManifest:
+    """Hash every tensor of a committed version again and compare.
+
+    Raises:
+        CommitError: naming the first tensor or file that differs, is missing or is not listed.
+    """
+    manifest = weights_manifest(directory)
+    # The tensors' bytes are hashed below; the remaining files (config, tokenizer) are small.
+    small = verify(directory, hashes=False)
+    tensor_files = {entry.file for entry in manifest.tensors.values()}
+    for name, expected in small.files.items():
+        if (
+            name not in tensor_files
+            and xxhash.xxh3_128(directory.joinpath(name).read_bytes()).hexdigest() != expected["xxh3"]
+        ):
+            raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
+    found = hash_directory(manifest.files)
+    for name in sorted(manifest.tensors.keys() | found.keys()):
+        if found.get(name) != manifest.tensors.get(name):
+            raise CommitError(f"{directory}: tensor {name} is not the one its manifest describes")
+    if version_hash(found) != manifest.hash:
+        raise CommitError(f"{directory}: the manifest's hash does not follow from its tensors")
+    return manifest
+
+
+def hash_directory(directory: Path) -> dict[str, TensorEntry]:
+    """Hash every tensor of a model directory's safetensors files.
+
+    Raises:
+        CommitError: there are none, or one is truncated or malformed.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CommitError(f"{directory} holds no safetensors files")
+    tensors: dict[str, TensorEntry] = {}
+    for file in files:
+        tensors |= hash_tensors(file)
+    return tensors
+
+
+def hash_tensors(file: Path) -> dict[str, TensorEntry]:
+    """xxh3-128 of each tensor's bytes in one safetensors file.
+
+    Raises:
+        CommitError: the file is truncated or malformed.
+    """
+    header, start = read_header(file)
+    tensors = {}
+    with open(file, "rb") as data:
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            tensors[name] = TensorEntry(
+                file.name, entry["dtype"], entry["shape"], _hash_range(data, start + first, last - first, file)
+            )
+    return tensors
+
+
+def read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's entries by tensor name, and the offset of its data in bytes.
+
+    Raises:
+        CommitError: the file is truncated or malformed.
+    """
+    size = file.stat().st_size
+    try:
+        with open(file, "rb") as data:
+            (length,) = struct.unpack("<Q", data.read(8))
+            if length > size - 8:
+                raise CommitError(f"{file} is truncated: its header alone is longer than the file")
+            header = json.loads(data.read(length))
+        header.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CommitError(f"{file} is not a safetensors file: {error}") from error
+    if 8 + length + end > size:
+        raise CommitError(f"{file} is truncated: {size} bytes of {8 + length + end}")
+    return header, 8 + length
+
+
+def write_base_version(root: Path, model: Path) -> WeightsManifest:
+    """Commit version 0, the base model at `model`, unless it is committed already.
+
+    Raises:
+        CommitError: version 0 stands there for another base model.
+    """
+    directory = version_dir(root, 0)
+    tensors = hash_directory(model)
+    extra = manifest_extra(0, 0, tensors, str(model.resolve()))
+    if 0 in list_steps(root):
+        existing = weights_manifest(directory)
+        if existing.hash != extra["hash"]:
+            raise CommitError(f"{directory} belongs to another base model ({existing.base}), not to {model}")
+        return existing
+    with stage(directory, step=0, producer="trainer", extra=extra):
+        pass
+    return weights_manifest(directory)
+
+
+def _hash_range(data: Any, offset: int, count: int, file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    data.seek(offset)
+    while count:
+        block = data.read(min(count, _CHUNK))
+        if not block:
+            raise CommitError(f"{file} ended while it was read")
+        digest.update(block)
+        count -= len(block)
+    return digest.hexdigest()
