@@ -1,0 +1,6 @@
+"""How a run is seen: log lines, metrics, and what each process is doing right now."""
+
+from prime_rl.monitor.monitor import Monitor, read_metrics
+from prime_rl.monitor.status import Status, read_status
+
+__all__ = ["Monitor", "Status", "read_metrics", "read_status"]

@@ -1,0 +1,97 @@
+"""No orphans: a child that outlives its launcher, even one killed with SIGKILL, kills itself and its process group.
+
+The launcher holds the write end of a pipe and passes the read end to every child. The kernel closes the write end
+whatever way the launcher dies, and the children see end of file. Standard library only: environment workers import
+this from their own virtual environments.
+"""
+
+import os
+import runpy
+import signal
+import stat
+import sys
+import threading
+import time
+from typing import Self
+
+ENV = "PRIMERL_LIFELINE_FD"
+_PARENT_POLL_SECONDS = 1.0
+
+
+class Lifeline:
+    """Parent side. `Popen(…, pass_fds=line.pass_fds, env={**env, **line.env}, start_new_session=True)`.
+
+    The pipe lives as long as this object: keep a reference for as long as the children shall live.
+    """
+
+    def __init__(self) -> None:
+        self._read_fd, self._write_fd = os.pipe()  # neither is inherited unless passed
+        self.pass_fds: tuple[int, ...] = (self._read_fd,)
+        # The inode tells the pipe from an unrelated file that got the same number in a grandchild.
+        self.env: dict[str, str] = {ENV: f"{self._read_fd}:{os.fstat(self._read_fd).st_ino}"}
+
+    def close(self) -> None:
+        """Cut the line: every process that still watches it is killed together with its group."""
+        for fd in (self._write_fd, self._read_fd):
+            os.close(fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def watch() -> None:
+    """Child side, first thing in every `main()`: SIGKILL the own process group once the launcher is gone.
+
+    Does nothing without a launcher. A grandchild that inherited the variable but not the pipe (torchrun's ranks,
+    environment workers) follows its parent instead, which is itself watched.
+    """
+    value = os.environ.get(ENV)
+    if not value:
+        return
+    fd_text, _, inode_text = value.partition(":")
+    if fd_text.isdigit() and inode_text.isdigit() and _is_pipe(int(fd_text), int(inode_text)):
+        thread = threading.Thread(target=_await_eof, args=(int(fd_text),), name="lifeline", daemon=True)
+    else:
+        thread = threading.Thread(target=_await_parent, args=(os.getppid(),), name="lifeline", daemon=True)
+    thread.start()
+
+
+def _is_pipe(fd: int, inode: int) -> bool:
+    try:
+        info = os.fstat(fd)
+    except OSError:
+        return False
+    return stat.S_ISFIFO(info.st_mode) and info.st_ino == inode
+
+
+def _await_eof(fd: int) -> None:
+    while os.read(fd, 64):  # nothing is ever written: returns only when the last write end is closed
+        pass
+    _kill_own_group()
+
+
+def _await_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    _kill_own_group()
+
+
+def _kill_own_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    """`python -m prime_rl.lifeline -m module args…`: run a module that is not ours (torchrun) under the watch."""
+    if len(sys.argv) < 3 or sys.argv[1] != "-m":
+        sys.exit("usage: python -m prime_rl.lifeline -m module [args…]")
+    watch()
+    module = sys.argv[2]
+    sys.argv = [module, *sys.argv[3:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

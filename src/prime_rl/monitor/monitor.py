@@ -1,0 +1,153 @@
+"""Metrics of one process: always to `metrics/<process>.jsonl`, to W&B when configured."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, SupportsFloat
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import log
+
+if TYPE_CHECKING:
+    from prime_rl.config.shared import MonitorConfig
+
+logger = log.get(__name__)
+
+
+class Monitor:
+    """One process's metrics. One thread; a distributed trainer creates it on rank 0 only."""
+
+    def __init__(self, output_dir: Path, process: str, config: "MonitorConfig", run_config: dict[str, Any]) -> None:
+        """`run_config` is shown by W&B only. Raises UserError when W&B is wanted and cannot start."""
+        self._file = JsonlWriter(metrics_path(output_dir, process))
+        self._wandb = None if config.wandb is None else _WandbSink(config, output_dir, process, run_config)
+
+    def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
+        """Record numbers of the step that was executed (0-based). Non-finite values are dropped, with one warning a key."""
+        row = self._file.write(step, metrics)
+        if self._wandb is not None:
+            self._wandb.log(step, row)
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Show rollouts (same keys in every row) as a W&B table, at the interval of `log_extras`."""
+        if self._wandb is not None:
+            self._wandb.log_samples(step, rows)
+
+    def log_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        """Show value lists as W&B histograms, at the interval of `log_extras`."""
+        if self._wandb is not None:
+            self._wandb.log_distributions(step, values)
+
+    def close(self) -> None:
+        """Flush every sink. W&B uploads what it still holds."""
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.close()
+
+
+class JsonlWriter:
+    """Appends one flat object a line; a line is one write, so a reader never meets half of one (a crash can leave one)."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._warned: set[str] = set()
+        size = os.fstat(self._fd).st_size
+        if size and os.pread(self._fd, 1, size - 1) != b"\n":
+            os.write(self._fd, b"\n")  # an earlier life died in its last line: keep it apart from ours
+
+    def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
+        """Append a line; returns the metrics that were finite."""
+        row = {key: number for key, value in metrics.items() if (number := self._finite(key, value)) is not None}
+        os.write(self._fd, (json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n").encode())
+        return row
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _finite(self, key: str, value: SupportsFloat) -> float | None:
+        number = value if isinstance(value, int) else float(value)
+        if math.isfinite(number):
+            return number
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning("%s is %s: left out of the metrics (said once)", key, number)
+        return None
+
+
+class _WandbSink:
+    def __init__(self, config: "MonitorConfig", output_dir: Path, process: str, run_config: dict[str, Any]) -> None:
+        import wandb  # takes a second to import: only for those who use it
+
+        settings = config.wandb
+        assert settings is not None
+        directory = settings.dir if Path(settings.dir).is_absolute() else output_dir / settings.dir
+        directory.mkdir(parents=True, exist_ok=True)
+        self._wandb = wandb
+        self._extras = settings.log_extras
+        try:
+            self._run = wandb.init(
+                project=settings.project,
+                name=settings.name,
+                id=settings.id,
+                resume="allow" if settings.id else None,
+                dir=str(directory),
+                mode="offline" if settings.offline else "online",
+                config=run_config,
+                job_type=process,
+                settings=wandb.Settings(console="off"),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"W&B did not start: {error}. Log in with `wandb login`, or use --monitor.wandb.offline (--wandb.offline on rl)"
+            ) from error
+        # A resumed run repeats steps: with a step metric of our own W&B accepts them (its own counter only grows).
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        extras = self._extras
+        if extras is None or not extras.samples or step % extras.interval or not rows:
+            return
+        columns: list[str | int] = list(rows[0])
+        table = self._wandb.Table(columns=columns, data=[[row[str(column)] for column in columns] for row in rows])
+        self._run.log({"step": step, "samples": table})
+
+    def log_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
+        extras = self._extras
+        if extras is None or not extras.distributions or step % extras.interval:
+            return
+        histograms = {f"distributions/{key}": self._wandb.Histogram(list(v)) for key, v in values.items() if len(v)}
+        self._run.log({"step": step, **histograms})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def metrics_path(output_dir: Path, process: str) -> Path:
+    return output_dir / "metrics" / f"{process}.jsonl"
+
+
+def parse_line(line: str) -> dict[str, float] | None:
+    """One metrics line, or None for one that a crash cut short."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
+
+
+def read_metrics(path: Path) -> list[dict[str, float]]:
+    """One row per step in order of steps. Lines of one step are merged key by key and the later one wins, so that a
+    resumed run that repeats a step replaces it, and metrics logged apart (evals) stay with their step."""
+    rows: dict[int, dict[str, float]] = {}
+    if path.exists():
+        for line in path.read_text().splitlines():
+            if (row := parse_line(line)) is not None:
+                rows.setdefault(int(row["step"]), {}).update(row)
+    return [rows[step] for step in sorted(rows)]

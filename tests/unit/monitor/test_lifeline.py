@@ -1,0 +1,96 @@
+"""The lifeline: whoever watches it dies with the launcher, together with its group; nobody else is touched."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from prime_rl.lifeline import ENV, Lifeline
+
+CHILD = """
+import subprocess, sys, time
+from prime_rl import lifeline
+lifeline.watch()
+grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(grandchild.pid, flush=True)
+time.sleep(60)
+"""
+RANK = "from prime_rl import lifeline; lifeline.watch(); import time; print('up', flush=True); time.sleep(60)"
+AGENT = f"""
+import subprocess, sys, time
+from prime_rl import lifeline
+lifeline.watch()
+rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], start_new_session=True)
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def spawn(code: str, line: Lifeline) -> tuple[subprocess.Popen[str], int]:
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        pass_fds=line.pass_fds,
+        env={**os.environ, **line.env},
+    )
+    assert child.stdout is not None
+    return child, int(child.stdout.readline())
+
+
+def gone(pid: int, deadline: float = 10.0) -> bool:
+    end = time.monotonic() + deadline
+    while time.monotonic() < end:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                if stat.read().rpartition(")")[2].split()[0] == "Z":
+                    return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_cutting_the_line_kills_child_and_grandchild() -> None:
+    """A child and what it spawned in its group die when the write end closes."""
+    line = Lifeline()
+    child, grandchild = spawn(CHILD, line)
+    assert child.poll() is None
+    line.close()
+    assert child.wait(10) == -signal.SIGKILL
+    assert gone(grandchild)
+
+
+def test_grandchild_in_its_own_session_follows_its_parent() -> None:
+    """A rank that torchrun started in a session of its own, without the pipe, dies when its agent dies."""
+    line = Lifeline()
+    agent, rank = spawn(AGENT, line)
+    time.sleep(0.3)
+    line.close()
+    assert agent.wait(10) == -signal.SIGKILL
+    assert gone(rank)
+
+
+def test_another_file_under_the_same_number_is_not_read() -> None:
+    """A stale variable must not make a process read a file descriptor that is something else."""
+    read, write = os.pipe()
+    os.write(write, b"payload")
+    code = (
+        f"from prime_rl import lifeline; lifeline.watch(); import os, time; time.sleep(0.2); print(os.read({read}, 7))"
+    )
+    env = {**os.environ, ENV: f"{read}:1"}
+    out = subprocess.run([sys.executable, "-c", code], env=env, pass_fds=(read,), capture_output=True, text=True)
+    assert out.stdout.strip() == "b'payload'"
+
+
+def test_module_runs_under_the_watch() -> None:
+    """`python -m prime_rl.lifeline -m module args` runs the module as __main__ with its own arguments."""
+    out = subprocess.run(
+        [sys.executable, "-m", "prime_rl.lifeline", "-m", "json.tool", "--compact"],
+        input='{"a": 1}',
+        capture_output=True,
+        text=True,
+    )
+    assert (out.returncode, out.stdout.strip()) == (0, '{"a":1}')
