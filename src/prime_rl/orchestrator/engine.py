@@ -1,0 +1,120 @@
+"""The inference server as the orchestrator sees it: is it up, what does it serve, serve this instead."""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from prime_rl.errors import UserError
+from prime_rl.transport.weights import WeightsManifest
+
+if TYPE_CHECKING:
+    from prime_rl.config import ClientConfig
+
+_POLL_SECONDS = 0.25
+_PROBE_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """What the server says it serves."""
+
+    version: int
+    hash: str
+
+
+class Engine:
+    """A client of one inference server. Use it as an asynchronous context manager."""
+
+    def __init__(self, config: "ClientConfig") -> None:
+        self.root = config.base_url.rstrip("/").removesuffix("/v1")
+        self._config = config
+        key = os.environ.get(config.api_key_var, "")
+        self._http = httpx.AsyncClient(
+            base_url=self.root,
+            timeout=httpx.Timeout(config.timeout, connect=_PROBE_TIMEOUT_SECONDS),
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> "Engine":
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._http.aclose()
+
+    async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
+        """Wait until the server answers, at most `client.ready_timeout` seconds.
+
+        Args:
+            on_wait: Told subject, owner and deadline in seconds before every pause.
+
+        Raises:
+            UserError: it did not come up in time.
+        """
+        start = time.monotonic()
+        while not await self._healthy():
+            if time.monotonic() - start > self._config.ready_timeout:
+                raise UserError(f"no inference server at {self.root} after {self._config.ready_timeout:.0f} s (client.base_url, client.ready_timeout)")
+            on_wait("a healthy server", f"inference at {self.root}", self._config.ready_timeout)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def served(self) -> Served:
+        """Ask what is served.
+
+        Raises:
+            UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
+        """
+        body = await self._call("GET", "/weights")
+        return Served(int(body["version"]), str(body["hash"]))
+
+    async def update(self, weights: WeightsManifest) -> Served:
+        """Have the server load a committed version and prove it.
+
+        Raises:
+            UserError: it refused, or says afterwards that it serves something else.
+        """
+        await self._call("POST", "/update_weights", {"weight_dir": str(weights.directory.resolve()), "version": weights.version})
+        served = await self.served()
+        if served != Served(weights.version, weights.hash):
+            raise UserError(
+                f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
+                f"version {served.version} ({served.hash[:12]})"
+            )
+        return served
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The models the server offers (`/v1/models`)."""
+        body = await self._call("GET", "/v1/models")
+        return list(body["data"])
+
+    async def _healthy(self) -> bool:
+        try:
+            response = await self._http.get("/health", timeout=_PROBE_TIMEOUT_SECONDS)
+        except httpx.TransportError:
+            return False
+        return response.is_success
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            response = await self._http.request(method, path, json=body)
+        except httpx.TransportError as error:
+            raise UserError(f"the inference server at {self.root} did not answer {method} {path}: {error!r}") from error
+        if response.status_code == 401:
+            raise UserError(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
+        if response.status_code == 404:
+            raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
+        if not response.is_success:
+            raise UserError(f"the inference server at {self.root} refused {method} {path}: {_message(response)}")
+        return dict(response.json())
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {response.status_code} {response.text[:300]}"

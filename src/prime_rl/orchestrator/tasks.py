@@ -1,0 +1,36 @@
+"""Which task comes next: seeded, endless, resumable by its count alone."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from prime_rl.orchestrator.core import Task
+
+
+def task_stream(tasks: dict[str, Sequence[Task]], ratios: dict[str, float], seed: int, skip: int = 0) -> Iterator[Task]:
+    """Tasks for ever: environments drawn by their ratio, each one's tasks shuffled anew every epoch.
+
+    Args:
+        tasks: The tasks of each environment.
+        ratios: Relative weight of each environment.
+        seed: The run's seed; the same seed gives the same stream.
+        skip: Tasks to leave out at the start, in a resumed run.
+    """
+    names = sorted(tasks)
+    if empty := [name for name in names if not tasks[name]]:
+        raise ValueError(f"no tasks in {', '.join(empty)}")
+    choose = random.Random(f"{seed}/environments")
+    streams = {name: _epochs(tasks[name], f"{seed}/{name}") for name in names}
+    weights = [ratios[name] for name in names]
+    for number in itertools.count():
+        task = next(streams[choose.choices(names, weights)[0] if len(names) > 1 else names[0]])
+        if number >= skip:
+            yield task
+
+
+def _epochs(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
+    for epoch in itertools.count():
+        order = list(tasks)
+        random.Random(f"{seed}/{epoch}").shuffle(order)
+        yield from order
+
