@@ -56,7 +56,9 @@ class Limits:
         if self.batch_size % self.group_size:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of the group size {self.group_size}")
         if self.max_off_policy_steps < self.async_level:
-            raise ValueError(f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}")
+            raise ValueError(
+                f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
+            )
 
     @property
     def groups_per_batch(self) -> int:
@@ -125,7 +127,9 @@ class Core(Generic[Result]):
         groups_opened: Groups opened before, in a resumed run.
     """
 
-    def __init__(self, limits: Limits, tasks: Iterator[Task], step: int = 0, version: int = 0, groups_opened: int = 0) -> None:
+    def __init__(
+        self, limits: Limits, tasks: Iterator[Task], step: int = 0, version: int = 0, groups_opened: int = 0
+    ) -> None:
         self.limits = limits
         self.step = step
         self.version = version
@@ -164,7 +168,9 @@ class Core(Generic[Result]):
         return self.version >= step - self.limits.async_level
 
     def _open(self) -> Group[Result]:
-        group: Group[Result] = Group(self.groups_opened, next(self._tasks), [(number, 0) for number in range(self.limits.group_size)])
+        group: Group[Result] = Group(
+            self.groups_opened, next(self._tasks), [(number, 0) for number in range(self.limits.group_size)]
+        )
         self._groups[group.number] = group
         self.groups_opened += 1
         return group

@@ -59,7 +59,9 @@ class Engine:
         start = time.monotonic()
         while not await self._healthy():
             if time.monotonic() - start > self._config.ready_timeout:
-                raise UserError(f"no inference server at {self.root} after {self._config.ready_timeout:.0f} s (client.base_url, client.ready_timeout)")
+                raise UserError(
+                    f"no inference server at {self.root} after {self._config.ready_timeout:.0f} s (client.base_url, client.ready_timeout)"
+                )
             on_wait("a healthy server", f"inference at {self.root}", self._config.ready_timeout)
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -78,7 +80,9 @@ class Engine:
         Raises:
             UserError: it refused, or says afterwards that it serves something else.
         """
-        await self._call("POST", "/update_weights", {"weight_dir": str(weights.directory.resolve()), "version": weights.version})
+        await self._call(
+            "POST", "/update_weights", {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
+        )
         served = await self.served()
         if served != Served(weights.version, weights.hash):
             raise UserError(

@@ -33,4 +33,3 @@ def _epochs(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
         order = list(tasks)
         random.Random(f"{seed}/{epoch}").shuffle(order)
         yield from order
-

@@ -1,0 +1,225 @@
+"""The scheduler's contracts, driven by a random world without clock or network."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
+
+
+def endless_tasks():
+    return (Task("env", i, f"task-{i}") for i in itertools.count())
+
+
+def make_core(limits: Limits, **kwargs) -> Core[float]:
+    return Core(limits, endless_tasks(), **kwargs)
+
+
+class World:
+    """A simulated trainer and fleet: finishes, fails and serves in random order, and records what the core did."""
+
+    def __init__(self, limits: Limits, seed: int, failure_rate: float) -> None:
+        self.random = random.Random(seed)
+        self.limits = limits
+        self.core = make_core(limits)
+        self.failure_rate = failure_rate
+        self.flying: list[Start] = []
+        self.starts: list[tuple[int, int, Start]] = []  # (step being collected, served version, start)
+        self.batches = []
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            if self.core.done:
+                return
+            self.fill()
+            self.advance()
+            self.core.check_conservation()
+        raise AssertionError("the run did not end: the scheduler is stuck")
+
+    def fill(self) -> None:
+        while (start := self.core.next_start()) is not None:
+            self.flying.append(start)
+            self.starts.append((self.core.step, self.core.version, start))
+
+    def advance(self) -> None:
+        choices = []
+        if self.flying:
+            choices += ["land"] * 4
+        if self.core.version < self.core.step:
+            choices.append("serve")
+        assert choices, "nothing is in flight, nothing to train: deadlock"
+        if self.random.choice(choices) == "serve":
+            self.core.serve(self.random.randint(self.core.version + 1, self.core.step))
+            for start in self.core.stale():
+                self.flying.remove(start)
+                self.core.fail(start.episode, Drop.STALE)
+        else:
+            start = self.flying.pop(self.random.randrange(len(self.flying)))
+            if self.random.random() < self.failure_rate:
+                self.core.fail(start.episode, Drop.ERRORED, retry=self.random.random() < 0.5)
+            else:
+                self.core.finish(start.episode, self.random.random())
+        while (batch := self.core.ready_batch()) is not None:
+            self.batches.append(batch)
+            self.core.advance(batch, sum(len(group.finished) for group in batch.groups))
+
+
+worlds = st.builds(
+    lambda group, groups, level, slack, concurrency, steps: Limits(group * groups, group, level, level + slack, concurrency, steps),
+    st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.integers(0, 3), st.integers(1, 40), st.integers(1, 8),
+)  # fmt: skip
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds, st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.5]))
+def test_every_run_ends_with_all_steps_in_order_and_conserves_episodes(limits, seed, failure_rate):
+    """Whatever the order of events: batches 0 … max_steps-1, each full, no episode trained twice, none unaccounted for, no deadlock."""
+    world = World(limits, seed, failure_rate)
+    world.run()
+    assert [batch.step for batch in world.batches] == list(range(limits.max_steps))
+    assert all(len(batch.groups) == limits.groups_per_batch for batch in world.batches)
+    trained = [f.start.episode for batch in world.batches for group in batch.groups for f in group.finished]
+    assert len(trained) == len(set(trained)) == world.core.trained
+    assert world.core.in_flight == 0
+    assert world.core.issued == world.core.trained + world.core.dropped.total()
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds, st.integers(0, 2**32), st.sampled_from([0.0, 0.3]))
+def test_an_episode_for_step_n_starts_on_a_version_of_at_least_n_minus_the_async_level(limits, seed, failure_rate):
+    """The start gate (DESIGN, "async level"): the group's planned step follows from how many groups stand before it."""
+    world = World(limits, seed, failure_rate)
+    core = world.core
+    opened_for = {}
+    open_group = core._open
+
+    def record():
+        group = open_group()
+        opened_for[group.number] = core.step + (len(core._groups) - 1) // limits.groups_per_batch
+        return group
+
+    core._open = record
+    world.run()
+    assert opened_for
+    for _, version, start in world.starts:
+        assert version >= max(0, opened_for[start.group] - limits.async_level)
+        assert opened_for[start.group] < limits.max_steps
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds, st.integers(0, 2**32))
+def test_no_sample_is_trained_beyond_the_off_policy_bound(limits, seed):
+    """Step minus the oldest version that sampled a token never exceeds max_off_policy_steps."""
+    world = World(limits, seed, 0.1)
+    world.run()
+    for batch in world.batches:
+        for group in batch.groups:
+            assert all(batch.step - finished.first <= limits.max_off_policy_steps for finished in group.finished)
+            assert all(finished.first <= finished.last <= batch.step for finished in group.finished)
+
+
+def test_synchronous_training_waits_for_the_trainer():
+    """async_level 0: after step 0's episodes nothing starts until version 1 is served."""
+    core = make_core(Limits(4, 2, 0, 0, 100, 3))
+    starts = [core.next_start() for _ in range(4)]
+    assert [(s.group, s.number, s.version) for s in starts] == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)]
+    assert core.next_start() is None
+    for start in starts:
+        core.finish(start.episode, 1.0)
+    core.advance(core.ready_batch(), 4)
+    assert core.next_start() is None
+    core.serve(1)
+    assert core.next_start().version == 1
+
+
+def test_async_level_one_works_exactly_one_step_ahead():
+    """async_level 1, version 0: the episodes of steps 0 and 1 may start, those of step 2 may not."""
+    core = make_core(Limits(4, 2, 1, 8, 100, 10))
+    assert len(list(iter(core.next_start, None))) == 8
+    core.serve(1)
+    assert len(list(iter(core.next_start, None))) == 4
+
+
+def test_concurrency_is_bounded():
+    """Never more than max_concurrent in flight."""
+    core = make_core(Limits(8, 2, 1, 8, 3, 10))
+    starts = list(iter(core.next_start, None))
+    assert len(starts) == 3
+    core.finish(starts[0].episode, 0.0)
+    assert core.next_start() is not None
+    assert core.next_start() is None
+
+
+def test_a_retried_episode_is_issued_again_with_the_same_place_and_a_new_id():
+    """Work lost to a dead worker is issued again, up to max_attempts, then counted as lost."""
+    core = make_core(Limits(2, 2, 0, 0, 10, 1))
+    first, second = core.next_start(), core.next_start()
+    assert core.fail(first.episode, Drop.ERRORED, retry=True)
+    again = core.next_start()
+    assert (again.group, again.number, again.attempt) == (first.group, first.number, 1)
+    assert again.episode not in (first.episode, second.episode)
+    assert core.fail(again.episode, Drop.ERRORED, retry=True)
+    last = core.next_start()
+    assert not core.fail(last.episode, Drop.ERRORED, retry=True)
+    core.finish(second.episode, 1.0)
+    (group,) = core.ready_batch().groups
+    assert (len(group.finished), group.lost) == (1, 1)
+    core.check_conservation()
+
+
+def test_a_group_without_any_result_is_replaced():
+    """A group whose every episode failed does not count: another task takes its place and the batch stays full."""
+    core = make_core(Limits(2, 2, 0, 0, 10, 1))
+    for _ in range(2):
+        core.fail(core.next_start().episode, Drop.TIMEOUT)
+    assert core.ready_batch() is None
+    replacement = core.next_start()
+    assert replacement.group == 1
+    assert replacement.task.index == 1
+
+
+def test_the_batch_keeps_the_order_of_opening_whatever_finished_first():
+    """Determinism: a synchronous batch does not depend on the order in which episodes came back."""
+    core = make_core(Limits(4, 1, 0, 0, 10, 1))
+    for start in reversed([core.next_start() for _ in range(4)]):
+        core.finish(start.episode, 0.0)
+    assert [group.number for group in core.ready_batch().groups] == [0, 1, 2, 3]
+
+
+def test_a_discarded_batch_is_collected_again_for_the_same_step():
+    """A batch without signal is not a step: its episodes are dropped as filtered and the step stays."""
+    core = make_core(Limits(2, 1, 0, 0, 10, 1))
+    for _ in range(2):
+        core.finish(core.next_start().episode, 0.0)
+    core.discard(core.ready_batch())
+    assert core.step == 0
+    assert core.dropped[Drop.FILTERED] == 2
+    assert core.next_start() is not None
+    core.check_conservation()
+
+
+def test_versions_span_from_the_start_to_the_end_of_an_episode():
+    """An episode that lived through an update records both versions; its age counts from the older one."""
+    core = make_core(Limits(1, 1, 2, 2, 10, 10))
+    start = core.next_start()
+    core.serve(1)
+    core.finish(start.episode, 0.0)
+    (finished,) = core.ready_batch().groups[0].finished
+    assert (finished.first, finished.last) == (0, 1)
+
+
+def test_versions_never_go_back():
+    """Serving an older version than before is a fault of the caller, not something to go on from."""
+    core = make_core(Limits(1, 1, 0, 0, 1), version=3, step=3)
+    with pytest.raises(ValueError, match="older"):
+        core.serve(2)
+
+
+@pytest.mark.parametrize(("batch", "group", "level", "bound"), [(5, 2, 0, 0), (4, 2, 3, 2)])
+def test_impossible_limits_are_refused(batch, group, level, bound):
+    """A batch that no whole number of groups fills, and a bound below the async level, are errors at construction."""
+    with pytest.raises(ValueError):
+        Limits(batch, group, level, bound, 10)

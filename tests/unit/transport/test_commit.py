@@ -1,0 +1,192 @@
+"""The commit contract: under a final name everything is complete; everything else never happened."""
+
+import errno
+import json
+import os
+import threading
+import time
+
+import pytest
+
+from prime_rl.errors import UserError
+from prime_rl.transport import commit
+from prime_rl.transport.commit import (
+    CommitError,
+    Stage,
+    WaitTimeout,
+    clean_stages,
+    list_steps,
+    prune,
+    read_manifest,
+    stage,
+    verify,
+    wait_for,
+    write_atomically,
+)
+
+
+def publish(final, text="hello"):
+    with stage(final, step=3, producer="test", extra={"a": 1}) as path:
+        (path / "sub").mkdir()
+        (path / "sub" / "data.txt").write_text(text)
+    return final
+
+
+def test_a_committed_directory_verifies_and_says_who_made_it(tmp_path):
+    """Manifest: format, step, producer, nonce, per-file size and hash, extra."""
+    manifest = verify(publish(tmp_path / "step_3"))
+    assert (manifest.step, manifest.producer, manifest.extra) == (3, "test", {"a": 1})
+    assert manifest.files["sub/data.txt"]["size"] == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_an_exception_leaves_nothing_behind(tmp_path):
+    """A writer that fails half-way leaves neither the final name nor its stage."""
+    with pytest.raises(RuntimeError), stage(tmp_path / "step_0", step=0, producer="test") as path:
+        (path / "half").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_final_name_appears_only_after_everything_is_written(tmp_path, monkeypatch):
+    """Order of the commit: data and manifest exist in the stage before the rename makes them visible."""
+    seen = []
+    rename = os.rename
+
+    def watching(source, target):
+        seen.append((sorted(os.listdir(source)), os.path.exists(target)))
+        rename(source, target)
+
+    monkeypatch.setattr(commit.os, "rename", watching)
+    publish(tmp_path / "step_3")
+    assert seen == [(["manifest.json", "sub"], False)]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
+    """Disk full while committing: a UserError naming the place, nothing half-written."""
+
+    def full(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(commit.os, "fsync", full)
+    with pytest.raises(UserError, match="disk full while writing .*step_3"):
+        publish(tmp_path / "step_3")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_commit_of_the_same_name_is_refused_and_the_first_stays(tmp_path):
+    """A step is committed once."""
+    publish(tmp_path / "step_3", "first")
+    with pytest.raises(CommitError, match="committed already"):
+        publish(tmp_path / "step_3", "second")
+    assert (tmp_path / "step_3" / "sub" / "data.txt").read_text() == "first"
+
+
+def test_a_rename_that_reports_failure_after_success_is_a_success(tmp_path, monkeypatch):
+    """A network file system may retransmit a rename: our own nonce at the destination means that it worked."""
+    rename = os.rename
+
+    def stuttering(source, target):
+        rename(source, target)
+        raise FileNotFoundError(errno.ENOENT, "retransmitted", source)
+
+    monkeypatch.setattr(commit.os, "rename", stuttering)
+    publish(tmp_path / "step_3")
+    verify(tmp_path / "step_3")
+
+
+def test_several_writers_share_a_stage_by_its_nonce(tmp_path):
+    """Ranks write into one stage; one of them commits for all."""
+    first, second = Stage(tmp_path / "step_1", "abc"), Stage(tmp_path / "step_1", "abc")
+    (first.path / "a").write_text("a")
+    (second.path / "b").write_text("b")
+    assert sorted(first.commit(step=1, producer="trainer").files) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda d: (d / "sub/data.txt").unlink(), "missing"),
+        (lambda d: (d / "sub/data.txt").write_text("hell"), "4 bytes"),
+        (lambda d: (d / "sub/data.txt").write_text("jello"), "other bytes"),
+        (lambda d: (d / "manifest.json").write_text("{"), "cannot be read"),
+        (lambda d: (d / "manifest.json").unlink(), "no manifest"),
+    ],
+)
+def test_damage_is_found_and_named(tmp_path, damage, message):
+    """Readers refuse what is not what the manifest says."""
+    directory = publish(tmp_path / "step_3")
+    damage(directory)
+    with pytest.raises(CommitError, match=message):
+        verify(directory)
+
+
+def test_a_manifest_of_another_format_is_refused(tmp_path):
+    """A newer writer's directory is not misread."""
+    directory = publish(tmp_path / "step_3")
+    data = json.loads((directory / "manifest.json").read_text()) | {"format": 99}
+    (directory / "manifest.json").write_text(json.dumps(data))
+    with pytest.raises(CommitError, match="format 99"):
+        read_manifest(directory)
+
+
+def test_steps_are_listed_by_number_and_stages_are_ignored(tmp_path):
+    """Only committed step directories count."""
+    for name in ("step_10", "step_9", ".step_11.tmp-x", "step_x", "other"):
+        (tmp_path / name).mkdir()
+    assert list_steps(tmp_path) == [9, 10]
+    assert list_steps(tmp_path / "missing") == []
+
+
+def test_clean_removes_dead_stages_and_nothing_else(tmp_path):
+    """What a killed writer left is cleaned; committed directories stay."""
+    publish(tmp_path / "step_3")
+    Stage(tmp_path / "step_4")
+    clean_stages(tmp_path)
+    assert os.listdir(tmp_path) == ["step_3"]
+
+
+def test_prune_removes_the_directory_and_tolerates_that_it_is_gone(tmp_path):
+    """Pruning twice is no error."""
+    directory = publish(tmp_path / "step_3")
+    prune(directory)
+    prune(directory)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_wait_that_expires_says_what_it_waited_for_and_who_owed_it(tmp_path):
+    """Every wait has a subject, an owner and a deadline."""
+    with pytest.raises(WaitTimeout, match="no rollouts/step_3 from orchestrator after 0 s"):
+        wait_for(tmp_path / "rollouts" / "step_3", owner="orchestrator", timeout=0.0)
+
+
+def test_a_wait_ends_when_the_directory_is_committed(tmp_path):
+    """The waiter sees the rename, and reports its waiting meanwhile."""
+    waits = []
+    final = tmp_path / "step_3"
+    writer = threading.Thread(target=lambda: (time.sleep(0.2), publish(final)))
+    writer.start()
+    assert wait_for(final, owner="test", timeout=30, poll=0.05, on_wait=waits.append) == final
+    writer.join()
+    assert waits
+
+
+def test_a_wait_can_be_stopped(tmp_path):
+    """A process that was asked to stop does not sit out its deadline."""
+    assert wait_for(tmp_path / "step_3", owner="test", timeout=3600, stop=lambda: True) is None
+
+
+def test_a_small_file_is_replaced_whole(tmp_path, monkeypatch):
+    """A failing replacement leaves the old content and no debris."""
+    path = tmp_path / "state.json"
+    write_atomically(path, b"old")
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(commit.os, "fsync", full)
+    with pytest.raises(UserError, match="disk full"):
+        write_atomically(path, b"new")
+    assert os.listdir(tmp_path) == ["state.json"]
+    assert path.read_bytes() == b"old"

@@ -1,0 +1,88 @@
+"""Batches of samples arrive as they were sent, row by row."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.rollouts import FILE, Sample, open_batch, write_batch
+
+
+def make_sample(number: int, length: int = 5, **changes) -> Sample:
+    mask = [i >= 2 for i in range(length)]
+    fields = {
+        "sample_id": f"sample-{number}",
+        "group_id": "group-0",
+        "task_id": "task-0",
+        "env": "reverse-text",
+        "policy_versions": [0, 1],
+        "input_ids": [number * 100 + i for i in range(length)],
+        "loss_mask": mask,
+        "logprobs": [-0.5 * i if m else 0.0 for i, m in enumerate(mask)],
+        "advantages": [0.25 if m else 0.0 for m in mask],
+        "temperature": 0.5,
+        "reward": 0.1,
+    }
+    return Sample(**(fields | changes))
+
+
+def same(left: Sample, right: Sample) -> bool:
+    for field in dataclasses.fields(Sample):
+        a, b = getattr(left, field.name), getattr(right, field.name)
+        if (a is None) != (b is None) or (a is not None and not np.array_equal(np.asarray(a), np.asarray(b))):
+            return False
+    return True
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.data())
+def test_rows_come_back_as_written_in_the_order_asked(tmp_path_factory, lengths, data):
+    """Any subset of rows, in any order, equals what was written."""
+    samples = [make_sample(i, n, ce_weight=[1.0] * n if i % 2 else None) for i, n in enumerate(lengths)]
+    batch = open_batch(write_batch(tmp_path_factory.mktemp("rollouts"), 7, samples))
+    order = data.draw(st.permutations(range(len(samples))))
+    wanted = order[: data.draw(st.integers(0, len(samples)))]
+    assert all(same(row, samples[i]) for row, i in zip(batch.rows(wanted), wanted, strict=True))
+    assert batch.step == 7
+    assert batch.lengths.tolist() == lengths
+    assert batch.loss_tokens.tolist() == [max(n - 2, 0) for n in lengths]
+
+
+def test_the_file_is_plain_arrow(tmp_path):
+    """Readable with pyarrow (hence pandas and DuckDB) without our code."""
+    directory = write_batch(tmp_path, 0, [make_sample(i) for i in range(20)])
+    table = pa.ipc.open_file(str(directory / FILE)).read_all()
+    assert table.num_rows == 20
+    assert table.column("sample_id").to_pylist() == [f"sample-{i}" for i in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"logprobs": [0.0] * 4}, "logprobs has 4 entries for 5 tokens"),
+        ({"loss_mask": [True] * 6}, "loss_mask has 6"),
+        ({"logprobs": [-1.0] * 5}, "logprobs is not zero off the loss mask"),
+        ({"advantages": [1.0] * 5}, "advantages is not zero off"),
+        ({"logprobs": [0, 0, math.nan, 0, 0]}, "not finite"),
+        ({"rl_weight": [1.0]}, "rl_weight has 1"),
+    ],
+)
+def test_misaligned_streams_never_reach_a_batch(tmp_path, changes, message):
+    """Tokens in, tokens out: a sample whose streams do not fit is refused before anything is written."""
+    with pytest.raises(ValueError, match=message):
+        write_batch(tmp_path, 0, [make_sample(0, **changes)])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_truncated_batch_is_refused(tmp_path):
+    """A file that differs from its manifest is not opened."""
+    directory = write_batch(tmp_path, 0, [make_sample(0)])
+    data = (directory / FILE).read_bytes()
+    (directory / FILE).write_bytes(data[:-1])
+    with pytest.raises(CommitError, match=FILE):
+        open_batch(directory)
