@@ -1,0 +1,96 @@
+"""What every configuration class is made of: sections, the settings common to all entrypoints, and two errors."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic.fields import FieldInfo
+
+
+class ConfigError(Exception):
+    """One or more mistakes in a configuration, each a readable line in `problems`."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+class Problem(ValueError):
+    """A contradiction between settings. `keys` are dotted names, relative to the section that raises it.
+
+    The parser adds where each of the keys came from.
+    """
+
+    def __init__(self, message: str, *keys: str) -> None:
+        super().__init__(message)
+        self.keys = keys
+
+
+class Problems(ValueError):
+    """Several contradictions found by one validator."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("; ".join(str(problem) for problem in problems))
+        self.problems = problems
+
+
+def check(*found: Problem | None) -> None:
+    """Raise the problems among `found`, all of them together."""
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise Problems(problems)
+
+
+class Older(NamedTuple):
+    """An older spelling: the key that replaced it, and how its value is written there."""
+
+    key: str
+    convert: Callable[[Any], Any]
+
+
+class Section(BaseModel):
+    """A table of settings. Unknown keys are errors; a union without `type` is of the type of its default."""
+
+    model_config = ConfigDict(extra="forbid", validate_default=True)
+
+    older: ClassVar[dict[str, Older]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_types(cls, data: Any, info: ValidationInfo) -> Any:
+        if not isinstance(data, dict):
+            return data
+        filled = dict(data)
+        for name, field in cls.model_fields.items():
+            value = filled.get(name)
+            if isinstance(value, dict) and "type" not in value and (tag := default_type(field)) is not None:
+                filled[name] = {"type": tag, **value}
+        return filled
+
+
+def default_type(field: FieldInfo) -> str | None:
+    """The `type` that a union of sections has when none is given, None where the field is no such union."""
+    if field.discriminator != "type" or field.default_factory is None:
+        return None
+    default: Any = field.get_default(call_default_factory=True, validated_data={})
+    return str(default.type)
+
+
+class LogConfig(Section):
+    """Console and log file."""
+
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe messages shown.")
+
+
+class BaseConfig(Section):
+    """Settings of every entrypoint."""
+
+    older: ClassVar[dict[str, Older]] = {"exp_id": Older("output_dir", lambda name: f"outputs/{name}")}
+
+    output_dir: Path = Field(
+        Path("outputs"), description="Directory of the run; everything durable is written below it."
+    )
+    seed: int = Field(0, ge=0, description="Seed of everything random in the run.")
+    dry_run: bool = Field(False, description="Validate, print the plan, write the resolved configs, start nothing.")
+    log: LogConfig = Field(default_factory=LogConfig, description="Console and log file.")

@@ -1,0 +1,99 @@
+"""Settings of the orchestrator."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from prime_rl.config.base import BaseConfig, Problem, Section, check
+from prime_rl.config.shared import (
+    CkptConfig,
+    ClientConfig,
+    Environments,
+    Fraction,
+    ModelConfig,
+    MonitorConfig,
+    SamplingConfig,
+    SamplingOverride,
+)
+from prime_rl.config.trainer import resume_within
+
+
+class GRPOConfig(Section):
+    """Advantage of an episode: its reward minus the mean of its group."""
+
+    type: Literal["grpo"] = Field("grpo", description="Kind of algorithm.")
+    std_normalize: bool = Field(False, description="Divide by the standard deviation of the group.")
+
+
+class EvalSectionConfig(Environments):
+    """Evaluation during the run. Without environments of its own: the training ones that have an eval split."""
+
+    num_examples: int = Field(-1, ge=-1, description="Tasks per environment (-1: all).")
+    rollouts_per_example: PositiveInt = Field(1, description="Attempts at one task.")
+    interval: PositiveInt | None = Field(None, description="Steps between two evaluations (None: none in between).")
+    at_start: bool = Field(True, description="Evaluate the base model first.")
+    at_end: bool = Field(True, description="Evaluate the final weights.")
+    sampling: SamplingOverride = Field(
+        default_factory=SamplingOverride, description="Sampling settings that differ from those of training."
+    )
+
+
+class OrchestratorConfig(BaseConfig, Environments):
+    """The orchestrator: makes rollouts, scores them, cuts batches."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
+    client: ClientConfig = Field(default_factory=ClientConfig, description="The inference server to talk to.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
+    batch_size: PositiveInt = Field(128, description="Rollouts per step.")
+    rollouts_per_example: PositiveInt = Field(16, description="Attempts at one task; divides batch_size.")
+    seq_len: PositiveInt = Field(2048, description="Most tokens of one sample.")
+    max_steps: PositiveInt | None = Field(None, description="Steps to run (None: until stopped).")
+    async_level: NonNegativeInt = Field(1, description="Steps that sampling may run ahead of training.")
+    max_off_policy_steps: NonNegativeInt = Field(
+        8, description="Most steps between the oldest token of a sample and the step that trains on it."
+    )
+    max_concurrent: PositiveInt | None = Field(
+        None, description="Most episodes in flight (None: batch_size x (async_level + 1))."
+    )
+    renderer: str = Field("auto", description="Renderer of chats: auto, default, a name, or an import path.")
+    algorithm: GRPOConfig = Field(default_factory=GRPOConfig, description="How advantages are computed.")
+    filter_zero_advantage: bool = Field(True, description="Drop groups whose rewards are all the same.")
+    max_error_rate: Fraction = Field(0.5, description="Share of failed episodes beyond which the run stops.")
+    rollout_timeout: PositiveFloat = Field(300.0, description="Seconds that one episode may take.")
+    weights_timeout: PositiveFloat = Field(3600.0, description="Seconds to wait for a version of the weights.")
+    eval: EvalSectionConfig | None = Field(None, description="Evaluation during the run.")
+    ckpt: CkptConfig | None = Field(None, description="Checkpoints of the full training state.")
+    monitor: MonitorConfig = Field(
+        default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
+    )
+    bench: bool = Field(False, description="Make rollouts for a few steps without a trainer and print throughput.")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        check(
+            None if self.environments else Problem("no environment: give [environment] with an `id`", "environment"),
+            self._whole_groups(),
+            self._off_policy_bound(),
+            self._reply_fits(),
+            resume_within(self.max_steps, self.ckpt),
+        )
+        return self
+
+    def _whole_groups(self) -> Problem | None:
+        if self.batch_size % self.rollouts_per_example == 0:
+            return None
+        message = f"rollouts_per_example {self.rollouts_per_example} does not divide batch_size {self.batch_size}"
+        return Problem(message, "rollouts_per_example", "batch_size")
+
+    def _off_policy_bound(self) -> Problem | None:
+        if self.max_off_policy_steps >= self.async_level:
+            return None
+        message = f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
+        return Problem(message, "max_off_policy_steps", "async_level")
+
+    def _reply_fits(self) -> Problem | None:
+        longest = self.sampling.max_tokens
+        if longest is None or longest < self.seq_len:
+            return None
+        message = f"sampling.max_tokens {longest} leaves no room for a prompt within seq_len {self.seq_len}"
+        return Problem(message, "sampling.max_tokens", "seq_len")

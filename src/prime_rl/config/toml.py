@@ -1,0 +1,47 @@
+"""Resolved configurations as TOML that, fed back with `@`, gives an equal configuration."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import BaseModel
+
+from prime_rl.config.base import BaseConfig
+
+
+def to_toml(config: BaseConfig) -> str:
+    """Every setting of `config`; null is the string "None". Secrets are written as "None": they travel by environment."""
+    return tomli_w.dumps(_table(config))
+
+
+def write_toml(config: BaseConfig, path: Path) -> None:
+    """Write `to_toml(config)` to `path`, whole or not at all, and make its directory."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    staged.write_text(to_toml(config), encoding="utf-8")
+    staged.replace(path)
+
+
+def _table(section: BaseModel) -> dict[str, Any]:
+    fields = type(section).model_fields
+    return {name: "None" if is_secret(fields[name].json_schema_extra) else _plain(value) for name, value in section}
+
+
+def is_secret(extra: Any) -> bool:
+    """Whether a field is marked as one whose value must not be shown or written."""
+    return isinstance(extra, dict) and bool(extra.get("secret"))
+
+
+def _plain(value: Any) -> Any:
+    if value is None:
+        return "None"
+    if isinstance(value, BaseModel):
+        return _table(value)
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,182 @@
+"""Settings of the RL trainer, most of which SFT has as well."""
+
+from typing import Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from prime_rl.config.base import BaseConfig, Problem, Section, check
+from prime_rl.config.shared import CkptConfig, Device, Fraction, ModelConfig, MonitorConfig
+
+Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "cudnn"]
+DType = Literal["auto", "float32", "bfloat16"]
+
+
+class TrainerModelConfig(ModelConfig):
+    """The model and how it is computed."""
+
+    attention: Attention = Field("auto", description="Attention kernel (auto: the fastest that is there).")
+    compile: bool | None = Field(None, description="Compile each block (None: on CUDA only).")
+    activation_checkpointing: Literal["none", "attention", "full"] = Field(
+        "none", description="What is recomputed in the backward pass rather than kept."
+    )
+    dtype: DType = Field("auto", description="Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU).")
+    head_chunk: PositiveInt = Field(4096, description="Tokens whose logits exist at the same time.")
+    reshard_after_forward: bool = Field(True, description="Free gathered parameters between forward and backward.")
+
+
+class DefaultLossConfig(Section):
+    """Importance-weighted policy gradient: tokens whose probability moved too far are masked."""
+
+    type: Literal["default"] = Field("default", description="Kind of loss.")
+    mask_low: NonNegativeFloat = Field(0.2, description="Largest fall in probability of a token that is trained.")
+    mask_high: NonNegativeFloat = Field(0.2, description="Largest rise in probability of a token that is trained.")
+    adv_tau: NonNegativeFloat = Field(1.0, description="Weight of the advantage.")
+    kl_tau: NonNegativeFloat = Field(1e-3, description="Weight of the penalty for moving away from the sampler.")
+
+
+class GRPOLossConfig(Section):
+    """Clipped ratio as in PPO and GRPO."""
+
+    type: Literal["grpo"] = Field("grpo", description="Kind of loss.")
+    clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - clip_low.")
+    clip_high: NonNegativeFloat = Field(0.2, description="The ratio is clipped above 1 + clip_high.")
+
+
+class AdamWConfig(Section):
+    """AdamW."""
+
+    type: Literal["adamw"] = Field("adamw", description="Kind of optimizer.")
+    lr: NonNegativeFloat = Field(1e-6, description="Learning rate.")
+    weight_decay: NonNegativeFloat = Field(0.01, description="Decoupled weight decay.")
+    betas1: float = Field(0.9, ge=0, lt=1, description="Decay of the running mean of the gradient.")
+    betas2: float = Field(0.999, ge=0, lt=1, description="Decay of the running mean of its square.")
+    max_norm: PositiveFloat | None = Field(1.0, description="Gradient norm that is clipped to (None: not clipped).")
+
+
+class ConstantSchedulerConfig(Section):
+    """Warm-up, then constant."""
+
+    type: Literal["constant"] = Field("constant", description="Kind of schedule.")
+    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises.")
+
+
+class LinearSchedulerConfig(Section):
+    """Warm-up, constant, then linear decay that ends at max_steps."""
+
+    type: Literal["linear"] = Field("linear", description="Kind of schedule.")
+    warmup_steps: NonNegativeInt = Field(10, description="Steps over which the learning rate rises.")
+    decay_steps: NonNegativeInt = Field(10, description="Last steps, over which it falls.")
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end.")
+
+
+class CosineSchedulerConfig(Section):
+    """Warm-up, then half a cosine that ends at max_steps."""
+
+    type: Literal["cosine"] = Field("cosine", description="Kind of schedule.")
+    warmup_steps: NonNegativeInt = Field(10, description="Steps over which the learning rate rises.")
+    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end.")
+
+
+SchedulerConfig = ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig
+
+
+class ExportConfig(Section):
+    """The exported weights."""
+
+    dtype: DType = Field("auto", description="Type of the exported weights (auto: that of the model's own files).")
+
+
+class WeightsConfig(ExportConfig):
+    """The exported weights, one version per step."""
+
+    keep: NonNegativeInt | None = Field(
+        0, description="Versions kept beyond those that running processes and checkpoints need (None: all)."
+    )
+
+
+class FakeDataConfig(Section):
+    """Random samples in place of an orchestrator's."""
+
+    batch_size: PositiveInt = Field(128, description="Samples per step.")
+    micro_batch_size: PositiveInt = Field(8, description="Most samples packed into one micro-batch.")
+    seq_len: PositiveInt | None = Field(None, description="Tokens per sample (None: as many as fit).")
+
+
+class TrainerDataConfig(Section):
+    """What is trained on."""
+
+    fake: FakeDataConfig | None = Field(None, description="Random samples in place of an orchestrator's.")
+
+
+class TrainingConfig(BaseConfig):
+    """What RL and SFT training have in common."""
+
+    model: TrainerModelConfig = Field(
+        default_factory=TrainerModelConfig, description="The model and how it is computed."
+    )
+    device: Device = Field("auto", description="Where to train (auto: CUDA where there is a GPU).")
+    max_steps: PositiveInt | None = Field(None, description="Steps to train (None: until stopped).")
+    optim: AdamWConfig = Field(default_factory=AdamWConfig, description="The optimizer.")
+    scheduler: SchedulerConfig = Field(
+        default_factory=ConstantSchedulerConfig, discriminator="type", description="Schedule of the learning rate."
+    )
+    ckpt: CkptConfig | None = Field(None, description="Checkpoints of the full training state.")
+    monitor: MonitorConfig = Field(
+        default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
+    )
+    bench: bool = Field(False, description="Run a few steps and print throughput, MFU, step time and peak memory.")
+    dist_timeout: PositiveFloat = Field(600.0, description="Seconds that a collective may take.")
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Self:
+        check(resume_within(self.max_steps, self.ckpt), schedule_within(self.max_steps, self.scheduler))
+        return self
+
+
+class TrainerConfig(TrainingConfig):
+    """The RL trainer."""
+
+    seq_len: PositiveInt = Field(2048, description="Tokens of a packed micro-batch.")
+    async_level: NonNegativeInt = Field(1, description="Steps that sampling may run ahead of training.")
+    loss: DefaultLossConfig | GRPOLossConfig = Field(
+        default_factory=DefaultLossConfig, discriminator="type", description="The loss of a token."
+    )
+    data: TrainerDataConfig = Field(default_factory=TrainerDataConfig, description="What is trained on.")
+    weights: WeightsConfig = Field(
+        default_factory=WeightsConfig, description="The exported weights, one version per step."
+    )
+    rollout_timeout: PositiveFloat = Field(3600.0, description="Seconds to wait for a batch of rollouts.")
+    log_samples_interval: PositiveInt | None = Field(10, description="Steps between two logged rollouts (None: never).")
+
+    @model_validator(mode="after")
+    def _fake_fits(self) -> Self:
+        fake = self.data.fake
+        if fake is not None and fake.seq_len is not None and fake.seq_len > self.seq_len:
+            raise Problem(
+                f"data.fake.seq_len {fake.seq_len} exceeds seq_len {self.seq_len}", "data.fake.seq_len", "seq_len"
+            )
+        return self
+
+
+def resume_within(max_steps: int | None, ckpt: CkptConfig | None) -> Problem | None:
+    """A run cannot resume beyond its own end."""
+    if max_steps is None or ckpt is None or ckpt.resume_step is None or max_steps >= ckpt.resume_step:
+        return None
+    return Problem(
+        f"max_steps {max_steps} is below ckpt.resume_step {ckpt.resume_step}", "max_steps", "ckpt.resume_step"
+    )
+
+
+def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Problem | None:
+    """Warm-up and decay fit into the run, and a decay has an end to be counted back from."""
+    if max_steps is None:
+        if scheduler.type == "constant":
+            return None
+        return Problem(f"scheduler.type '{scheduler.type}' needs max_steps, to end at", "scheduler.type", "max_steps")
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
+    if scheduler.warmup_steps + decay <= max_steps:
+        return None
+    parts = f"scheduler.warmup_steps {scheduler.warmup_steps}" + (f" + scheduler.decay_steps {decay}" if decay else "")
+    return Problem(
+        f"{parts} exceeds max_steps {max_steps}", "scheduler.warmup_steps", "scheduler.decay_steps", "max_steps"
+    )
