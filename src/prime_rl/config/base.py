@@ -80,7 +80,9 @@ def default_type(field: FieldInfo) -> str | None:
 class LogConfig(Section):
     """Console and log file."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe messages shown.")
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe messages shown."
+    )
 
 
 class BaseConfig(Section):
@@ -89,8 +91,10 @@ class BaseConfig(Section):
     older: ClassVar[dict[str, Older]] = {"exp_id": Older("output_dir", lambda name: f"outputs/{name}")}
 
     output_dir: Path = Field(
-        Path("outputs"), description="Directory of the run; everything durable is written below it."
+        default=Path("outputs"), description="Directory of the run; everything durable is written below it."
     )
-    seed: int = Field(0, ge=0, description="Seed of everything random in the run.")
-    dry_run: bool = Field(False, description="Validate, print the plan, write the resolved configs, start nothing.")
+    seed: int = Field(default=0, ge=0, description="Seed of everything random in the run.")
+    dry_run: bool = Field(
+        default=False, description="Validate, print the plan, write the resolved configs, start nothing."
+    )
     log: LogConfig = Field(default_factory=LogConfig, description="Console and log file.")

@@ -29,13 +29,13 @@ class EvalConfig(BaseConfig, Environments):
     environment_ids: list[str] = Field(
         default_factory=list, description="Environments to evaluate, in short: ids only."
     )
-    num_examples: int = Field(-1, ge=-1, description="Tasks per environment (-1: all).")
-    rollouts_per_example: PositiveInt = Field(1, description="Attempts at one task.")
+    num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
+    rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
-    seq_len: PositiveInt = Field(2048, description="Most tokens of prompt and reply.")
-    max_concurrent: PositiveInt = Field(64, description="Most episodes in flight.")
-    rollout_timeout: PositiveFloat = Field(300.0, description="Seconds that one episode may take.")
-    renderer: str = Field("auto", description="Renderer of chats: auto, default, a name, or an import path.")
+    seq_len: PositiveInt = Field(default=2048, description="Most tokens of prompt and reply.")
+    max_concurrent: PositiveInt = Field(default=64, description="Most episodes in flight.")
+    rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
+    renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
     monitor: MonitorConfig = Field(
         default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
     )

@@ -11,61 +11,73 @@ from prime_rl.config.shared import Device, ModelConfig
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
-class InferenceModelConfig(ModelConfig):
+class InferenceModel(ModelConfig):
     """The model and how it is served."""
 
-    dtype: str = Field("auto", description="Type that is computed in (auto: that of the model's own files).")
-    chat_template: str | None = Field(None, description="Chat template, or a file with one (None: the tokenizer's).")
+    dtype: str = Field(default="auto", description="Type that is computed in (auto: that of the model's own files).")
+    chat_template: str | None = Field(
+        default=None, description="Chat template, or a file with one (None: the tokenizer's)."
+    )
 
 
 class ServerConfig(Section):
     """Where the server listens."""
 
-    host: str | None = Field(None, description="Address (None: loopback, or all addresses when there is an API key).")
-    port: Port = Field(8000, description="Port.")
+    host: str | None = Field(
+        default=None, description="Address (None: loopback, or all addresses when there is an API key)."
+    )
+    port: Port = Field(default=8000, description="Port.")
 
 
 class CPUConfig(Section):
     """Settings of the engine on CPU."""
 
-    kvcache_gib: PositiveInt = Field(1, description="Memory for keys and values, in GiB.")
-    fork_engine: bool = Field(False, description="Fork the engine's process rather than start it anew: ready sooner.")
+    kvcache_gib: PositiveInt = Field(default=1, description="Memory for keys and values, in GiB.")
+    fork_engine: bool = Field(
+        default=False, description="Fork the engine's process rather than start it anew: ready sooner."
+    )
 
 
 class InferenceConfig(BaseConfig):
     """The inference server: vLLM's OpenAI server plus the weight routes."""
 
-    model: InferenceModelConfig = Field(
-        default_factory=InferenceModelConfig, description="The model and how it is served."
-    )
+    model: InferenceModel = Field(default_factory=InferenceModel, description="The model and how it is served.")
     server: ServerConfig = Field(default_factory=ServerConfig, description="Where the server listens.")
     api_key: str | None = Field(
-        None,
+        default=None,
         json_schema_extra={"secret": True},
         description="Key that requests must carry; VLLM_API_KEY sets it too. Never written to a file.",
     )
     weights_root: Path | None = Field(
-        None, description="Directory that weights are loaded from (None: any local one, on loopback only)."
+        default=None, description="Directory that weights are loaded from (None: any local one, on loopback only)."
     )
-    device: Device = Field("auto", description="Where to serve (auto: CUDA where there is a GPU).")
+    device: Device = Field(default="auto", description="Where to serve (auto: CUDA where there is a GPU).")
     max_model_len: PositiveInt | None = Field(
-        None, description="Most tokens of prompt and reply (None: the model's own)."
+        default=None, description="Most tokens of prompt and reply (None: the model's own)."
     )
     gpu_memory_utilization: float | None = Field(
-        None, gt=0, le=1, description="Share of GPU memory (None: vLLM's choice)."
+        default=None, gt=0, le=1, description="Share of GPU memory (None: vLLM's choice)."
     )
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs that share one layer.")
-    pipeline_parallel_size: PositiveInt = Field(1, description="Groups of GPUs that share the layers among them.")
-    data_parallel_size: PositiveInt = Field(1, description="Replicas of the model, over all nodes.")
-    data_parallel_size_local: PositiveInt | None = Field(None, description="Replicas on this node (None: all).")
-    data_parallel_address: str | None = Field(None, description="Address of the node that leads the replicas.")
-    data_parallel_rpc_port: Port | None = Field(None, description="Port of the node that leads (None: vLLM's choice).")
-    data_parallel_start_rank: int | None = Field(None, ge=0, description="Rank of the first replica on this node.")
-    headless: bool = Field(False, description="Run engines only: another node serves the requests.")
-    enforce_eager: bool | None = Field(None, description="Neither compile nor capture graphs (None: on CPU only).")
-    quantization: str | None = Field(None, description="Quantization that vLLM applies.")
+    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one layer.")
+    pipeline_parallel_size: PositiveInt = Field(
+        default=1, description="Groups of GPUs that share the layers among them."
+    )
+    data_parallel_size: PositiveInt = Field(default=1, description="Replicas of the model, over all nodes.")
+    data_parallel_size_local: PositiveInt | None = Field(default=None, description="Replicas on this node (None: all).")
+    data_parallel_address: str | None = Field(default=None, description="Address of the node that leads the replicas.")
+    data_parallel_rpc_port: Port | None = Field(
+        default=None, description="Port of the node that leads (None: vLLM's choice)."
+    )
+    data_parallel_start_rank: int | None = Field(
+        default=None, ge=0, description="Rank of the first replica on this node."
+    )
+    headless: bool = Field(default=False, description="Run engines only: another node serves the requests.")
+    enforce_eager: bool | None = Field(
+        default=None, description="Neither compile nor capture graphs (None: on CPU only)."
+    )
+    quantization: str | None = Field(default=None, description="Quantization that vLLM applies.")
     deterministic: bool = Field(
-        False, description="One sequence at a time, prefill unchunked: the same tokens every run."
+        default=False, description="One sequence at a time, prefill unchunked: the same tokens every run."
     )
     cpu: CPUConfig = Field(default_factory=CPUConfig, description="Settings of the engine on CPU.")
     vllm: dict[str, Any] = Field(default_factory=dict, description="Any other option of vLLM's server.")

@@ -18,21 +18,23 @@ from prime_rl.config.shared import (
 from prime_rl.config.trainer import resume_within
 
 
-class GRPOConfig(Section):
+class GRPO(Section):
     """Advantage of an episode: its reward minus the mean of its group."""
 
-    type: Literal["grpo"] = Field("grpo", description="Kind of algorithm.")
-    std_normalize: bool = Field(False, description="Divide by the standard deviation of the group.")
+    type: Literal["grpo"] = Field(default="grpo", description="Kind of algorithm.")
+    std_normalize: bool = Field(default=False, description="Divide by the standard deviation of the group.")
 
 
-class EvalSectionConfig(Environments):
+class EvalSection(Environments):
     """Evaluation during the run. Without environments of its own: the training ones that have an eval split."""
 
-    num_examples: int = Field(-1, ge=-1, description="Tasks per environment (-1: all).")
-    rollouts_per_example: PositiveInt = Field(1, description="Attempts at one task.")
-    interval: PositiveInt | None = Field(None, description="Steps between two evaluations (None: none in between).")
-    at_start: bool = Field(True, description="Evaluate the base model first.")
-    at_end: bool = Field(True, description="Evaluate the final weights.")
+    num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
+    rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
+    interval: PositiveInt | None = Field(
+        default=None, description="Steps between two evaluations (None: none in between)."
+    )
+    at_start: bool = Field(default=True, description="Evaluate the base model first.")
+    at_end: bool = Field(default=True, description="Evaluate the final weights.")
     sampling: SamplingOverride = Field(
         default_factory=SamplingOverride, description="Sampling settings that differ from those of training."
     )
@@ -44,29 +46,31 @@ class OrchestratorConfig(BaseConfig, Environments):
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     client: ClientConfig = Field(default_factory=ClientConfig, description="The inference server to talk to.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
-    batch_size: PositiveInt = Field(128, description="Rollouts per step.")
-    rollouts_per_example: PositiveInt = Field(16, description="Attempts at one task; divides batch_size.")
-    seq_len: PositiveInt = Field(2048, description="Most tokens of one sample.")
-    max_steps: PositiveInt | None = Field(None, description="Steps to run (None: until stopped).")
-    async_level: NonNegativeInt = Field(1, description="Steps that sampling may run ahead of training.")
+    batch_size: PositiveInt = Field(default=128, description="Rollouts per step.")
+    rollouts_per_example: PositiveInt = Field(default=16, description="Attempts at one task; divides batch_size.")
+    seq_len: PositiveInt = Field(default=2048, description="Most tokens of one sample.")
+    max_steps: PositiveInt | None = Field(default=None, description="Steps to run (None: until stopped).")
+    async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
     max_off_policy_steps: NonNegativeInt = Field(
-        8, description="Most steps between the oldest token of a sample and the step that trains on it."
+        default=8, description="Most steps between the oldest token of a sample and the step that trains on it."
     )
     max_concurrent: PositiveInt | None = Field(
-        None, description="Most episodes in flight (None: batch_size x (async_level + 1))."
+        default=None, description="Most episodes in flight (None: batch_size x (async_level + 1))."
     )
-    renderer: str = Field("auto", description="Renderer of chats: auto, default, a name, or an import path.")
-    algorithm: GRPOConfig = Field(default_factory=GRPOConfig, description="How advantages are computed.")
-    filter_zero_advantage: bool = Field(True, description="Drop groups whose rewards are all the same.")
-    max_error_rate: Fraction = Field(0.5, description="Share of failed episodes beyond which the run stops.")
-    rollout_timeout: PositiveFloat = Field(300.0, description="Seconds that one episode may take.")
-    weights_timeout: PositiveFloat = Field(3600.0, description="Seconds to wait for a version of the weights.")
-    eval: EvalSectionConfig | None = Field(None, description="Evaluation during the run.")
-    ckpt: CkptConfig | None = Field(None, description="Checkpoints of the full training state.")
+    renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
+    algorithm: GRPO = Field(default_factory=GRPO, description="How advantages are computed.")
+    filter_zero_advantage: bool = Field(default=True, description="Drop groups whose rewards are all the same.")
+    max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
+    rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
+    weights_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a version of the weights.")
+    eval: EvalSection | None = Field(default=None, description="Evaluation during the run.")
+    ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
     monitor: MonitorConfig = Field(
         default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
     )
-    bench: bool = Field(False, description="Make rollouts for a few steps without a trainer and print throughput.")
+    bench: bool = Field(
+        default=False, description="Make rollouts for a few steps without a trainer and print throughput."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -13,18 +13,26 @@ class RLConfig(BaseConfig):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    device: Device = Field("auto", description="Where to train and serve (auto: CUDA where there is a GPU).")
-    max_steps: PositiveInt | None = Field(None, description="Steps to train (None: until stopped).")
-    async_level: NonNegativeInt = Field(1, description="Steps that sampling may run ahead of training.")
-    seq_len: PositiveInt | None = Field(None, description="Most tokens of a sample (None: as the sections say).")
-    ckpt: CkptConfig | None = Field(None, description="Checkpoints of the full training state.")
-    wandb: WandbConfig | None = Field(None, description="Weights & Biases.")
-    bench: bool = Field(False, description="Measure trainer and orchestrator, each by itself, over a few steps.")
-    clean: bool = Field(False, description="Remove what an earlier run left in output_dir first.")
-    trainer_gpus: PositiveInt = Field(1, description="GPUs that train.")
-    inference_gpus: PositiveInt = Field(1, description="GPUs that serve.")
-    trainer_ranks: PositiveInt | None = Field(None, description="Processes that train (None: one per GPU, on CPU one).")
-    ready_timeout: PositiveFloat = Field(1200.0, description="Seconds until every process must be ready.")
+    device: Device = Field(default="auto", description="Where to train and serve (auto: CUDA where there is a GPU).")
+    max_steps: PositiveInt | None = Field(default=None, description="Steps to train (None: until stopped).")
+    async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
+    seq_len: PositiveInt | None = Field(
+        default=None, description="Most tokens of a sample (None: as the sections say)."
+    )
+    ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
+    wandb: WandbConfig | None = Field(default=None, description="Weights & Biases.")
+    bench: bool = Field(
+        default=False, description="Measure trainer and orchestrator, each by itself, over a few steps."
+    )
+    clean: bool = Field(default=False, description="Remove what an earlier run left in output_dir first.")
+    trainer_gpus: PositiveInt = Field(default=1, description="GPUs that train.")
+    inference_gpus: PositiveInt = Field(default=1, description="GPUs that serve.")
+    trainer_ranks: PositiveInt | None = Field(
+        default=None, description="Processes that train (None: one per GPU, on CPU one)."
+    )
+    ready_timeout: PositiveFloat = Field(default=1200.0, description="Seconds until every process must be ready.")
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The trainer.")
     orchestrator: OrchestratorConfig = Field(description="The orchestrator.")
-    inference: InferenceConfig | None = Field(None, description="The inference server (None: one that runs already).")
+    inference: InferenceConfig | None = Field(
+        default=None, description="The inference server (None: one that runs already)."
+    )

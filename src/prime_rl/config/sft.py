@@ -8,19 +8,19 @@ from prime_rl.config.base import Problem, Section
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
 
-class LossMaskConfig(Section):
+class LossMask(Section):
     """Messages whose tokens are trained on."""
 
-    system: bool = Field(False, description="Train on system messages.")
-    user: bool = Field(False, description="Train on user messages.")
-    assistant: bool = Field(True, description="Train on assistant messages.")
-    tool: bool = Field(False, description="Train on tool messages.")
+    system: bool = Field(default=False, description="Train on system messages.")
+    user: bool = Field(default=False, description="Train on user messages.")
+    assistant: bool = Field(default=True, description="Train on assistant messages.")
+    tool: bool = Field(default=False, description="Train on tool messages.")
 
 
 class _BatchConfig(Section):
-    seq_len: PositiveInt = Field(2048, description="Tokens of a packed row.")
-    batch_size: PositiveInt = Field(128, description="Packed rows per step.")
-    micro_batch_size: PositiveInt = Field(1, description="Packed rows per forward pass of one process.")
+    seq_len: PositiveInt = Field(default=2048, description="Tokens of a packed row.")
+    batch_size: PositiveInt = Field(default=128, description="Packed rows per step.")
+    micro_batch_size: PositiveInt = Field(default=1, description="Packed rows per forward pass of one process.")
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:
@@ -33,34 +33,32 @@ class _BatchConfig(Section):
         return self
 
 
-class SFTDataConfig(_BatchConfig):
+class SFTData(_BatchConfig):
     """A dataset of prompts and completions, or of messages."""
 
-    type: Literal["sft"] = Field("sft", description="Kind of data.")
+    type: Literal["sft"] = Field(default="sft", description="Kind of data.")
     name: str = Field(
-        "PrimeIntellect/Reverse-Text-SFT", description="Hub name, or local path: jsonl, parquet, saved dataset."
+        default="PrimeIntellect/Reverse-Text-SFT", description="Hub name, or local path: jsonl, parquet, saved dataset."
     )
-    split: str = Field("train", description="Split of the dataset.")
-    subset: str | None = Field(None, description="Subset of a hub dataset (None: its default).")
-    shuffle: bool = Field(True, description="Shuffle before every epoch.")
-    loss_mask: LossMaskConfig = Field(
-        default_factory=LossMaskConfig, description="Messages whose tokens are trained on."
-    )
+    split: str = Field(default="train", description="Split of the dataset.")
+    subset: str | None = Field(default=None, description="Subset of a hub dataset (None: its default).")
+    shuffle: bool = Field(default=True, description="Shuffle before every epoch.")
+    loss_mask: LossMask = Field(default_factory=LossMask, description="Messages whose tokens are trained on.")
 
 
-class FakeSFTDataConfig(_BatchConfig):
+class FakeSFTData(_BatchConfig):
     """Random tokens."""
 
-    type: Literal["fake"] = Field("fake", description="Kind of data.")
+    type: Literal["fake"] = Field(default="fake", description="Kind of data.")
     length: Literal["fixed", "variable"] = Field(
-        "fixed", description="Length of the sequences: seq_len each, or random."
+        default="fixed", description="Length of the sequences: seq_len each, or random."
     )
 
 
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning."""
 
-    data: SFTDataConfig | FakeSFTDataConfig = Field(
-        default_factory=SFTDataConfig, discriminator="type", description="What is trained on."
+    data: SFTData | FakeSFTData = Field(
+        default_factory=SFTData, discriminator="type", description="What is trained on."
     )
     weights: ExportConfig = Field(default_factory=ExportConfig, description="The exported weights.")

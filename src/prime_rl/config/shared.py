@@ -15,24 +15,24 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class ModelConfig(Section):
     """The model."""
 
-    name: str = Field("Qwen/Qwen3-0.6B", description="Hub name or local directory of the model.")
-    trust_remote_code: bool = Field(False, description="Run Python code that comes with the model.")
+    name: str = Field(default="Qwen/Qwen3-0.6B", description="Hub name or local directory of the model.")
+    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
 
 
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    project: str = Field("prime-rl", description="Project that the run appears under.")
-    name: str | None = Field(None, description="Name of the run (None: W&B makes one up).")
-    id: str | None = Field(None, description="Id of the run; give the one of an earlier run to continue it.")
-    dir: Path = Field(Path("logs"), description="Directory of W&B's local files.")
-    offline: bool = Field(False, description="Write local files only, upload nothing.")
+    project: str = Field(default="prime-rl", description="Project that the run appears under.")
+    name: str | None = Field(default=None, description="Name of the run (None: W&B makes one up).")
+    id: str | None = Field(default=None, description="Id of the run; give the one of an earlier run to continue it.")
+    dir: Path = Field(default=Path("logs"), description="Directory of W&B's local files.")
+    offline: bool = Field(default=False, description="Write local files only, upload nothing.")
 
 
 class MonitorConfig(Section):
     """Where metrics go, beside metrics/*.jsonl."""
 
-    wandb: WandbConfig | None = Field(None, description="Weights & Biases.")
+    wandb: WandbConfig | None = Field(default=None, description="Weights & Biases.")
 
 
 class CkptConfig(Section):
@@ -40,12 +40,16 @@ class CkptConfig(Section):
 
     older: ClassVar[dict[str, Older]] = {"path": Older("output_dir", lambda path: path)}
 
-    interval: PositiveInt | None = Field(50, description="Steps between two checkpoints (None: only a final one).")
-    keep: PositiveInt | None = Field(None, description="Newest checkpoints kept (None: all).")
-    resume_step: int | None = Field(
-        None, ge=-1, description="Go on from this step; -1: from the newest (None: start anew)."
+    interval: PositiveInt | None = Field(
+        default=50, description="Steps between two checkpoints (None: only a final one)."
     )
-    output_dir: Path | None = Field(None, description="Directory that holds checkpoints/ (None: the run's output_dir).")
+    keep: PositiveInt | None = Field(default=None, description="Newest checkpoints kept (None: all).")
+    resume_step: int | None = Field(
+        default=None, ge=-1, description="Go on from this step; -1: from the newest (None: start anew)."
+    )
+    output_dir: Path | None = Field(
+        default=None, description="Directory that holds checkpoints/ (None: the run's output_dir)."
+    )
 
 
 def _port_to_url(port: Any) -> str:
@@ -58,11 +62,13 @@ class ClientConfig(Section):
     older: ClassVar[dict[str, Older]] = {"port": Older("base_url", _port_to_url)}
 
     base_url: str = Field(
-        "http://localhost:8000/v1", pattern="^https?://", description="Address of the server, with or without /v1."
+        default="http://localhost:8000/v1",
+        pattern="^https?://",
+        description="Address of the server, with or without /v1.",
     )
-    api_key_var: str = Field("VLLM_API_KEY", description="Environment variable that holds the API key.")
-    ready_timeout: PositiveFloat = Field(600.0, description="Seconds to wait for the server to become ready.")
-    timeout: PositiveFloat = Field(600.0, description="Seconds that one request may take.")
+    api_key_var: str = Field(default="VLLM_API_KEY", description="Environment variable that holds the API key.")
+    ready_timeout: PositiveFloat = Field(default=600.0, description="Seconds to wait for the server to become ready.")
+    timeout: PositiveFloat = Field(default=600.0, description="Seconds that one request may take.")
 
     @property
     def api_root(self) -> str:
@@ -73,25 +79,27 @@ class ClientConfig(Section):
 class SamplingConfig(Section):
     """How tokens are sampled."""
 
-    temperature: float = Field(1.0, ge=0, le=2, description="Sampling temperature (0: greedy).")
-    top_p: float = Field(1.0, gt=0, le=1, description="Probability mass that tokens are drawn from.")
-    top_k: int = Field(-1, ge=-1, description="Number of likeliest tokens drawn from (-1: all).")
-    min_p: Fraction = Field(0.0, description="Least probability of a token, relative to the likeliest.")
-    max_tokens: PositiveInt | None = Field(None, description="Most tokens per reply (None: up to seq_len).")
-    min_tokens: int = Field(0, ge=0, description="Fewest tokens per reply.")
-    seeded: bool = Field(False, description="Send a seed with each request, derived from the seed of the run.")
+    temperature: float = Field(default=1.0, ge=0, le=2, description="Sampling temperature (0: greedy).")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that tokens are drawn from.")
+    top_k: int = Field(default=-1, ge=-1, description="Number of likeliest tokens drawn from (-1: all).")
+    min_p: Fraction = Field(default=0.0, description="Least probability of a token, relative to the likeliest.")
+    max_tokens: PositiveInt | None = Field(default=None, description="Most tokens per reply (None: up to seq_len).")
+    min_tokens: int = Field(default=0, ge=0, description="Fewest tokens per reply.")
+    seeded: bool = Field(default=False, description="Send a seed with each request, derived from the seed of the run.")
 
 
 class SamplingOverride(Section):
     """Sampling settings that differ from the section above (None: as there)."""
 
-    temperature: float | None = Field(None, ge=0, le=2, description="Sampling temperature (0: greedy).")
-    top_p: float | None = Field(None, gt=0, le=1, description="Probability mass that tokens are drawn from.")
-    top_k: int | None = Field(None, ge=-1, description="Number of likeliest tokens drawn from (-1: all).")
-    min_p: Fraction | None = Field(None, description="Least probability of a token, relative to the likeliest.")
-    max_tokens: PositiveInt | None = Field(None, description="Most tokens per reply.")
-    min_tokens: int | None = Field(None, ge=0, description="Fewest tokens per reply.")
-    seeded: bool | None = Field(None, description="Send a seed with each request, derived from the seed of the run.")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="Sampling temperature (0: greedy).")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Probability mass that tokens are drawn from.")
+    top_k: int | None = Field(default=None, ge=-1, description="Number of likeliest tokens drawn from (-1: all).")
+    min_p: Fraction | None = Field(default=None, description="Least probability of a token, relative to the likeliest.")
+    max_tokens: PositiveInt | None = Field(default=None, description="Most tokens per reply.")
+    min_tokens: int | None = Field(default=None, ge=0, description="Fewest tokens per reply.")
+    seeded: bool | None = Field(
+        default=None, description="Send a seed with each request, derived from the seed of the run."
+    )
 
     def over(self, base: SamplingConfig) -> SamplingConfig:
         """`base` with the settings given here."""
@@ -102,13 +110,13 @@ class EnvConfig(Section):
     """An environment: what gives tasks, runs them and judges the outcome."""
 
     id: str = Field(min_length=1, description="Name that the environment is installed under.")
-    name: str = Field("", description="Name in metrics and logs, unique within the run (empty: the id).")
+    name: str = Field(default="", description="Name in metrics and logs, unique within the run (empty: the id).")
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments handed to the environment.")
-    ratio: PositiveFloat = Field(1.0, description="Share of the tasks, relative to the other environments.")
-    sampling: SamplingOverride | None = Field(None, description="Sampling settings of this environment alone.")
-    python: str | None = Field(None, description="Python interpreter of the worker processes (None: this one).")
-    workers: PositiveInt = Field(1, description="Worker processes.")
-    max_concurrent: PositiveInt = Field(64, description="Most episodes that one worker runs at a time.")
+    ratio: PositiveFloat = Field(default=1.0, description="Share of the tasks, relative to the other environments.")
+    sampling: SamplingOverride | None = Field(default=None, description="Sampling settings of this environment alone.")
+    python: str | None = Field(default=None, description="Python interpreter of the worker processes (None: this one).")
+    workers: PositiveInt = Field(default=1, description="Worker processes.")
+    max_concurrent: PositiveInt = Field(default=64, description="Most episodes that one worker runs at a time.")
 
     @model_validator(mode="after")
     def _name(self) -> Self:
@@ -119,7 +127,7 @@ class EnvConfig(Section):
 class Environments(Section):
     """Either `[environment]` or `[[environments]]`; read `.environments`, which holds both forms."""
 
-    environment: EnvConfig | None = Field(None, description="The environment, if there is one.")
+    environment: EnvConfig | None = Field(default=None, description="The environment, if there is one.")
     environments: list[EnvConfig] = Field(default_factory=list, description="The environments, if there are several.")
 
     @model_validator(mode="after")

@@ -11,121 +11,135 @@ Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attent
 DType = Literal["auto", "float32", "bfloat16"]
 
 
-class TrainerModelConfig(ModelConfig):
+class TrainerModel(ModelConfig):
     """The model and how it is computed."""
 
-    attention: Attention = Field("auto", description="Attention kernel (auto: the fastest that is there).")
-    compile: bool | None = Field(None, description="Compile each block (None: on CUDA only).")
+    attention: Attention = Field(default="auto", description="Attention kernel (auto: the fastest that is there).")
+    compile: bool | None = Field(default=None, description="Compile each block (None: on CUDA only).")
     activation_checkpointing: Literal["none", "attention", "full"] = Field(
-        "none", description="What is recomputed in the backward pass rather than kept."
+        default="none", description="What is recomputed in the backward pass rather than kept."
     )
-    dtype: DType = Field("auto", description="Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU).")
-    head_chunk: PositiveInt = Field(4096, description="Tokens whose logits exist at the same time.")
-    reshard_after_forward: bool = Field(True, description="Free gathered parameters between forward and backward.")
+    dtype: DType = Field(
+        default="auto", description="Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU)."
+    )
+    head_chunk: PositiveInt = Field(default=4096, description="Tokens whose logits exist at the same time.")
+    reshard_after_forward: bool = Field(
+        default=True, description="Free gathered parameters between forward and backward."
+    )
 
 
-class DefaultLossConfig(Section):
+class DefaultLoss(Section):
     """Importance-weighted policy gradient: tokens whose probability moved too far are masked."""
 
-    type: Literal["default"] = Field("default", description="Kind of loss.")
-    mask_low: NonNegativeFloat = Field(0.2, description="Largest fall in probability of a token that is trained.")
-    mask_high: NonNegativeFloat = Field(0.2, description="Largest rise in probability of a token that is trained.")
-    adv_tau: NonNegativeFloat = Field(1.0, description="Weight of the advantage.")
-    kl_tau: NonNegativeFloat = Field(1e-3, description="Weight of the penalty for moving away from the sampler.")
+    type: Literal["default"] = Field(default="default", description="Kind of loss.")
+    mask_low: NonNegativeFloat = Field(
+        default=0.2, description="Largest fall in probability of a token that is trained."
+    )
+    mask_high: NonNegativeFloat = Field(
+        default=0.2, description="Largest rise in probability of a token that is trained."
+    )
+    adv_tau: NonNegativeFloat = Field(default=1.0, description="Weight of the advantage.")
+    kl_tau: NonNegativeFloat = Field(
+        default=1e-3, description="Weight of the penalty for moving away from the sampler."
+    )
 
 
-class GRPOLossConfig(Section):
+class GRPOLoss(Section):
     """Clipped ratio as in PPO and GRPO."""
 
-    type: Literal["grpo"] = Field("grpo", description="Kind of loss.")
-    clip_low: Fraction = Field(0.2, description="The ratio is clipped below 1 - clip_low.")
-    clip_high: NonNegativeFloat = Field(0.2, description="The ratio is clipped above 1 + clip_high.")
+    type: Literal["grpo"] = Field(default="grpo", description="Kind of loss.")
+    clip_low: Fraction = Field(default=0.2, description="The ratio is clipped below 1 - clip_low.")
+    clip_high: NonNegativeFloat = Field(default=0.2, description="The ratio is clipped above 1 + clip_high.")
 
 
-class AdamWConfig(Section):
+class AdamW(Section):
     """AdamW."""
 
-    type: Literal["adamw"] = Field("adamw", description="Kind of optimizer.")
-    lr: NonNegativeFloat = Field(1e-6, description="Learning rate.")
-    weight_decay: NonNegativeFloat = Field(0.01, description="Decoupled weight decay.")
-    betas1: float = Field(0.9, ge=0, lt=1, description="Decay of the running mean of the gradient.")
-    betas2: float = Field(0.999, ge=0, lt=1, description="Decay of the running mean of its square.")
-    max_norm: PositiveFloat | None = Field(1.0, description="Gradient norm that is clipped to (None: not clipped).")
+    type: Literal["adamw"] = Field(default="adamw", description="Kind of optimizer.")
+    lr: NonNegativeFloat = Field(default=1e-6, description="Learning rate.")
+    weight_decay: NonNegativeFloat = Field(default=0.01, description="Decoupled weight decay.")
+    betas1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the running mean of the gradient.")
+    betas2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the running mean of its square.")
+    max_norm: PositiveFloat | None = Field(
+        default=1.0, description="Gradient norm that is clipped to (None: not clipped)."
+    )
 
 
-class ConstantSchedulerConfig(Section):
+class ConstantScheduler(Section):
     """Warm-up, then constant."""
 
-    type: Literal["constant"] = Field("constant", description="Kind of schedule.")
-    warmup_steps: NonNegativeInt = Field(0, description="Steps over which the learning rate rises.")
+    type: Literal["constant"] = Field(default="constant", description="Kind of schedule.")
+    warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the learning rate rises.")
 
 
-class LinearSchedulerConfig(Section):
+class LinearScheduler(Section):
     """Warm-up, constant, then linear decay that ends at max_steps."""
 
-    type: Literal["linear"] = Field("linear", description="Kind of schedule.")
-    warmup_steps: NonNegativeInt = Field(10, description="Steps over which the learning rate rises.")
-    decay_steps: NonNegativeInt = Field(10, description="Last steps, over which it falls.")
-    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end.")
+    type: Literal["linear"] = Field(default="linear", description="Kind of schedule.")
+    warmup_steps: NonNegativeInt = Field(default=10, description="Steps over which the learning rate rises.")
+    decay_steps: NonNegativeInt = Field(default=10, description="Last steps, over which it falls.")
+    min_lr: NonNegativeFloat = Field(default=0.0, description="Learning rate at the end.")
 
 
-class CosineSchedulerConfig(Section):
+class CosineScheduler(Section):
     """Warm-up, then half a cosine that ends at max_steps."""
 
-    type: Literal["cosine"] = Field("cosine", description="Kind of schedule.")
-    warmup_steps: NonNegativeInt = Field(10, description="Steps over which the learning rate rises.")
-    min_lr: NonNegativeFloat = Field(0.0, description="Learning rate at the end.")
+    type: Literal["cosine"] = Field(default="cosine", description="Kind of schedule.")
+    warmup_steps: NonNegativeInt = Field(default=10, description="Steps over which the learning rate rises.")
+    min_lr: NonNegativeFloat = Field(default=0.0, description="Learning rate at the end.")
 
 
-SchedulerConfig = ConstantSchedulerConfig | LinearSchedulerConfig | CosineSchedulerConfig
+SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler
 
 
 class ExportConfig(Section):
     """The exported weights."""
 
-    dtype: DType = Field("auto", description="Type of the exported weights (auto: that of the model's own files).")
+    dtype: DType = Field(
+        default="auto", description="Type of the exported weights (auto: that of the model's own files)."
+    )
 
 
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
 
     keep: NonNegativeInt | None = Field(
-        0, description="Versions kept beyond those that running processes and checkpoints need (None: all)."
+        default=0, description="Versions kept beyond those that running processes and checkpoints need (None: all)."
     )
 
 
-class FakeDataConfig(Section):
+class FakeData(Section):
     """Random samples in place of an orchestrator's."""
 
-    batch_size: PositiveInt = Field(128, description="Samples per step.")
-    micro_batch_size: PositiveInt = Field(8, description="Most samples packed into one micro-batch.")
-    seq_len: PositiveInt | None = Field(None, description="Tokens per sample (None: as many as fit).")
+    batch_size: PositiveInt = Field(default=128, description="Samples per step.")
+    micro_batch_size: PositiveInt = Field(default=8, description="Most samples packed into one micro-batch.")
+    seq_len: PositiveInt | None = Field(default=None, description="Tokens per sample (None: as many as fit).")
 
 
-class TrainerDataConfig(Section):
+class TrainerData(Section):
     """What is trained on."""
 
-    fake: FakeDataConfig | None = Field(None, description="Random samples in place of an orchestrator's.")
+    fake: FakeData | None = Field(default=None, description="Random samples in place of an orchestrator's.")
 
 
 class TrainingConfig(BaseConfig):
     """What RL and SFT training have in common."""
 
-    model: TrainerModelConfig = Field(
-        default_factory=TrainerModelConfig, description="The model and how it is computed."
-    )
-    device: Device = Field("auto", description="Where to train (auto: CUDA where there is a GPU).")
-    max_steps: PositiveInt | None = Field(None, description="Steps to train (None: until stopped).")
-    optim: AdamWConfig = Field(default_factory=AdamWConfig, description="The optimizer.")
+    model: TrainerModel = Field(default_factory=TrainerModel, description="The model and how it is computed.")
+    device: Device = Field(default="auto", description="Where to train (auto: CUDA where there is a GPU).")
+    max_steps: PositiveInt | None = Field(default=None, description="Steps to train (None: until stopped).")
+    optim: AdamW = Field(default_factory=AdamW, description="The optimizer.")
     scheduler: SchedulerConfig = Field(
-        default_factory=ConstantSchedulerConfig, discriminator="type", description="Schedule of the learning rate."
+        default_factory=ConstantScheduler, discriminator="type", description="Schedule of the learning rate."
     )
-    ckpt: CkptConfig | None = Field(None, description="Checkpoints of the full training state.")
+    ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
     monitor: MonitorConfig = Field(
         default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
     )
-    bench: bool = Field(False, description="Run a few steps and print throughput, MFU, step time and peak memory.")
-    dist_timeout: PositiveFloat = Field(600.0, description="Seconds that a collective may take.")
+    bench: bool = Field(
+        default=False, description="Run a few steps and print throughput, MFU, step time and peak memory."
+    )
+    dist_timeout: PositiveFloat = Field(default=600.0, description="Seconds that a collective may take.")
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:
@@ -136,17 +150,19 @@ class TrainingConfig(BaseConfig):
 class TrainerConfig(TrainingConfig):
     """The RL trainer."""
 
-    seq_len: PositiveInt = Field(2048, description="Tokens of a packed micro-batch.")
-    async_level: NonNegativeInt = Field(1, description="Steps that sampling may run ahead of training.")
-    loss: DefaultLossConfig | GRPOLossConfig = Field(
-        default_factory=DefaultLossConfig, discriminator="type", description="The loss of a token."
+    seq_len: PositiveInt = Field(default=2048, description="Tokens of a packed micro-batch.")
+    async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
+    loss: DefaultLoss | GRPOLoss = Field(
+        default_factory=DefaultLoss, discriminator="type", description="The loss of a token."
     )
-    data: TrainerDataConfig = Field(default_factory=TrainerDataConfig, description="What is trained on.")
+    data: TrainerData = Field(default_factory=TrainerData, description="What is trained on.")
     weights: WeightsConfig = Field(
         default_factory=WeightsConfig, description="The exported weights, one version per step."
     )
-    rollout_timeout: PositiveFloat = Field(3600.0, description="Seconds to wait for a batch of rollouts.")
-    log_samples_interval: PositiveInt | None = Field(10, description="Steps between two logged rollouts (None: never).")
+    rollout_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a batch of rollouts.")
+    log_samples_interval: PositiveInt | None = Field(
+        default=10, description="Steps between two logged rollouts (None: never)."
+    )
 
     @model_validator(mode="after")
     def _fake_fits(self) -> Self:
@@ -173,7 +189,7 @@ def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Proble
         if scheduler.type == "constant":
             return None
         return Problem(f"scheduler.type '{scheduler.type}' needs max_steps, to end at", "scheduler.type", "max_steps")
-    decay = scheduler.decay_steps if isinstance(scheduler, LinearSchedulerConfig) else 0
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
     if scheduler.warmup_steps + decay <= max_steps:
         return None
     parts = f"scheduler.warmup_steps {scheduler.warmup_steps}" + (f" + scheduler.decay_steps {decay}" if decay else "")
