@@ -13,7 +13,7 @@ from prime_rl.errors import UserError
 from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
-    from prime_rl.config import ClientConfig
+    from prime_rl.config.shared import ClientConfig
 
 _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0

@@ -2,12 +2,14 @@
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prime_rl.orchestrator.core import Task
 
 
-def task_stream(tasks: dict[str, Sequence[Task]], ratios: dict[str, float], seed: int, skip: int = 0) -> Iterator[Task]:
+def task_stream(
+    tasks: Mapping[str, Sequence[Task]], ratios: Mapping[str, float], seed: int, skip: int = 0
+) -> Iterator[Task]:
     """Tasks for ever: environments drawn by their ratio, each one's tasks shuffled anew every epoch.
 
     Args:

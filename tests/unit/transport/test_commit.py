@@ -42,7 +42,7 @@ def test_a_committed_directory_verifies_and_says_who_made_it(tmp_path):
 
 def test_an_exception_leaves_nothing_behind(tmp_path):
     """A writer that fails half-way leaves neither the final name nor its stage."""
-    with pytest.raises(RuntimeError), stage(tmp_path / "step_0", step=0, producer="test") as path:
+    with pytest.raises(RuntimeError), stage(tmp_path / "step_0", step=0, producer="test") as path:  # noqa: PT012
         (path / "half").write_text("x")
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,34 @@
+"""`eval`: named environments against a running server."""
+
+import asyncio
+import sys
+
+from prime_rl import lifeline
+from prime_rl.config import EvalConfig, load, write_toml
+from prime_rl.errors import UserError
+from prime_rl.monitor import log
+
+
+def main() -> None:
+    """Parse the command line, evaluate every environment, print and write the report."""
+    lifeline.watch()
+    config = load(EvalConfig, prog="eval")
+    log.setup(config.log.level, "eval")
+    write_toml(config, config.output_dir / "configs" / "eval.toml")
+    if config.dry_run:
+        print(
+            f"would evaluate {', '.join(env.name for env in config.environments)} with {config.model.name} at {config.client.base_url}"
+        )
+        return
+    from prime_rl.orchestrator.eval_run import run_evals
+
+    try:
+        asyncio.run(run_evals(config))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

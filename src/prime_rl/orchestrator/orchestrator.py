@@ -1,0 +1,449 @@
+"""The orchestrator's loop: keep the fleet full within the staleness bound, cut batches, commit them, follow new weights, run evals.
+
+`core.py` decides what may start, what is a batch and what is too old; here is the I/O around it.
+"""
+
+import asyncio
+import itertools
+import signal
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.errors import UserError
+from prime_rl.monitor import Monitor, Status, log
+from prime_rl.orchestrator.ckpt import Progress, resume_progress, save_progress
+from prime_rl.orchestrator.core import Batch, Core, Drop, Limits, Start, Task
+from prime_rl.orchestrator.engine import Engine
+from prime_rl.orchestrator.evals import EvalPlan, evaluate, wire_sampling
+from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.samples import Scored, score_batch
+from prime_rl.orchestrator.seeds import request_seed
+from prime_rl.orchestrator.tasks import task_stream
+from prime_rl.transport.commit import clean_stages, list_steps
+from prime_rl.transport.rollouts import write_batch
+from prime_rl.transport.weights import newest, version_dir, weights_manifest
+
+if TYPE_CHECKING:
+    from prime_rl.config import OrchestratorConfig
+
+logger = log.get("orchestrator")
+
+_POLL_SECONDS = 0.1
+_HEARTBEAT_SECONDS = 1.0
+_MAX_EMPTY_BATCHES = 10
+_BENCH_STEPS = 4
+_ERROR_WINDOW = 256
+_LEAST_OUTCOMES_FOR_ERROR_RATE = 16
+_RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE}
+
+
+class Orchestrator:
+    """One run's orchestrator. `run()` is its life."""
+
+    def __init__(
+        self, config: "OrchestratorConfig", pool: EnvPool, engine: Engine, status: Status, monitor: Monitor
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.engine = engine
+        self.status = status
+        self.monitor = monitor
+        self.rollouts_dir = config.output_dir / "rollouts"
+        self.weights_dir = config.output_dir / "weights"
+        self.sampling = {
+            env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
+            for env in config.environments
+        }
+        self.progress = resume_progress(config.output_dir, config.ckpt)
+        self.stopping = False
+        self.tally = Tally()
+        self.core: Core[EpisodeResult]
+        self._wake = asyncio.Event()
+        self._serving = asyncio.Lock()  # held while what is served must not change
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._outcomes: deque[Outcome | None] = deque(maxlen=max(_ERROR_WINDOW, config.batch_size))
+        self._last_error = ""
+        self._empty_batches = 0
+        self._step_began = time.monotonic()
+        self._gated_since: float | None = None
+
+    async def run(self) -> None:
+        """From start-up to the end of the run.
+
+        Raises:
+            UserError: the run cannot go on; the message says why.
+        """
+        await self._start()
+        follower = asyncio.create_task(self._follow_weights())
+        try:
+            if self.config.eval and self.config.eval.at_start and not self.progress.resumed:
+                await self._evaluate()
+            self._step_began = time.monotonic()
+            while not self.core.done and not self.stopping:
+                self._launch()
+                await self._next_event(follower)
+                while not self.core.done and (batch := self.core.ready_batch()) is not None:
+                    await self._ship(batch)
+            await self._finish(follower)
+        finally:
+            follower.cancel()
+            await self._cancel_running()
+            await asyncio.gather(follower, return_exceptions=True)
+
+    def stop(self) -> None:
+        """Stop issuing work, cancel what is in flight, and end."""
+        self.stopping = True
+        self._wake.set()
+
+    # -- start-up ------------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        config = self.config
+        if not self.progress.resumed and (steps := list_steps(self.rollouts_dir)):
+            raise UserError(
+                f"{self.rollouts_dir} holds steps {steps[0]}-{steps[-1]} of an earlier run: choose another output_dir, remove it "
+                "(`rl --clean`), or resume with --ckpt.resume-step"
+            )
+        clean_stages(self.rollouts_dir)
+        self.status.phase("starting environments and waiting for the server")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.pool.start(config.client.ready_timeout))
+            group.create_task(self.engine.wait_ready(self.status.waiting))
+        version = await self._first_version()
+        tasks = {
+            env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
+            for env in config.environments
+        }
+        ratios = {env.name: env.ratio for env in config.environments}
+        self.core = Core(
+            limits(config),
+            task_stream(tasks, ratios, config.seed, skip=self.progress.groups_opened),
+            step=self.progress.step,
+            version=version,
+            groups_opened=self.progress.groups_opened,
+        )
+        logger.info(
+            "ready: %s, %d rollouts a step in groups of %d, async level %d, from step %d on version %d",
+            ", ".join(f"{name} ({len(rows)} tasks)" for name, rows in tasks.items()),
+            config.batch_size, config.rollouts_per_example, config.async_level, self.core.step, version,
+        )  # fmt: skip
+
+    async def _first_version(self) -> int:
+        """The version that training goes on from; the server serves it afterwards, and has proven it."""
+        if self.config.bench:
+            return 0
+        version = self.progress.version
+        directory = version_dir(self.weights_dir, version)
+        await self._wait_for_version(version)
+        manifest = weights_manifest(directory)
+        served = await self.engine.served()
+        if (served.version, served.hash) != (version, manifest.hash):
+            if version == 0 and served.version == 0:
+                raise UserError(
+                    f"the server at {self.engine.root} serves another base model ({served.hash[:12]}) than the trainer trains ({manifest.hash[:12]}): "
+                    "check model.name of both"
+                )
+            logger.info(
+                "the server serves version %d, the run goes on from version %d: updating it", served.version, version
+            )
+            await self.engine.update(manifest)
+        return version
+
+    async def _wait_for_version(self, version: int) -> bool:
+        """Wait until a version is committed; False when the run was asked to stop."""
+        start = time.monotonic()
+        while version not in list_steps(self.weights_dir):
+            if self.stopping:
+                return False
+            self.status.waiting(f"weights/step_{version}", "trainer", self.config.weights_timeout)
+            if time.monotonic() - start > self.config.weights_timeout:
+                raise UserError(
+                    f"no weights/step_{version} from trainer after {self.config.weights_timeout:.0f} s (weights_timeout)"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+        return True
+
+    # -- episodes ------------------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> None:
+        while not self.stopping and (start := self.core.next_start()) is not None:
+            self._running[start.episode] = asyncio.create_task(self._run_episode(start))
+
+    async def _run_episode(self, start: Start) -> None:
+        sampling = self.sampling[start.task.env]
+        result = await self.pool.run(
+            env=start.task.env,
+            task_index=start.task.index,
+            sampling=wire_sampling(sampling, request_seed(self.config.seed, str(start.group), start.number)),
+            policy_version=start.version,
+            episode_id=f"{start.group}.{start.number}.{start.attempt}",
+            deadline=self.config.rollout_timeout,
+        )
+        if result.outcome is Outcome.ENGINE_UNAVAILABLE:
+            await self.engine.wait_ready(self.status.waiting)
+        self._land(start, result)
+
+    def _land(self, start: Start, result: EpisodeResult) -> None:
+        del self._running[start.episode]
+        self._wake.set()
+        if result.ok:
+            self._outcomes.append(None)
+            self.tally.finish(result)
+            self.core.finish(start.episode, result)
+            return
+        drop = Drop.TIMEOUT if result.outcome is Outcome.TIMEOUT else Drop.ERRORED
+        self._outcomes.append(result.outcome)
+        self.tally.fail(drop)
+        fault = f"{result.outcome}: {result.message}"
+        if fault != self._last_error:  # a fault that repeats is said once
+            self._last_error = fault
+            logger.warning(
+                "episode %d.%d of %s failed: %s", start.group, start.number, start.task.env, self._last_error
+            )
+        self.core.fail(start.episode, drop, retry=result.outcome in _RETRIED)
+
+    def _check_error_rate(self) -> None:
+        failed = Counter(str(reason) for reason in self._outcomes if reason is not None)
+        enough = len(self._outcomes) >= min(_LEAST_OUTCOMES_FOR_ERROR_RATE, self.config.batch_size)
+        if enough and failed.total() > self.config.max_error_rate * len(self._outcomes):
+            raise UserError(
+                f"{failed.total()} of the last {len(self._outcomes)} episodes failed ({dict(failed)}), more than max_error_rate "
+                f"{self.config.max_error_rate}; the last one: {self._last_error}"
+            )
+
+    async def _cancel_running(self) -> None:
+        running, self._running = self._running, {}
+        for task in running.values():
+            task.cancel()
+        await asyncio.gather(*running.values(), return_exceptions=True)
+
+    def _cancel(self, start: Start, reason: Drop) -> None:
+        self._running.pop(start.episode).cancel()
+        self.core.fail(start.episode, reason)
+
+    async def _next_event(self, follower: asyncio.Task[None]) -> None:
+        """Sleep until an episode ends or new weights are served; wakes up now and then to say that it lives."""
+        began = time.monotonic()
+        gated = not self._running
+        try:
+            async with asyncio.timeout(_HEARTBEAT_SECONDS):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()
+        if follower.done():
+            follower.result()
+        if gated:
+            self.tally.seconds_gated += time.monotonic() - began
+            self._wait_for_trainer()
+        else:
+            self._gated_since = None
+            self.status.phase("making rollouts")
+        self._check_error_rate()
+
+    def _wait_for_trainer(self) -> None:
+        """Nothing is in flight and nothing may start: only the trainer can free the run. Bounded."""
+        self._gated_since = self._gated_since or time.monotonic()
+        subject = f"weights/step_{self.core.version + 1}"
+        self.status.waiting(subject, "trainer", self.config.weights_timeout)
+        if time.monotonic() - self._gated_since > self.config.weights_timeout:
+            raise UserError(f"no {subject} from trainer after {self.config.weights_timeout:.0f} s (weights_timeout)")
+
+    # -- batches -------------------------------------------------------------------------------------------------------------
+
+    async def _ship(self, batch: Batch[EpisodeResult]) -> None:
+        scored = score_batch(
+            batch, self.config, {name: sampling.temperature for name, sampling in self.sampling.items()}
+        )
+        if not scored.samples:
+            self._discard(batch)
+            return
+        extra = {"groups_opened": self.core.groups_opened, "version": self.core.version}
+        if not self.config.bench:
+            await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
+        self.core.advance(batch, scored.trained_episodes)
+        self.core.check_conservation()
+        self._empty_batches = 0
+        self._report(batch, scored)
+        self._save_checkpoint()
+
+    def _discard(self, batch: Batch[EpisodeResult]) -> None:
+        self.core.discard(batch)
+        self.tally.discarded_batches += 1
+        self._empty_batches += 1
+        logger.warning("step %d: every group's rewards were equal; collecting another batch", batch.step)
+        if self._empty_batches >= _MAX_EMPTY_BATCHES:
+            raise UserError(
+                f"{_MAX_EMPTY_BATCHES} batches in a row carried no learning signal (all rewards of each group were equal): the task is too "
+                "easy, too hard, or its reward is broken"
+            )
+
+    def _report(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
+        now = time.monotonic()
+        metrics = step_metrics(batch, scored, self.tally, now - self._step_began)
+        self._step_began, self.tally = now, Tally()
+        self.monitor.log(batch.step, metrics)
+        self.status.step(self.core.step)
+        logger.info(
+            "step %d | %.1f s | reward %.4f | %d samples, %d tokens | filtered %.0f%% | off-policy %.1f | errors %.1f%%",
+            batch.step, metrics["time/step"], metrics["reward/mean"], metrics["progress/samples"], metrics["progress/tokens"],
+            100 * metrics["filtered/zero_advantage"], metrics["off_policy/mean"], 100 * metrics["errors/rate"],
+        )  # fmt: skip
+
+    def _save_checkpoint(self) -> None:
+        ckpt = self.config.ckpt
+        due = ckpt is not None and (
+            self.core.done or (ckpt.interval is not None and self.core.step % ckpt.interval == 0)
+        )
+        if ckpt is not None and due:
+            save_progress(self.config.output_dir, ckpt, Progress(self.core.step, self.core.groups_opened))
+
+    # -- weights -------------------------------------------------------------------------------------------------------------
+
+    async def _follow_weights(self) -> None:
+        """Serve every newer version as soon as the trainer commits it."""
+        while not self.config.bench:
+            version = newest(self.weights_dir)
+            if version is not None and version > self.core.version:
+                await self._serve(version)
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _serve(self, version: int) -> None:
+        async with self._serving:
+            began = time.monotonic()
+            try:
+                await self.engine.update(weights_manifest(version_dir(self.weights_dir, version)))
+            except UserError:
+                # The trainer may have pruned this version while it was loaded: then there is a newer one, and only then go on.
+                if newest(self.weights_dir) == version:
+                    raise
+                return
+            self.tally.seconds_update += time.monotonic() - began
+            self.core.serve(version)
+            logger.info("serving version %d after %.2f s", version, time.monotonic() - began)
+            for start in self.core.stale():
+                self._cancel(start, Drop.STALE)
+        interval = self.config.eval.interval if self.config.eval else None
+        last = version == self.config.max_steps
+        if interval is not None and version % interval == 0 and not last:
+            await self._evaluate()
+        self._wake.set()
+
+    # -- evals and the end ---------------------------------------------------------------------------------------------------
+
+    async def _evaluate(self) -> None:
+        """Evaluate what is served; nothing newer is served until it is done."""
+        async with self._serving:
+            version = self.core.version
+            for plan in eval_plans(self.config):
+                self.status.phase(f"evaluating {plan.env} on version {version}")
+                report = await evaluate(
+                    self.pool, plan, version=version, seed=self.config.seed,
+                    max_concurrent=limits(self.config).max_concurrent, timeout=self.config.rollout_timeout,
+                    on_progress=lambda done, total: self.status.phase(f"evaluating on version {version}: {done}/{total}"),
+                )  # fmt: skip
+                metrics = report.metrics()
+                self.monitor.log(version, metrics)
+                reward = metrics.get(f"eval/{plan.env}/reward/mean")
+                shown = "no episode succeeded" if reward is None else f"reward {reward:.4f}"
+                logger.info(
+                    "eval %s on version %d | %.1f s | %s | errors %s",
+                    plan.env,
+                    version,
+                    report.seconds,
+                    shown,
+                    dict(report.errors),
+                )
+
+    async def _finish(self, follower: asyncio.Task[None]) -> None:
+        for start in self.core.abandon():
+            self._cancel(start, Drop.CANCELLED)
+        self.core.check_conservation()
+        if self.stopping or self.config.bench:
+            return
+        if not (self.config.eval and self.config.eval.at_end):
+            return
+        while self.core.version < self.core.step and not self.stopping:
+            await self._next_event(follower)
+        if not self.stopping:
+            await self._evaluate()
+
+
+def limits(config: "OrchestratorConfig") -> Limits:
+    """The core's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
+    level = _BENCH_STEPS if config.bench else config.async_level
+    return Limits(
+        batch_size=config.batch_size,
+        group_size=config.rollouts_per_example,
+        async_level=level,
+        max_off_policy_steps=max(config.max_off_policy_steps, level),
+        max_concurrent=config.max_concurrent or config.batch_size * (config.async_level + 1),
+        max_steps=_BENCH_STEPS if config.bench else config.max_steps,
+    )
+
+
+def eval_plans(config: "OrchestratorConfig") -> Iterator[EvalPlan]:
+    """One plan for each evaluation environment."""
+    section = config.eval
+    for env in section.environments if section else []:
+        assert section is not None
+        base = section.sampling.over(config.sampling)
+        sampling = env.sampling.over(base) if env.sampling else base
+        yield EvalPlan(env.name, sampling, section.num_examples, section.rollouts_per_example)
+
+
+async def orchestrate(config: "OrchestratorConfig") -> None:
+    """Run the orchestrator to its end, or until SIGINT or SIGTERM asks it to stop (the second signal stops at once)."""
+    status = Status(config.output_dir, "orchestrator")
+    monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
+    pool = make_pool(config)
+    try:
+        async with Engine(config.client) as engine:
+            orchestrator = Orchestrator(config, pool, engine, status, monitor)
+            current = asyncio.current_task()
+            assert current is not None
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, _on_signal, orchestrator, current)
+            await orchestrator.run()
+        status.done("stopped" if orchestrator.stopping else "finished")
+    except* UserError as group:
+        status.done(f"failed: {group.exceptions[0]}")
+        raise UserError(str(_first(group))) from group
+    finally:
+        await pool.close()
+        monitor.close()
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _on_signal(orchestrator: Orchestrator, task: "asyncio.Task[None]") -> None:
+    if orchestrator.stopping:
+        task.cancel()
+        return
+    logger.info("stopping: nothing new is issued (a second signal stops at once)")
+    orchestrator.stop()
+
+
+def make_pool(config: "OrchestratorConfig") -> EnvPool:
+    """The worker pool of all training and evaluation environments."""
+    evals = config.eval.environments if config.eval else []
+    environments = {env.name: env for env in itertools.chain(config.environments, evals)}
+    return EnvPool(
+        list(environments.values()),
+        model=config.model.name,
+        client=config.client,
+        renderer=config.renderer,
+        seq_len=config.seq_len,
+        output_dir=Path(config.output_dir),
+        log_level=config.log.level,
+    )
