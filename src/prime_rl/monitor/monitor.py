@@ -4,7 +4,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -30,16 +30,6 @@ class Monitor:
         row = self._file.write(step, metrics)
         if self._wandb is not None:
             self._wandb.log(step, row)
-
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Show rollouts (same keys in every row) as a W&B table, at the interval of `log_extras`."""
-        if self._wandb is not None:
-            self._wandb.log_samples(step, rows)
-
-    def log_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        """Show value lists as W&B histograms, at the interval of `log_extras`."""
-        if self._wandb is not None:
-            self._wandb.log_distributions(step, values)
 
     def close(self) -> None:
         """Flush every sink. W&B uploads what it still holds."""
@@ -86,8 +76,6 @@ class _WandbSink:
         assert settings is not None
         directory = settings.dir if Path(settings.dir).is_absolute() else output_dir / settings.dir
         directory.mkdir(parents=True, exist_ok=True)
-        self._wandb = wandb
-        self._extras = settings.log_extras
         try:
             self._run = wandb.init(
                 project=settings.project,
@@ -109,21 +97,6 @@ class _WandbSink:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log({"step": step, **metrics})
-
-    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        extras = self._extras
-        if extras is None or not extras.samples or step % extras.interval or not rows:
-            return
-        columns: list[str | int] = list(rows[0])
-        table = self._wandb.Table(columns=columns, data=[[row[str(column)] for column in columns] for row in rows])
-        self._run.log({"step": step, "samples": table})
-
-    def log_distributions(self, step: int, values: Mapping[str, Sequence[float]]) -> None:
-        extras = self._extras
-        if extras is None or not extras.distributions or step % extras.interval:
-            return
-        histograms = {f"distributions/{key}": self._wandb.Histogram(list(v)) for key, v in values.items() if len(v)}
-        self._run.log({"step": step, **histograms})
 
     def close(self) -> None:
         self._run.finish()

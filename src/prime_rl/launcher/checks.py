@@ -1,0 +1,75 @@
+"""What can be known to fail before anything is started. Cheap: imports no torch, no vLLM, no environment."""
+
+import importlib.util
+import shutil
+import socket
+from pathlib import Path
+
+from prime_rl.config.shared import EnvConfig
+from prime_rl.errors import UserError
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def check_model(name: str) -> None:
+    """Raises UserError for a local directory that is missing or is no model. Hub names are looked up by the processes."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        if _is_path(name):
+            raise UserError(f"model directory {name} does not exist")
+        return
+    if not path.is_dir():
+        raise UserError(f"model {name} is a file: give the directory that holds config.json")
+    if not (path / "config.json").is_file():
+        raise UserError(f"model directory {name} has no config.json")
+    if not any(path.glob("*.safetensors")):
+        raise UserError(f"model directory {name} has no *.safetensors")
+    if not any((path / tokenizer).is_file() for tokenizer in _TOKENIZERS):
+        raise UserError(f"model directory {name} has no tokenizer")
+
+
+def check_environment(environment: EnvConfig) -> None:
+    """Raises UserError when the package of an environment is not installed, or its interpreter is not there."""
+    if environment.python is not None:  # installed elsewhere: its worker will tell
+        if shutil.which(environment.python) is None:
+            raise UserError(f"environment {environment.name}: no Python interpreter at {environment.python}")
+        return
+    module = module_name(environment.id)
+    if importlib.util.find_spec(module) is None and not _is_builtin_taskset(module):
+        raise UserError(
+            f"environment {environment.id} is not installed (no module {module}): "
+            f"`uv run prime env install {environment.id}`, or `uv add` its package"
+        )
+
+
+def module_name(environment_id: str) -> str:
+    """`owner/my-env@1.0` → `my_env`, as verifiers finds it; of `package.module:Class` the package."""
+    name = environment_id.rpartition("/")[2].partition("@")[0].partition(":")[0].partition(".")[0]
+    return name.replace("-", "_").lower()
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UserError when the port is taken, before a server loads a model for a minute only to find out."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"port {port} on {host} cannot be used ({error.strerror}): stop what uses it, "
+                "or choose another --inference.server.port"
+            ) from error
+
+
+def _is_path(name: str) -> bool:
+    parts = Path(name).parts
+    return name.startswith(("/", ".", "~")) or len(parts) > 2 or (len(parts) == 2 and Path(parts[0]).is_dir())
+
+
+def _is_builtin_taskset(module: str) -> bool:
+    """verifiers brings some of its own; looked for on disk, because importing verifiers takes seconds."""
+    package = importlib.util.find_spec("verifiers")
+    roots = [] if package is None else package.submodule_search_locations or []
+    places = [Path(root) / "v1" / "tasksets" / module for root in roots]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)

@@ -1,0 +1,111 @@
+"""What the person at the terminal sees: start-up phases, a line per step, a summary. Plain lines when it is no terminal."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from prime_rl.launcher.procs import memory_bytes
+from prime_rl.launcher.progress import Progress, minutes
+from prime_rl.monitor import read_status
+from prime_rl.monitor.status import ProcessStatus
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+_LOOK_SECONDS = 0.25
+_MEMORY_SECONDS = 5.0
+_PATIENCE_SECONDS = 10.0  # a wait shorter than this is normal and not worth a line
+_PATIENCE_WHILE_STEPPING_SECONDS = 60.0
+
+
+class Console:
+    """Prints what metrics and status files say. `say` and `tick` are the supervisor's callbacks."""
+
+    def __init__(self, output_dir: Path, max_steps: int | None) -> None:
+        self.progress = Progress(output_dir, max_steps)
+        self.peak_memory = 0  # bytes, of this process and all below it
+        self._output_dir = output_dir
+        self._began = time.monotonic()
+        self._next_look = 0.0
+        self._next_memory = 0.0
+        self._phases: dict[str, str] = {}
+        self._waits_told: set[tuple[str, str, float]] = set()
+        self._live: Live | None = None
+
+    def __enter__(self) -> Self:
+        if sys.stdout.isatty():
+            from rich.live import Live
+
+            self._live = Live("", auto_refresh=False, transient=True)
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def seconds(self) -> float:
+        """Since the start."""
+        return time.monotonic() - self._began
+
+    def say(self, text: str) -> None:
+        line = f"{time.strftime('%H:%M:%S')} {text}"
+        if self._live is None:
+            print(line, flush=True)
+        else:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def tick(self) -> None:
+        """Call it as often as you like: it looks at the files four times a second."""
+        now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + _LOOK_SECONDS
+            self.look()
+        if now >= self._next_memory:
+            self._next_memory = now + _MEMORY_SECONDS
+            self.peak_memory = max(self.peak_memory, memory_bytes(os.getpid()))
+
+    def look(self) -> None:
+        """Tell what is new."""
+        for line in self.progress.lines():
+            self.say(line)
+        statuses = read_status(self._output_dir)
+        for status in statuses.values():
+            self._tell_phase(status)
+            self._tell_wait(status)
+        if self._live is not None:
+            from rich.text import Text
+
+            self._live.update(
+                Text(self._status_line(statuses), style="dim", overflow="ellipsis", no_wrap=True), refresh=True
+            )
+
+    def _tell_phase(self, status: ProcessStatus) -> None:
+        """Phases are told while the run starts and as it ends; in between there is the line per step."""
+        if self._phases.get(status.process) == status.phase:
+            return
+        self._phases[status.process] = status.phase
+        if self.progress.steps == 0 and status.phase not in ("starting", "done"):
+            self.say(f"{status.process}: {status.phase}")
+
+    def _tell_wait(self, status: ProcessStatus) -> None:
+        wait = status.waiting
+        if wait is None or (status.process, wait.subject, wait.since) in self._waits_told:
+            return
+        patience = _PATIENCE_WHILE_STEPPING_SECONDS if self.progress.steps else _PATIENCE_SECONDS
+        now = time.time()
+        if now - wait.since >= patience:
+            self._waits_told.add((status.process, wait.subject, wait.since))
+            left = max(0.0, wait.deadline - now)
+            self.say(f"{status.process} waits for {wait.subject} from {wait.owner} (gives up in {minutes(left)})")
+
+    def _status_line(self, statuses: dict[str, ProcessStatus]) -> str:
+        doing = []
+        for status in statuses.values():
+            wait = status.waiting
+            doing.append(f"{status.process}: {status.phase if wait is None else f'waits for {wait.subject}'}")
+        return f"{minutes(self.seconds)}  " + " · ".join(doing)

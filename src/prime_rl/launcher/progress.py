@@ -1,0 +1,170 @@
+"""What the console says about a run, as text: pure functions of metrics rows, and the reader that collects them."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from prime_rl.monitor.monitor import metrics_path, parse_line, read_metrics
+
+Row = Mapping[str, float]
+
+_ETA_STEPS = 10  # the remaining time follows the mean of the last steps
+_SUMMARY_STEPS = 5
+_EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
+
+
+class Tail:
+    """Reads the lines that are added to a metrics file, from its present end on. The file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[Row]:
+        """The rows of the whole lines added since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return [row for line in whole.decode().splitlines() if (row := parse_line(line)) is not None]
+
+
+class Progress:
+    """Joins the rows of orchestrator and trainer by step, into one line per step and one per evaluation."""
+
+    def __init__(self, output_dir: Path, max_steps: int | None) -> None:
+        self._tails = {name: Tail(metrics_path(output_dir, name)) for name in ("orchestrator", "trainer")}
+        self._rows: dict[str, dict[int, Row]] = {name: {} for name in self._tails}
+        self._max_steps = max_steps
+        self._ends: list[float] = []  # unix times at which steps ended
+
+    @property
+    def steps(self) -> int:
+        """Steps that were printed."""
+        return len(self._ends)
+
+    def lines(self) -> list[str]:
+        """What happened since the last call. A step is told once both sides have reported it."""
+        told = []
+        for name, tail in self._tails.items():
+            for row in tail.read():
+                told += eval_lines(row)
+                if is_step(row):
+                    self._rows[name][int(row["step"])] = row
+        both = sorted(self._rows["orchestrator"].keys() & self._rows["trainer"].keys())
+        for step in both:
+            sides = self._rows["orchestrator"].pop(step), self._rows["trainer"].pop(step)
+            told.append(self._step_line(step, *sides))
+        return told
+
+    def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
+        self._ends.append(trainer["time"])
+        return step_line(step, self._max_steps, orchestrator, trainer, self._remaining(step, trainer))
+
+    def _remaining(self, step: int, trainer: Row) -> float | None:
+        if self._max_steps is None:
+            return None
+        recent = self._ends[-_ETA_STEPS - 1 :]
+        per_step = (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else trainer.get("time/step", 0.0)
+        return per_step * (self._max_steps - step - 1)
+
+
+def is_step(row: Row) -> bool:
+    """Whether the row belongs to a training step, rather than holding evaluations alone."""
+    return any(not key.startswith(_EVAL_PREFIX) for key in row if key not in ("step", "time"))
+
+
+def step_line(step: int, max_steps: int | None, orchestrator: Row, trainer: Row, remaining: float | None) -> str:
+    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done."""
+    done = f"[{step + 1}/{max_steps}]" if max_steps else f"[{step + 1}]"
+    values = [
+        _named("reward", orchestrator.get("reward/mean"), ".4f"),
+        _named("loss", trainer.get("loss/mean"), ".4f"),
+        _named("entropy", trainer.get("entropy/mean"), ".4f"),
+        _named("mismatch KL", trainer.get("mismatch_kl/mean"), ".2e"),
+        _named("", trainer.get("perf/throughput"), ",.0f", " tokens/s"),
+        _named("", trainer.get("time/step"), ".2f", " s"),
+    ]
+    eta = [] if remaining is None else [f"ETA {minutes(remaining)}"]
+    return " | ".join([f"Step {step} {done}", *(value for value in values if value), *eta])
+
+
+def eval_lines(row: Row) -> list[str]:
+    """`Eval reverse-text after 20 steps | reward 0.51` for every evaluation in the row."""
+    found = [(key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX), row[key]) for key in row if is_eval(key)]
+    return [f"Eval {name} at step {int(row['step'])} | reward {value:.4f}" for name, value in found]
+
+
+def is_eval(key: str) -> bool:
+    return key.startswith(_EVAL_PREFIX) and key.endswith(_EVAL_SUFFIX)
+
+
+def summary(output_dir: Path, since: float) -> list[str]:
+    """Reward of the first steps and of the last, every evaluation's first and last value, where the weights are.
+
+    `since`: unix time at which this life of the run began; what was measured before it is left out.
+    """
+    rows = [row for row in read_metrics(metrics_path(output_dir, "orchestrator")) if row["time"] >= since]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    lines = []
+    if rewards:
+        count = min(_SUMMARY_STEPS, len(rewards))
+        lines.append(
+            _change(f"reward, first {count} steps → last {count}", mean(rewards[:count]), mean(rewards[-count:]))
+        )
+    for key in sorted({key for row in rows for key in row if is_eval(key)}):
+        values = [row[key] for row in rows if key in row]
+        name = key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX)
+        lines.append(_change(f"eval {name}, first → last", values[0], values[-1]))
+    if newest := newest_weights(output_dir):
+        lines.append(f"weights  {newest}")
+    return lines
+
+
+def newest_weights(output_dir: Path) -> Path | None:
+    """The newest committed version; version 0 is the base model itself and has no files."""
+    numbers = [int(path.name.removeprefix("step_")) for path in (output_dir / "weights").glob("step_*")]
+    newest = max(numbers, default=0)
+    return output_dir / "weights" / f"step_{newest}" if newest else None
+
+
+def bench_table(output_dir: Path, since: float) -> list[str]:
+    """Throughput, MFU, step time and peak memory of both sides. The first step warms up and is left out."""
+    lines = [f"{'':<14}{'':<24}{'mean':>12}{'min':>12}{'max':>12}"]
+    shown = (
+        ("perf/throughput", "throughput (tokens/s)"),
+        ("perf/mfu", "MFU (%)"),
+        ("time/step", "step time (s)"),
+        ("perf/peak_memory", "peak memory (GiB)"),
+    )
+    for process in ("trainer", "orchestrator"):
+        rows = [r for r in read_metrics(metrics_path(output_dir, process)) if r["time"] >= since and is_step(r)]
+        measured = rows[1:] or rows
+        for key, label in shown:
+            if values := [row[key] for row in measured if key in row]:
+                cells = "".join(f"{value:>12,.2f}" for value in (mean(values), min(values), max(values)))
+                lines.append(f"{process:<14}{label:<24}{cells}")
+    return lines
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def minutes(seconds: float) -> str:
+    """`75.2` → `1:15`, `3700` → `1:01:40`."""
+    whole = math.floor(seconds + 0.5)
+    hours, rest = divmod(whole, 3600)
+    return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
+
+
+def _named(name: str, value: float | None, form: str, unit: str = "") -> str:
+    return "" if value is None else f"{name} {value:{form}}{unit}".strip()
+
+
+def _change(what: str, before: float, after: float) -> str:
+    return f"{what}: {before:.4f} → {after:.4f} ({after - before:+.4f})"

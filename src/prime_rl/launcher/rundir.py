@@ -1,0 +1,154 @@
+"""The run directory belongs to one launcher at a time, and earlier results are never overwritten unasked."""
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self
+
+from prime_rl.errors import UserError
+from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
+
+HEARTBEAT_SECONDS = 10.0
+_MISSED_BEATS = 3
+_OWNER = "launcher.json"
+_LOCK_SECONDS = 5.0
+
+# What a run writes, relative to its directory: `--clean` removes these and nothing else.
+_RESULTS = ("rollouts", "weights", "checkpoints", "metrics", "ledger.sqlite", "ledger.sqlite-journal", "incarnations")
+_TRACES = ("configs", "logs", "status")
+
+
+@dataclass(frozen=True)
+class _Claim:
+    pid: int
+    started: int
+    host: str
+    boot: str
+    nonce: str
+    heartbeat: float
+
+
+class Owner:
+    """Holds the run directory for this process from `with Owner(output_dir):` on. Call `beat()` now and then."""
+
+    def __init__(self, output_dir: Path) -> None:
+        """Raises UserError when another living launcher holds it. A dead one's claim is taken over."""
+        self._made = not output_dir.exists()
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self._path = output_dir / _OWNER
+        me = identify(os.getpid())
+        assert me is not None
+        self._claim = _Claim(me.pid, me.started, socket.gethostname(), boot_id(), uuid.uuid4().hex, time.time())
+        with _locked(output_dir):
+            other = _read(self._path)
+            if other is not None and _alive(other):
+                raise UserError(
+                    f"{output_dir} is in use by another rl (pid {other.pid} on {other.host}): "
+                    "stop that one, or choose another --output-dir"
+                )
+            self._write()
+
+    def beat(self) -> None:
+        """Tell launchers on other hosts that we live. Raises UserError when one of them has taken over."""
+        if time.time() - self._claim.heartbeat < HEARTBEAT_SECONDS:
+            return
+        current = _read(self._path)
+        if current is not None and current.nonce != self._claim.nonce:
+            raise UserError(f"{self._path.parent} was taken over by pid {current.pid} on {current.host}")
+        self._claim = _Claim(**{**asdict(self._claim), "heartbeat": time.time()})
+        self._write()
+
+    def release(self) -> None:
+        """Give the directory up. One that was made for us and stayed empty goes as well: bad input leaves nothing."""
+        current = _read(self._path)
+        if current is not None and current.nonce == self._claim.nonce:
+            self._path.unlink()
+        if self._made and not any(self._path.parent.iterdir()):
+            self._path.parent.rmdir()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
+    def _write(self) -> None:
+        temporary = self._path.with_name(f".{_OWNER}.tmp-{self._claim.nonce}")
+        temporary.write_text(json.dumps(asdict(self._claim)))
+        temporary.replace(self._path)
+
+
+def results(output_dir: Path) -> list[str]:
+    """Names of what an earlier run left behind that a new one would mix with. Empty directories do not count."""
+    found = []
+    for name in _RESULTS:
+        path = output_dir / name
+        if path.is_file() or (path.is_dir() and any(path.iterdir())):
+            found.append(name)
+    return found
+
+
+def refuse_results(output_dir: Path) -> None:
+    """Raises UserError when the directory holds an earlier run's results."""
+    if found := results(output_dir):
+        raise UserError(
+            f"{output_dir} holds an earlier run ({', '.join(found)}): choose another --output-dir, "
+            "remove them with --clean, or go on from a checkpoint with --ckpt.resume-step -1"
+        )
+
+
+def clean(output_dir: Path) -> None:
+    """Remove what a run wrote. Anything else in the directory stays; links are removed, not followed."""
+    for name in (*_RESULTS, *_TRACES):
+        path = output_dir / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def forget_processes(output_dir: Path, keep_logs: bool) -> None:
+    """Status files speak of processes that are gone; their logs are kept only where the run goes on."""
+    gone = [*(output_dir / "status").glob("*.json"), *(() if keep_logs else (output_dir / "logs").glob("*.log"))]
+    for path in gone:
+        path.unlink()
+
+
+def _read(path: Path) -> _Claim | None:
+    try:
+        return _Claim(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _alive(claim: _Claim) -> bool:
+    if (claim.host, claim.boot) == (socket.gethostname(), boot_id()):
+        return is_alive(ProcessId(claim.pid, claim.started))
+    return time.time() - claim.heartbeat < _MISSED_BEATS * HEARTBEAT_SECONDS
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Two launchers of one host must not both find the claim dead. (Across hosts the heartbeat has to do.)"""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(f"another rl has held the lock on {directory} for {_LOCK_SECONDS:.0f} s") from None
+                time.sleep(0.05)
+        yield
+    finally:
+        os.close(fd)
