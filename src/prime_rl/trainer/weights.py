@@ -1,0 +1,199 @@
+"""Committing policy versions: `weights/step_v`, a Hugging Face directory that transformers and vLLM load.
+
+Nothing is gathered. A safetensors file is a header and byte ranges, and a parameter sharded by rows is one contiguous range per rank, so
+every rank writes its own rows at their place and hashes its share of the tensors; rank 0 writes the header and commits.
+"""
+
+import json
+import os
+import secrets
+import shutil
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.model import Policy, Source, local_rows, named_parameters
+from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
+from prime_rl.transport.commit import CommitError, Stage, disk_errors, list_steps, prune
+from prime_rl.transport.weights import (
+    TensorEntry,
+    WeightsManifest,
+    manifest_extra,
+    version_dir,
+    version_hash,
+    write_base_version,
+)
+
+FILE = "model.safetensors"
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+_NOT_COPIED = {
+    "manifest.json",
+    "model.safetensors.index.json",
+}  # the first is ours when the source is a committed version itself
+_BLOCK = 1 << 24
+
+
+def export_dtype(config_dtype: str, source: Source) -> torch.dtype:
+    """The dtype of exported weights: `auto` is the source checkpoint's."""
+    if config_dtype != "auto":
+        return getattr(torch, config_dtype)
+    return source.config.dtype if source.config.dtype in _NAMES else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor's place in the file: the first byte, and how many."""
+
+    shape: list[int]
+    start: int
+    size: int
+
+
+def export(
+    policy: Policy,
+    source: Source,
+    world: World,
+    final: Path,
+    *,
+    version: int,
+    incarnation: int,
+    dtype: torch.dtype,
+) -> None:
+    """Commit the current weights as `final`, in `dtype`, with config and tokenizer of the source. Every rank calls it.
+
+    Raises:
+        UserError: the disk is full (on any rank); nothing is left under the final name.
+        CommitError: `final` is committed already.
+    """
+    nonce = broadcast(world, secrets.token_hex(8))
+    stage = agree(world, lambda: Stage(final, nonce))
+    path = stage.path / FILE
+    try:
+        header, slots = _layout(policy, dtype)
+        on_main(world, lambda: _allocate(path, header, slots))
+        agree(world, lambda: _write_rows(policy, world, path, slots, dtype))
+        tensors = _hash_tensors(world, path, slots, dtype)
+        on_main(world, lambda: _copy_model_files(source, stage.path, dtype))
+        extra = manifest_extra(version, incarnation, tensors)
+        hashes = {FILE: version_hash(tensors)}
+        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=hashes))
+    except BaseException:
+        stage.abort()
+        raise
+
+
+def _layout(policy: Policy, dtype: torch.dtype) -> tuple[bytes, dict[str, Slot]]:
+    """The safetensors header with its length, and the place of every tensor in the file."""
+    described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, parameter in named_parameters(policy):
+        end = offset + parameter.numel() * dtype.itemsize
+        described[name] = {"dtype": _NAMES[dtype], "shape": list(parameter.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    slots, start = {}, len(header)
+    for name, parameter in named_parameters(policy):
+        slots[name] = Slot(list(parameter.shape), start, parameter.numel() * dtype.itemsize)
+        start += slots[name].size
+    return header, slots
+
+
+def _allocate(path: Path, header: bytes, slots: dict[str, Slot]) -> None:
+    with disk_errors(path), open(path, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(slot.size for slot in slots.values()))
+
+
+def _write_rows(policy: Policy, world: World, path: Path, slots: dict[str, Slot], dtype: torch.dtype) -> None:
+    """Write this rank's rows of every tensor at their place."""
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            for name, parameter in named_parameters(policy):
+                local, first = local_rows(parameter, world)
+                if local.numel():
+                    data = local.to(dtype).cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
+                    row = slots[name].size // slots[name].shape[0]
+                    _pwrite(descriptor, data.data, slots[name].start + first * row)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:  # one call writes at most 2 GiB
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _hash_tensors(world: World, path: Path, slots: dict[str, Slot], dtype: torch.dtype) -> dict[str, TensorEntry]:
+    """Hash the file's tensors, a share of them on each rank. Reading them back shows that every rank's bytes have arrived."""
+    share = {}
+    with open(path, "rb") as file:
+        for name, slot in list(slots.items())[world.rank :: world.size]:
+            share[name] = _hash_range(file.fileno(), slot.start, slot.size)
+    hashes = {name: value for part in gather(world, share) for name, value in part.items()}
+    return {name: TensorEntry(path.name, _NAMES[dtype], slot.shape, hashes[name]) for name, slot in slots.items()}
+
+
+def _hash_range(descriptor: int, start: int, size: int) -> str:
+    digest = xxhash.xxh3_128()
+    for offset in range(start, start + size, _BLOCK):
+        digest.update(os.pread(descriptor, min(_BLOCK, start + size - offset), offset))
+    return digest.hexdigest()
+
+
+def _copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> None:
+    """Config, generation config and tokenizer beside the tensors."""
+    with disk_errors(directory):
+        if source.directory is not None:
+            for pattern in _COPIED:
+                for path in source.directory.glob(pattern):
+                    if path.name not in _NOT_COPIED:
+                        shutil.copyfile(path, directory / path.name)
+        else:
+            source.config.save_pretrained(directory)
+        config = directory / "config.json"
+        described = json.loads(config.read_text())
+        described.pop("torch_dtype", None)  # the older spelling
+        described["dtype"] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def commit_base(root: Path, source: Source) -> WeightsManifest:
+    """Commit version 0: the hashes of the base model's tensors and its path. Rank 0 only.
+
+    Raises:
+        UserError: version 0 stands there for another base model.
+    """
+    assert source.directory is not None, "a run on rollouts starts from stored weights"
+    try:
+        return write_base_version(root, source.directory)
+    except CommitError as error:
+        raise UserError(f"{error}; choose another output_dir or remove the old run") from error
+
+
+def retire_after(root: Path, step: int) -> list[int]:
+    """Remove versions above `step`, which an earlier life of this trainer made beyond the state it resumes from. Returns them. Rank 0 only."""
+    retired = [version for version in list_steps(root) if version > step]
+    for version in retired:
+        prune(version_dir(root, version))
+    return retired
+
+
+def prune_versions(root: Path, newest: int, async_level: int, extra: int | None, kept: set[int]) -> None:
+    """Remove versions that nobody needs once `newest` is committed. Rank 0 only.
+
+    Kept: [newest - async_level - 1, newest] (engines may still load them), `extra` further ones, the base, and `kept` (checkpoints).
+    """
+    oldest = newest - async_level - 1 - (extra or 0)
+    for version in list_steps(root):
+        if 0 < version < oldest and version not in kept:
+            prune(version_dir(root, version))
