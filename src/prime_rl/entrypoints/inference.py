@@ -1,0 +1,25 @@
+"""`inference`: vLLM's OpenAI server with the weight routes."""
+
+import sys
+
+from prime_rl import lifeline
+from prime_rl.config import InferenceConfig, load
+from prime_rl.errors import UserError
+
+
+def main() -> None:
+    lifeline.watch()
+    config = load(InferenceConfig, prog="inference")
+    from prime_rl.inference import server
+
+    try:
+        if config.dry_run:
+            server.dry_run(config)
+        else:
+            server.run(config)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Bad input found before vLLM is imported: seconds instead of a traceback after half a minute. Each raises one clear line."""
+
+import ctypes
+import errno
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config import InferenceConfig
+from prime_rl.errors import UserError
+from prime_rl.inference.compat import Engine
+from prime_rl.monitor import log
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.weights import read_header
+
+CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+
+def check(config: InferenceConfig, engine: Engine, host: str) -> None:
+    """Everything that can be known without vLLM.
+
+    Raises:
+        UserError: naming what is wrong.
+    """
+    check_device(config.device, engine)
+    check_environment()
+    model = local_model(config.model.name)
+    if model is not None:
+        dummy = config.vllm.get("load_format") == "dummy"
+        check_model(model, needs_weights=not dummy)
+        check_context(model, config.max_model_len)
+        warn_without_chat_template(model, config.model.chat_template)
+    if not config.headless:
+        check_port(host, config.server.port)
+
+
+def local_model(name: str) -> Path | None:
+    """The directory that a model name means, or None for a name on the hub.
+
+    Raises:
+        UserError: the name is written as a path, and no directory is there.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    written_as_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    if written_as_path or path.exists():
+        raise UserError(f"model.name: {name} is not a directory")
+    return None
+
+
+def check_model(model: Path, needs_weights: bool = True) -> None:
+    """A local model directory has a readable config.json and whole safetensors files.
+
+    Raises:
+        UserError: naming the file.
+    """
+    read_json(model / "config.json")
+    if not needs_weights:
+        return
+    index = model / "model.safetensors.index.json"
+    if index.exists():
+        shards = set(read_json(index).get("weight_map", {}).values())
+        if missing := sorted(shard for shard in shards if not (model / shard).is_file()):
+            raise UserError(f"{model}: {missing[0]} is missing, though the index lists it")
+    files = sorted(model.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{model} holds no safetensors files")
+    for file in files:
+        try:
+            read_header(file)
+        except CommitError as error:
+            raise UserError(str(error)) from error
+
+
+def check_context(model: Path, max_model_len: int | None) -> None:
+    """`max_model_len` is within what the model was made for.
+
+    Raises:
+        UserError: it is not.
+    """
+    config = read_json(model / "config.json")
+    text = config.get("text_config", config)
+    limit = text.get("max_position_embeddings")
+    # A rope scaling lengthens the context by rules of its own, which vLLM knows.
+    scaled = (text.get("rope_scaling") or text.get("rope_parameters") or {}).get("factor", 1.0) != 1.0
+    allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
+    if max_model_len is not None and limit is not None and max_model_len > limit and not scaled and not allowed:
+        raise UserError(f"max_model_len {max_model_len} is longer than the model's context of {limit} tokens")
+
+
+def warn_without_chat_template(model: Path, chat_template: str | None) -> None:
+    """The token and completion routes work without one; the chat route does not."""
+    if chat_template is not None or any((model / name).exists() for name in CHAT_TEMPLATE_FILES):
+        return
+    tokenizer = model / "tokenizer_config.json"
+    if not tokenizer.exists() or not read_json(tokenizer).get("chat_template"):
+        log.get(__name__).warning("%s has no chat template: /v1/chat/completions will refuse requests", model)
+
+
+def check_port(host: str, port: int) -> None:
+    """The port is free.
+
+    Raises:
+        UserError: it is not, or the host is no address of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise UserError(_why_not_bound(host, port, error)) from error
+
+
+def _why_not_bound(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is in use: stop what listens there, or choose another with --server.port"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs privileges: choose another with --server.port"
+    return f"cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+def check_device(device: str, engine: Engine) -> None:
+    """The device that was asked for is what the installed vLLM was built for, and is there.
+
+    Raises:
+        UserError: it is not.
+    """
+    if device == "cuda" and engine.device == "cpu":
+        raise UserError("device is cuda, but the installed vLLM is the CPU build: run `uv sync --extra cuda`")
+    if device == "cpu" and engine.device == "cuda":
+        raise UserError("device is cpu, but the installed vLLM is the CUDA build: run `uv sync --group cpu`")
+    if engine.device == "cuda" and gpu_count() == 0:
+        raise UserError("vLLM's CUDA build needs an NVIDIA GPU, and none is visible here")
+
+
+def check_environment() -> None:
+    """vLLM's development routes are unguarded and would shadow ours in some releases.
+
+    Raises:
+        UserError: they are switched on.
+    """
+    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
+        raise UserError(
+            "VLLM_SERVER_DEV_MODE=1 opens routes that no key guards and that shadow /update_weights: unset it"
+        )
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs of this machine that `CUDA_VISIBLE_DEVICES` does not hide. Asks NVML, which starts no CUDA context."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and not visible.replace("-1", "").strip(", "):
+        return 0
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if nvml.nvmlInit_v2() != 0 or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+        return 0
+    nvml.nvmlShutdown()
+    return count.value if visible is None else min(count.value, len([part for part in visible.split(",") if part]))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        UserError: it is missing or malformed.
+    """
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} holds no JSON object")
+    return value

