@@ -1,0 +1,70 @@
+"""Evaluations count what failed, average what did not, and order results by task."""
+
+import asyncio
+
+import pytest
+
+from prime_rl.config.shared import SamplingConfig
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.orchestrator.eval_run import confidence
+from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate, wire_sampling
+
+
+def result(reward, outcome=Outcome.OK):
+    return EpisodeResult("e", "env", "t", outcome, reward=reward)
+
+
+def test_avg_at_k_is_the_mean_over_tasks_of_the_mean_over_attempts():
+    """Tasks (1, 0) and (1, failed): avg@2 = (0.5 + 1) / 2; the reward mean is over the three scored attempts."""
+    report = EvalReport("env", 3, 1.0, [[result(1.0), result(0.0)], [result(1.0), result(0.0, Outcome.ERRORED)]])
+    metrics = report.metrics()
+    assert metrics["eval/env/avg@2"] == 0.75
+    assert metrics["eval/env/reward/mean"] == pytest.approx(2 / 3)
+    assert metrics["eval/env/errors/rate"] == 0.25
+    assert metrics["eval/env/policy_version"] == 3
+
+
+def test_an_evaluation_in_which_everything_failed_reports_no_reward():
+    """No episode, no number: never a reward of 0 that was not earned."""
+    metrics = EvalReport("env", 0, 1.0, [[result(0.0, Outcome.TIMEOUT)]]).metrics()
+    assert "eval/env/reward/mean" not in metrics
+    assert metrics["eval/env/errors/rate"] == 1.0
+
+
+def test_the_confidence_interval_is_the_normal_one_over_tasks():
+    """Means 0, 1: s = 0.7071, 1.96 · s / sqrt(2) = 0.98."""
+    assert confidence(EvalReport("env", 0, 1.0, [[result(0.0)], [result(1.0)]])) == pytest.approx(0.98)
+    assert confidence(EvalReport("env", 0, 1.0, [[result(0.0)]])) is None
+
+
+class SlowPool:
+    """A pool whose later attempts finish first."""
+
+    def __init__(self):
+        self.running = self.most = 0
+
+    def tasks(self, env):
+        return [TaskInfo(f"t{i}", i) for i in range(4)]
+
+    async def run(self, *, env, task_index, sampling, policy_version, episode_id, deadline):
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.01 * (4 - task_index))
+        self.running -= 1
+        return result(float(task_index))
+
+
+async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
+    """Whatever finishes first: results[i] belongs to task i, and no more than max_concurrent run at once."""
+    pool = SlowPool()
+    plan = EvalPlan("env", SamplingConfig(), 3, 2)
+    report = await evaluate(pool, plan, version=0, seed=0, max_concurrent=3, timeout=1)
+    assert [[r.reward for r in attempts] for attempts in report.results] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    assert pool.most == 3
+
+
+def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
+    """Train and eval sample as configured; a seed travels only when asked for."""
+    wire = wire_sampling(SamplingConfig(temperature=0.5, max_tokens=9), 17)
+    assert wire == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "max_tokens": 9}
+    assert wire_sampling(SamplingConfig(seeded=True), 17)["seed"] == 17

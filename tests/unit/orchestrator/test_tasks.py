@@ -1,0 +1,58 @@
+"""The task stream: endless, seeded, and resumable by a count."""
+
+import itertools
+from collections import Counter
+
+import pytest
+
+from prime_rl.orchestrator.core import Task
+from prime_rl.orchestrator.seeds import request_seed
+from prime_rl.orchestrator.tasks import task_stream
+
+
+def tasks(env, count):
+    return [Task(env, i, f"{env}-{i}") for i in range(count)]
+
+
+def take(stream, count):
+    return list(itertools.islice(stream, count))
+
+
+def test_every_task_comes_once_an_epoch_in_a_new_order():
+    """Two epochs hold each task twice; the orders differ."""
+    drawn = take(task_stream({"a": tasks("a", 20)}, {"a": 1.0}, 0), 40)
+    first, second = drawn[:20], drawn[20:]
+    assert sorted(task.index for task in first) == sorted(task.index for task in second) == list(range(20))
+    assert first != second
+
+
+def test_the_seed_decides_and_a_resumed_stream_goes_on_where_it_was():
+    """Same seed, same stream; `skip` leaves out exactly what was drawn before; another seed differs."""
+    sources = {"a": tasks("a", 7), "b": tasks("b", 5)}
+    ratios = {"a": 2.0, "b": 1.0}
+    whole = take(task_stream(sources, ratios, 3), 50)
+    assert take(task_stream(sources, ratios, 3), 50) == whole
+    assert take(task_stream(sources, ratios, 3, skip=17), 33) == whole[17:]
+    assert take(task_stream(sources, ratios, 4), 50) != whole
+
+
+def test_environments_are_drawn_by_their_ratio():
+    """3 : 1 within sampling error of a fixed seed."""
+    counts = Counter(
+        task.env for task in take(task_stream({"a": tasks("a", 5), "b": tasks("b", 5)}, {"a": 3, "b": 1}, 0), 4000)
+    )
+    assert counts["a"] / 4000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_an_environment_without_tasks_is_an_error():
+    """No silent spin over nothing."""
+    with pytest.raises(ValueError, match="no tasks in b"):
+        next(task_stream({"a": tasks("a", 1), "b": []}, {"a": 1.0, "b": 1.0}, 0))
+
+
+def test_request_seeds_are_stable_and_distinct():
+    """A request's seed depends on the run's seed, its subject and its number, and fits what the engine takes."""
+    seeds = {request_seed(run, str(group), number) for run in range(2) for group in range(50) for number in range(8)}
+    assert len(seeds) == 800
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert request_seed(1, "2", 3) == request_seed(1, "2", 3)
