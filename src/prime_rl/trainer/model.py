@@ -70,9 +70,9 @@ class MicroBatch:
 class Policy(nn.Module):
     """Backbone and head under one root, so that FSDP sees a single forward. `lm` is the transformers model; its own head is never called."""
 
-    def __init__(self, lm: PreTrainedModel, head_chunk: int, compiled: bool, reshard: bool) -> None:
+    def __init__(self, lm: PreTrainedModel, head_chunk: int, compiled: bool, frees_weights: bool) -> None:
         super().__init__()
-        self.lm, self.head_chunk, self.compiled, self.reshard = lm, head_chunk, compiled, reshard
+        self.lm, self.head_chunk, self.compiled, self.frees_weights = lm, head_chunk, compiled, frees_weights
 
     def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, Tensor]:
         """The loss [] and metric sums [M] of `token_loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""

@@ -26,7 +26,7 @@ def forward_backward(policy: Policy, batches: Sequence[HostBatch], token_loss: T
     total = None
     for i, host in enumerate(batches):
         # Where weights stay gathered after forward, they stay until the step's last backward.
-        policy.set_reshard_after_backward(policy.reshard or i == len(batches) - 1)
+        policy.set_reshard_after_backward(policy.frees_weights or i == len(batches) - 1)
         loss, sums = policy(to_device(host, world.device), token_loss)
         loss.backward()
         total = sums if total is None else total + sums
