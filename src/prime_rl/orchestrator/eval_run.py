@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +35,9 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
     pool = EnvPool(
         config.environments,
         model=config.model.name,
-        client=config.client,
+        base_url=config.client.base_url,
+        api_key=os.environ.get(config.client.api_key_var),
         renderer=config.renderer,
-        seq_len=config.seq_len,
         output_dir=config.output_dir,
         log_level=config.log.level,
     )
@@ -49,7 +50,7 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
             version = (await engine.served()).version
             for env in config.environments:
                 sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
-                plan = EvalPlan(env.name, sampling, config.num_examples, config.rollouts_per_example)
+                plan = EvalPlan(env.name, env.name, sampling, config.num_examples, config.rollouts_per_example)
                 status.phase(f"evaluating {env.name}")
                 report = await evaluate(
                     pool, plan, version=version, seed=config.seed, max_concurrent=config.max_concurrent, timeout=config.rollout_timeout

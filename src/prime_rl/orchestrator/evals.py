@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """What to run for one environment."""
+    """What to run for one environment: `env` names it in metrics, `worker` in the pool."""
 
     env: str
+    worker: str
     sampling: "SamplingConfig"
     num_examples: int
     rollouts_per_example: int
@@ -90,7 +91,7 @@ async def evaluate(
         on_progress: Told finished and total episodes after each one.
     """
     begin = time.monotonic()
-    tasks = pool.tasks(plan.env)
+    tasks = pool.tasks(plan.worker)
     tasks = tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
     room = asyncio.Semaphore(max_concurrent)
     total, finished = len(tasks) * plan.rollouts_per_example, 0
@@ -100,12 +101,12 @@ async def evaluate(
         sampling = plan.sampling
         async with room:
             result = await pool.run(
-                env=plan.env,
+                env=plan.worker,
                 task_index=index,
                 sampling=wire_sampling(sampling, request_seed(seed, f"eval/{plan.env}/{version}/{index}", number)),
                 policy_version=version,
                 episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
-                deadline=timeout,
+                deadline=time.monotonic() + timeout,
             )
         finished += 1
         if on_progress is not None:

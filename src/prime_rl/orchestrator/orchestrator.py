@@ -4,12 +4,11 @@
 """
 
 import asyncio
-import itertools
+import os
 import signal
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
@@ -30,6 +29,7 @@ from prime_rl.transport.weights import newest, version_dir, weights_manifest
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.shared import EnvConfig
 
 logger = log.get("orchestrator")
 
@@ -71,6 +71,7 @@ class Orchestrator:
         self._empty_batches = 0
         self._step_began = time.monotonic()
         self._gated_since: float | None = None
+        self._failure: BaseException | None = None
 
     async def run(self) -> None:
         """From start-up to the end of the run.
@@ -172,7 +173,15 @@ class Orchestrator:
 
     def _launch(self) -> None:
         while not self.stopping and (start := self.core.next_start()) is not None:
-            self._running[start.episode] = asyncio.create_task(self._run_episode(start))
+            task = asyncio.create_task(self._run_episode(start))
+            task.add_done_callback(self._note_failure)
+            self._running[start.episode] = task
+
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """An episode's fault is a result; an exception is the run's: the loop raises it."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._failure = self._failure or error
+            self._wake.set()
 
     async def _run_episode(self, start: Start) -> None:
         sampling = self.sampling[start.task.env]
@@ -182,7 +191,7 @@ class Orchestrator:
             sampling=wire_sampling(sampling, request_seed(self.config.seed, str(start.group), start.number)),
             policy_version=start.version,
             episode_id=f"{start.group}.{start.number}.{start.attempt}",
-            deadline=self.config.rollout_timeout,
+            deadline=time.monotonic() + self.config.rollout_timeout,
         )
         if result.outcome is Outcome.ENGINE_UNAVAILABLE:
             await self.engine.wait_ready(self.status.waiting)
@@ -238,6 +247,8 @@ class Orchestrator:
         self._wake.clear()
         if follower.done():
             follower.result()
+        if self._failure is not None:
+            raise self._failure
         if gated:
             self.tally.seconds_gated += time.monotonic() - began
             self._wait_for_trainer()
@@ -387,14 +398,29 @@ def limits(config: "OrchestratorConfig") -> Limits:
     )
 
 
+def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
+    """What is evaluated: the environments named for it, else the training ones with their argument `split` set to "eval"."""
+    if config.eval is None:
+        return []
+    if config.eval.environments:
+        return config.eval.environments
+    return [env.model_copy(update={"args": {**env.args, "split": "eval"}}) for env in config.environments]
+
+
 def eval_plans(config: "OrchestratorConfig") -> Iterator[EvalPlan]:
     """One plan for each evaluation environment."""
     section = config.eval
-    for env in section.environments if section else []:
-        assert section is not None
+    if section is None:
+        return
+    for env in eval_environments(config):
         base = section.sampling.over(config.sampling)
         sampling = env.sampling.over(base) if env.sampling else base
-        yield EvalPlan(env.name, sampling, section.num_examples, section.rollouts_per_example)
+        yield EvalPlan(env.name, eval_worker(env.name), sampling, section.num_examples, section.rollouts_per_example)
+
+
+def eval_worker(name: str) -> str:
+    """The pool's name of an evaluation environment, which may bear the same name as a training one."""
+    return f"{name}-eval"
 
 
 async def orchestrate(config: "OrchestratorConfig") -> None:
@@ -436,14 +462,13 @@ def _on_signal(orchestrator: Orchestrator, task: "asyncio.Task[None]") -> None:
 
 def make_pool(config: "OrchestratorConfig") -> EnvPool:
     """The worker pool of all training and evaluation environments."""
-    evals = config.eval.environments if config.eval else []
-    environments = {env.name: env for env in itertools.chain(config.environments, evals)}
+    evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
     return EnvPool(
-        list(environments.values()),
+        [*config.environments, *evals],
         model=config.model.name,
-        client=config.client,
+        base_url=config.client.base_url,
+        api_key=os.environ.get(config.client.api_key_var),
         renderer=config.renderer,
-        seq_len=config.seq_len,
-        output_dir=Path(config.output_dir),
+        output_dir=config.output_dir,
         log_level=config.log.level,
     )

@@ -57,7 +57,7 @@ class SlowPool:
 async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
     """Whatever finishes first: results[i] belongs to task i, and no more than max_concurrent run at once."""
     pool = SlowPool()
-    plan = EvalPlan("env", SamplingConfig(), 3, 2)
+    plan = EvalPlan("env", "env", SamplingConfig(), 3, 2)
     report = await evaluate(pool, plan, version=0, seed=0, max_concurrent=3, timeout=1)
     assert [[r.reward for r in attempts] for attempts in report.results] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     assert pool.most == 3
