@@ -1,0 +1,190 @@
+"""A verifiers episode → our `EpisodeResult`. Every rule about what may be trained on is here, and nowhere else.
+
+Reads attributes of `verifiers.v1` objects without importing verifiers, so the rules can be tested alone.
+"""
+
+import math
+import re
+from typing import Any
+
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+
+TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
+_TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
+
+
+class Misaligned(Exception):
+    """Tokens, mask, logprobs or the engine's own counts contradict each other: the sample must not be trained on."""
+
+
+def convert(episode: Any, *, episode_id: str, env: str, task_id: str) -> EpisodeResult:
+    """The result of a finished `Episode`; any doubt about tokens or reward makes it untrainable, with the reason."""
+    result = EpisodeResult(episode_id, env, task_id, Outcome.OK)
+    traces = list(episode.traces)
+    players = [trace for trace in traces if trace.agent is None or trace.agent.trainable]
+    if players:
+        _describe(result, players)
+    result.outcome, result.message = _verdict(episode, traces, players)
+    if result.ok:
+        try:
+            result.samples = [sample for trace in players for sample in samples_of(trace)]
+        except Misaligned as error:
+            result.outcome, result.message = Outcome.INVALID, str(error)
+        else:
+            if not result.samples:
+                result.outcome, result.message = Outcome.INVALID, "no sampled tokens"
+    if not result.ok:
+        result.samples = []
+    return result
+
+
+def samples_of(trace: Any) -> list[SampleTokens]:
+    """One sample per branch of the conversation tree. A turn shared by two branches is trained on once.
+
+    Raises Misaligned.
+    """
+    calls = {call.node: call for call in trace.calls if call.node is not None and call.error is None}
+    numbers = {id(node): number for number, node in enumerate(trace.nodes)}
+    used: set[int] = set()
+    samples = []
+    for branch in trace.branches:
+        if not branch.trainable:
+            continue
+        sample = _sample(branch.nodes, numbers, calls, used, float(trace.reward))
+        if any(sample.loss_mask):
+            samples.append(sample)
+    return samples
+
+
+def _sample(
+    nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], used: set[int], reward: float
+) -> SampleTokens:
+    input_ids: list[int] = []
+    loss_mask: list[bool] = []
+    logprobs: list[float] = []
+    for node in nodes:
+        ids, mask, node_logprobs = list(node.token_ids), list(node.mask), list(node.logprobs)
+        count = sum(mask)
+        _check_node(ids, mask, node_logprobs, count)
+        if count:
+            call = calls.get(numbers.get(id(node), -1))
+            if call is not None and call.usage is not None:
+                _check_engine(call.usage, len(input_ids) + len(ids) - count, count)
+        fresh = count > 0 and id(node) not in used
+        if fresh:
+            used.add(id(node))
+        # `_check_node` made sure that sampled tokens are the node's tail.
+        scaffold = len(ids) - count
+        input_ids += ids
+        loss_mask += [False] * scaffold + [fresh] * count
+        logprobs += [0.0] * scaffold + (node_logprobs if fresh else [0.0] * count)
+    prompt_len = loss_mask.index(True) if True in loss_mask else len(loss_mask)
+    return SampleTokens(input_ids, loss_mask, logprobs, prompt_len, reward)
+
+
+def _check_node(ids: list[int], mask: list[bool], logprobs: list[float], count: int) -> None:
+    if len(mask) != len(ids):
+        raise Misaligned(f"{len(ids)} tokens but {len(mask)} mask entries")
+    if len(logprobs) != count:
+        raise Misaligned(f"{count} sampled tokens but {len(logprobs)} logprobs")
+    if count and not all(mask[-count:]):
+        raise Misaligned("sampled tokens are not the end of their message")
+    if not all(math.isfinite(logprob) for logprob in logprobs):
+        raise Misaligned("a sampled token has no finite logprob")
+
+
+def _check_engine(usage: Any, prompt: int, completion: int) -> None:
+    """The engine's exchange had these lengths; the graph that we train on must concatenate to the same."""
+    if usage.prompt_tokens != prompt or usage.completion_tokens != completion:
+        raise Misaligned(
+            f"the engine got {usage.prompt_tokens} and sampled {usage.completion_tokens} tokens, "
+            f"the conversation has {prompt} and {completion}"
+        )
+
+
+def _verdict(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outcome, str]:
+    # Order matters: an error explains a missing reward, not the other way round.
+    errors = [classify(error, _last_call_error(None)) for error in episode.errors]
+    errors += [classify(error, _last_call_error(trace)) for trace in traces for error in trace.errors]
+    if errors:
+        engine = [error for error in errors if error[0] is not Outcome.ERRORED]
+        return (engine or errors)[0]
+    if episode.is_timeout or any(trace.is_timeout for trace in traces):
+        # verifiers calls these ok, and a reward that was never computed then reads 0.0.
+        stage = next((trace.stop_condition for trace in traces if trace.is_timeout), "episode")
+        return Outcome.TIMEOUT, f"time limit of the environment: {stage}"
+    if not episode.ok or not all(trace.ok for trace in traces):
+        return Outcome.ERRORED, "the environment reported a failure without an error"
+    if not players:
+        return Outcome.INVALID, "no trainable agent"
+    for trace in players:
+        if missing := [name for name, reward in trace.rewards.items() if reward is None]:
+            return Outcome.ERRORED, f"reward {missing[0]!r} was not computed"
+        if trace.num_turns == 0:
+            return Outcome.INVALID, f"stopped before the first turn ({trace.stop_condition})"
+        if not math.isfinite(trace.reward):
+            return Outcome.INVALID, f"reward is {trace.reward}"
+    return Outcome.OK, ""
+
+
+def classify(error: Any, call_error: Any = None) -> tuple[Outcome, str]:
+    """Who is to blame for a recorded error: the engine (and is it worth another try), the prompt, or the environment.
+
+    A harness only sees that its model call failed: then the error recorded with the call is the cause.
+    """
+    if error.type == "HarnessError" and call_error is not None:
+        error = call_error
+    message = _one_line(error.message) or error.type
+    if error.type == "ProviderError":
+        status = error.status_code or 502
+        if status == 400 and _TOO_LONG.search(error.message):
+            return Outcome.PROMPT_TOO_LONG, message
+        if status >= 500 or status in (408, 429):
+            return Outcome.ENGINE_UNAVAILABLE, f"{message} (status {status})"
+        return Outcome.ENGINE_REFUSED, f"{message} (status {status})"
+    if error.type == "MalformedGenerateResponseError":
+        return Outcome.ENGINE_REFUSED, message
+    if error.type == "TimeoutError":
+        return Outcome.TIMEOUT, message
+    return Outcome.ERRORED, message
+
+
+def _last_call_error(trace: Any) -> Any:
+    return trace.calls[-1].error if trace is not None and trace.calls else None
+
+
+def _describe(result: EpisodeResult, traces: list[Any]) -> None:
+    rewards = [float(trace.reward) for trace in traces]
+    result.reward = sum(rewards) / len(rewards)
+    for trace in traces:
+        result.rewards.update({name: float(r.value) for name, r in trace.rewards.items() if r is not None})
+        result.metrics.update({name: float(value) for name, value in trace.metrics.items() if value is not None})
+    result.is_truncated = any(trace.is_truncated for trace in traces)
+    result.num_turns = sum(trace.num_turns for trace in traces)
+    result.timing = {
+        stage: sum(float(span.duration) for span in spans)
+        for stage, spans in {
+            "setup": [trace.timing.setup for trace in traces],
+            "agent": [trace.timing.agent for trace in traces],
+            "scoring": [trace.timing.scoring for trace in traces],
+        }.items()
+    }
+    nodes = traces[0].branches[-1].nodes if traces[0].branches else []
+    first = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))
+    result.prompt, result.completion = _text(nodes[:first]), _text(nodes[first:])
+
+
+def _text(nodes: list[Any]) -> str:
+    """`role: content` lines; a lone sampled message without its role."""
+    if len(nodes) == 1 and nodes[0].sampled:
+        return _content(nodes[0].message)[:TEXT_LIMIT]
+    return "\n".join(f"{node.message.role}: {_content(node.message)}" for node in nodes)[:TEXT_LIMIT]
+
+
+def _content(message: Any) -> str:
+    content = message.content
+    return content if isinstance(content, str) else "" if content is None else str(content)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:1000]

@@ -1,0 +1,216 @@
+"""The wire between the orchestrator and an environment worker: msgpack maps over ZeroMQ (ROUTER here, DEALER there).
+
+    worker                       orchestrator
+    Hello  ──────────────────▶                     version and token are checked before anything else
+                              ◀── Setup            which environment, model, engine
+    Ready or LoadFailed ─────▶
+                              ◀── ListTasks
+    Tasks ───────────────────▶
+                              ◀── Run | Cancel     any number in flight
+    Result ──────────────────▶
+    Heartbeat ───────────────▶                     all the time, from a thread
+
+Standard library and msgpack only: workers import this from their own virtual environments.
+"""
+
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, ClassVar
+
+import msgpack
+
+VERSION = 1
+TOKEN_VAR = "PRIMERL_ENV_TOKEN"
+# The engine's key. The name holds API_KEY so that verifiers keeps it from the programs it starts.
+API_KEY_VAR = "PRIMERL_ENV_API_KEY"
+
+
+class ProtocolError(Exception):
+    """A message that is not ours: unknown kind, missing or unknown field, broken msgpack."""
+
+
+class Outcome(StrEnum):
+    """How an episode ended. Everything but `OK` is untrainable and counted under this name."""
+
+    OK = "ok"
+    ERRORED = "errored"  # the environment raised: setup, reward, tools
+    TIMEOUT = "timeout"
+    CANCELLED = "cancelled"
+    PROMPT_TOO_LONG = "prompt_too_long"  # longer than the model's context
+    ENGINE_UNAVAILABLE = "engine_unavailable"  # connection refused, 5xx, 429: worth another attempt
+    ENGINE_REFUSED = "engine_refused"  # 4xx or an unusable answer: another attempt gives the same
+    INVALID = "invalid"  # ran to its end but gave nothing to train on: no tokens, no finite reward, misaligned
+    WORKER_DIED = "worker_died"
+
+
+@dataclass(frozen=True)
+class TaskInfo:
+    """A task of an environment: its durable id, and its index in the worker's list."""
+
+    task_id: str
+    index: int
+
+
+@dataclass
+class SampleTokens:
+    """One trainable sequence of T tokens, exactly as sent to and sampled by the engine."""
+
+    input_ids: list[int]  # (T,)
+    loss_mask: list[bool]  # (T,) True on sampled tokens
+    logprobs: list[float]  # (T,) of the sampler, 0.0 off-mask
+    prompt_len: int  # tokens before the first sampled one
+    reward: float
+
+
+@dataclass
+class EpisodeResult:
+    """One finished attempt at one task. Unless `outcome` is OK there are no samples and `message` says why."""
+
+    episode_id: str
+    env: str
+    task_id: str
+    outcome: Outcome
+    message: str = ""
+    reward: float = 0.0
+    rewards: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    samples: list[SampleTokens] = field(default_factory=list)
+    is_truncated: bool = False
+    num_turns: int = 0
+    prompt: str = ""  # for people to read, shortened
+    completion: str = ""
+    timing: dict[str, float] = field(default_factory=dict)  # seconds by stage
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome is Outcome.OK
+
+
+@dataclass
+class Hello:
+    kind: ClassVar[str] = "hello"
+    version: int
+    token: str
+    pid: int
+
+
+@dataclass
+class Setup:
+    kind: ClassVar[str] = "setup"
+    name: str
+    env_id: str
+    args: dict[str, Any]
+    model: str
+    base_url: str  # ends in /v1
+    renderer: str
+    max_concurrent: int
+    log_level: str
+
+
+@dataclass
+class Ready:
+    kind: ClassVar[str] = "ready"
+    renderer: str
+    arguments: list[str]  # names that `args` accepts
+
+
+@dataclass
+class LoadFailed:
+    kind: ClassVar[str] = "load_failed"
+    message: str
+
+
+@dataclass
+class ListTasks:
+    kind: ClassVar[str] = "list_tasks"
+
+
+@dataclass
+class Tasks:
+    kind: ClassVar[str] = "tasks"
+    task_ids: list[str]
+
+
+@dataclass
+class Run:
+    kind: ClassVar[str] = "run"
+    request: int
+    episode_id: str
+    task_index: int
+    task_id: str  # must be what the worker has at `task_index`: two workers may load different lists
+    sampling: dict[str, Any]
+    policy_version: int
+    timeout: float  # seconds from receipt: clocks are not shared
+
+
+@dataclass
+class Cancel:
+    kind: ClassVar[str] = "cancel"
+    request: int
+
+
+@dataclass
+class Result:
+    kind: ClassVar[str] = "result"
+    request: int
+    episode: EpisodeResult
+
+
+@dataclass
+class Heartbeat:
+    kind: ClassVar[str] = "heartbeat"
+    lag: float  # seconds since the worker's event loop last ran
+    blocked_at: str  # where the main thread is, when it lags
+    in_flight: int
+    finished: int
+
+
+Message = Hello | Setup | Ready | LoadFailed | ListTasks | Tasks | Run | Cancel | Result | Heartbeat
+
+_KINDS: dict[str, type[Any]] = {
+    cls.kind: cls for cls in (Hello, Setup, Ready, LoadFailed, ListTasks, Tasks, Run, Cancel, Result, Heartbeat)
+}
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Not `dataclasses.asdict`: that would copy every token."""
+    data = {"kind": message.kind, **vars(message)}
+    if isinstance(message, Result):
+        episode = message.episode
+        data["episode"] = {**vars(episode), "samples": [vars(sample) for sample in episode.samples]}
+    return msgpack.packb(data)
+
+
+def decode(frame: bytes) -> Message:
+    """The message in a frame. Raises ProtocolError for anything else; field values are not checked."""
+    try:
+        data = msgpack.unpackb(frame)
+    except (ValueError, msgpack.exceptions.UnpackException) as error:
+        raise ProtocolError(f"not msgpack: {error}") from error
+    if not isinstance(data, dict):
+        raise ProtocolError(f"a message is a map, not {type(data).__name__}")
+    kind = data.pop("kind", None)
+    cls = _KINDS.get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise ProtocolError(f"unknown message kind {kind!r}")
+    if cls is Result:
+        data["episode"] = _episode(data.get("episode"))
+    return _build(cls, data)
+
+
+def _episode(data: Any) -> EpisodeResult:
+    episode = _build(EpisodeResult, data)
+    try:
+        episode.outcome = Outcome(episode.outcome)
+    except ValueError as error:
+        raise ProtocolError(str(error)) from error
+    episode.samples = [_build(SampleTokens, sample) for sample in episode.samples]
+    return episode
+
+
+def _build(cls: type[Any], data: Any) -> Any:
+    expected = {f.name for f in fields(cls)}
+    if not isinstance(data, dict) or set(data) != expected:
+        got = sorted(data) if isinstance(data, dict) else type(data).__name__
+        raise ProtocolError(f"{cls.__name__} needs fields {sorted(expected)}, got {got}")
+    return cls(**data)

@@ -1,0 +1,184 @@
+"""verifiers v1 (0.4.x) behind our protocol: load a taskset, run one episode of one of its tasks.
+
+The only module, with `harness` and `renderer`, that imports verifiers or renderers.
+"""
+
+import contextlib
+import difflib
+import itertools
+from collections import Counter
+from types import TracebackType
+from typing import Any, Self
+
+import verifiers.v1 as vf
+from pydantic import ValidationError
+from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
+
+from prime_rl.envs import renderer
+from prime_rl.envs.convert import convert
+from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Setup
+
+MAX_TASKS = 5_000_000
+# Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
+_PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
+
+
+class LoadError(Exception):
+    """The environment cannot be loaded; the message is one line that names the cause."""
+
+
+class VerifiersEnv:
+    """`async with VerifiersEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise
+    LoadError."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._name = setup.name
+        self._model = setup.model
+        config = _env_config(setup)
+        self.arguments = _arguments(setup.env_id)
+        try:
+            self.renderer, renderer_config = renderer.choose(setup.model, setup.renderer)
+        except renderer.RendererError as error:
+            raise LoadError(str(error)) from error
+        self._client = vf.TrainClientConfig(
+            base_url=setup.base_url,
+            api_key_var=API_KEY_VAR,
+            renderer=renderer_config,
+            renderer_model_name=setup.model,
+            multiplex=max(256, setup.max_concurrent),  # one tokenizer for all
+        )
+        try:
+            self._env = vf.load_environment(config)
+            self._tasks = _load_tasks(self._env.taskset)
+            keys = [task.key for task in self._tasks]
+        except Exception as error:
+            raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
+        self.task_ids = _unique(keys)
+        self._serving = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._serving.enter_async_context(self._env.serving())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await close_session()
+        await self._serving.aclose()
+
+    async def run(
+        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str
+    ) -> EpisodeResult:
+        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
+        (slot,) = self._env.slots(self._tasks[task_index])
+        # The salt keeps the engine from reusing cached prefixes that an older policy computed.
+        values = {**_PINNED_SAMPLING, **sampling, "cache_salt": f"v{policy_version}"}
+        context = vf.ModelContext(
+            model=self._model,
+            client=self._client,
+            sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
+        )
+        episode = await self._env.run_slot(slot, context)
+        return convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
+
+
+def _env_config(setup: Setup) -> Any:
+    _import(setup.env_id)
+    accepted = _arguments(setup.env_id)
+    for name in setup.args:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise LoadError(
+                f"environment {setup.env_id!r} has no argument {name!r}{hint} (arguments: {', '.join(accepted)})"
+            )
+    try:
+        bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
+        seats = {name: _seat(setup.env_id, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
+        return vf.resolve_env_config(
+            {
+                "taskset": {"id": setup.env_id, **setup.args},
+                "interception": {"type": "server"},  # one server, hence one client and one connection pool
+                **seats,
+            }
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"] if part != "taskset")
+        raise LoadError(f"environment {setup.env_id!r}: argument {where}: {first['msg']}") from error
+
+
+def _seat(env_id: str, seat: Any) -> dict[str, Any]:
+    """Our harness and a local runtime wherever the environment does not insist on its own.
+
+    verifiers' defaults are a shell that the model drives, in a paid remote sandbox.
+    """
+    data: dict[str, Any] = {}  # merged onto the seat's declared defaults by verifiers
+    if seat.harness is None:
+        own = default_harness_id(env_id)
+        data["harness"] = {"id": own if own != "bash" else HARNESS_ID}
+    if "runtime" not in seat.model_fields_set:
+        data["runtime"] = {"type": "subprocess"}
+    return data
+
+
+def _import(env_id: str) -> None:
+    """Import the package and its taskset, or a LoadError with the real cause: verifiers reports a missing dependency
+    as "not found"."""
+    module = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    try:
+        package = import_taskset(env_id)
+    except ModuleNotFoundError as error:
+        cause = error.__cause__
+        if isinstance(cause, ModuleNotFoundError) and cause.name == module:
+            raise LoadError(
+                f"environment {env_id!r} not found: there is no Python module {module!r} "
+                f"(install it with `prime env install owner/{env_id.rsplit('/', 1)[-1]}` or `uv add`)"
+            ) from error
+        raise LoadError(f"environment {env_id!r} failed to import: {describe(cause or error)}") from error
+    except Exception as error:
+        raise LoadError(f"environment {env_id!r} failed to import: {describe(error)}") from error
+    try:
+        taskset_class(env_id)
+    except (AttributeError, TypeError, ValueError) as error:
+        if "load_environment" in vars(package):
+            raise LoadError(
+                f"environment {env_id!r} uses the classic verifiers API (load_environment), "
+                "which verifiers 0.4 does not have"
+            ) from error
+        raise LoadError(f"environment {env_id!r} is not usable: {describe(error)}") from error
+
+
+def _arguments(env_id: str) -> list[str]:
+    """Names of the taskset's configuration: what `args` may hold."""
+    return sorted(set(taskset_config_type(env_id).model_fields) - {"id"})
+
+
+def _load_tasks(taskset: Any) -> list[Any]:
+    if not taskset.bounded:
+        raise ValueError("the taskset is endless; only finite ones are supported")
+    tasks = list(itertools.islice(taskset, MAX_TASKS))
+    if not tasks:
+        raise ValueError("it has no tasks")
+    return tasks
+
+
+def _unique(keys: list[str]) -> list[str]:
+    """Keys as ids; repeated ones get a number, so that an id names one task."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for key in keys:
+        seen[key] += 1
+        ids.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+    return ids
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message at file:line` of the code that raised, on one line."""
+    message = " ".join(str(error).split())[:500]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"

@@ -1,0 +1,196 @@
+"""An environment worker: `python -m prime_rl.envs.worker --address ipc://… --identity …`, started by `pool`.
+
+One event loop runs the episodes; a thread sends heartbeats, so that code which blocks the loop is seen and named,
+not taken for a dead process. Imports the standard library, pyzmq and msgpack until it knows which adapter it needs.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from prime_rl import lifeline
+from prime_rl.envs.protocol import (
+    TOKEN_VAR,
+    VERSION,
+    Cancel,
+    EpisodeResult,
+    Heartbeat,
+    Hello,
+    ListTasks,
+    LoadFailed,
+    Message,
+    Outcome,
+    Ready,
+    Result,
+    Run,
+    Setup,
+    Tasks,
+    decode,
+    encode,
+)
+
+HEARTBEAT_SECONDS = 1.0
+TICK_SECONDS = 0.2
+LAG_SECONDS = 2.0  # below this a heartbeat does not look at where the loop is
+SETUP_SECONDS = 60.0
+CLOSE_SECONDS = 3.0
+
+logger = logging.getLogger("prime_rl.envs.worker")
+
+
+class Worker:
+    def __init__(self, address: str, identity: str, token: str) -> None:
+        self._address = address
+        self._identity = identity
+        self._token = token
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.IDENTITY, identity.encode())
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._ticked = time.monotonic()
+        self._stop = asyncio.Event()
+        self._stopped = threading.Event()
+        self._running: dict[int, asyncio.Task[None]] = {}
+        self._finished = 0
+
+    async def serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop.set)
+        self._socket.connect(self._address)
+        main_thread = threading.get_ident()
+        threading.Thread(target=self._beat, args=(main_thread,), name="heartbeat", daemon=True).start()
+        ticker = asyncio.create_task(self._tick())
+        try:
+            await self._send(Hello(VERSION, self._token, os.getpid()))
+            async with asyncio.timeout(SETUP_SECONDS):
+                setup = decode(await self._socket.recv())
+            if not isinstance(setup, Setup):
+                raise RuntimeError(f"expected a setup message, got {setup.kind}")
+            await self._load_and_run(setup)
+        finally:
+            self._stopped.set()
+            ticker.cancel()
+            self._socket.close()
+
+    async def _load_and_run(self, setup: Setup) -> None:
+        logging.basicConfig(
+            level=logging.DEBUG if setup.log_level == "debug" else logging.WARNING,
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+        # verifiers and its dependencies take seconds to import: only after the hello.
+        from prime_rl.envs.verifiers_v1 import LoadError, VerifiersEnv
+
+        try:
+            env = VerifiersEnv(setup)
+        except LoadError as error:
+            traceback.print_exc()
+            await self._send(LoadFailed(str(error)))
+            return
+        async with env:
+            self._ticked = time.monotonic()
+            slots = asyncio.Semaphore(setup.max_concurrent)
+            await self._send(Ready(env.renderer, env.arguments))
+            stop = asyncio.create_task(self._stop.wait())
+            receive = asyncio.create_task(self._receive(env, setup.name, slots))
+            # Waits for the next command, owed by the pool; the lifeline ends this process when the pool is gone.
+            await asyncio.wait({stop, receive}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (stop, receive, *self._running.values()):
+                task.cancel()
+            await asyncio.wait({receive, *self._running.values()}, timeout=CLOSE_SECONDS)
+            if not receive.cancelled() and receive.exception() is not None:
+                raise RuntimeError("the command loop failed") from receive.exception()
+
+    async def _receive(self, env: Any, name: str, slots: asyncio.Semaphore) -> None:
+        while True:
+            match decode(await self._socket.recv()):
+                case Run() as run:
+                    task = asyncio.create_task(self._episode(env, name, run, slots))
+                    self._running[run.request] = task
+                case Cancel(request=request):
+                    if request in self._running:
+                        self._running[request].cancel()
+                case ListTasks():
+                    await self._send(Tasks(env.task_ids))
+                case other:
+                    raise RuntimeError(f"unexpected message {other.kind!r}")
+
+    async def _episode(self, env: Any, name: str, run: Run, slots: asyncio.Semaphore) -> None:
+        def failed(outcome: Outcome, message: str) -> EpisodeResult:
+            return EpisodeResult(run.episode_id, name, run.task_id, outcome, message)
+
+        if env.task_ids[run.task_index : run.task_index + 1] != [run.task_id]:
+            message = f"task {run.task_index} is not {run.task_id!r} here: the environment loads other tasks each time"
+            result = failed(Outcome.ERRORED, message)
+        else:
+            try:
+                async with asyncio.timeout(run.timeout), slots:
+                    result = await env.run(run.task_index, run.sampling, run.policy_version, run.episode_id)
+            except TimeoutError:
+                result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
+            except asyncio.CancelledError:
+                result = failed(Outcome.CANCELLED, "cancelled")
+            except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
+                traceback.print_exc()
+                result = failed(Outcome.ERRORED, f"{type(error).__name__}: {error}")
+        self._running.pop(run.request, None)
+        self._finished += 1
+        await self._send(Result(run.request, result))
+
+    async def _send(self, message: Message) -> None:
+        await self._socket.send(encode(message))
+
+    async def _tick(self) -> None:
+        while True:
+            self._ticked = time.monotonic()
+            await asyncio.sleep(TICK_SECONDS)
+
+    def _beat(self, main_thread: int) -> None:
+        """Thread: sockets are not shared between threads, so heartbeats have their own."""
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, f"{self._identity}#heartbeat".encode())
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._address)
+        while not self._stopped.wait(HEARTBEAT_SECONDS):
+            lag = time.monotonic() - self._ticked
+            where = _innermost(main_thread) if lag > LAG_SECONDS else ""
+            try:
+                socket.send(encode(Heartbeat(lag, where, len(self._running), self._finished)), zmq.NOBLOCK)
+            except zmq.Again:  # the pool does not read: it will judge by what it gets
+                continue
+        socket.close()
+
+
+def _innermost(thread: int) -> str:
+    """`file:line in function` that a thread is executing."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def main() -> None:
+    lifeline.watch()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--identity", required=True)
+    args = parser.parse_args()
+    token = os.environ.pop(TOKEN_VAR, "")  # not for the programs that an environment starts
+    asyncio.run(_serve(args.address, args.identity, token))
+
+
+async def _serve(address: str, identity: str, token: str) -> None:
+    await Worker(address, identity, token).serve()
+
+
+if __name__ == "__main__":
+    main()
