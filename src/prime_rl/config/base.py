@@ -88,6 +88,9 @@ class LogConfig(Section):
 class BaseConfig(Section):
     """Settings of every entrypoint."""
 
+    # json_schema_extra marks fields: `secret` is neither shown nor written, `one_time` is meant for one start alone and
+    # left out of written configurations.
+
     older: ClassVar[dict[str, Older]] = {"exp_id": Older("output_dir", lambda name: f"outputs/{name}")}
 
     output_dir: Path = Field(
@@ -95,6 +98,8 @@ class BaseConfig(Section):
     )
     seed: int = Field(default=0, ge=0, description="Seed of everything random in the run.")
     dry_run: bool = Field(
-        default=False, description="Validate, print the plan, write the resolved configs, start nothing."
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Validate, print the plan, write the resolved configs, start nothing.",
     )
     log: LogConfig = Field(default_factory=LogConfig, description="Console and log file.")

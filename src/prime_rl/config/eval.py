@@ -21,7 +21,7 @@ class EvalConfig(BaseConfig, Environments):
 
     older: ClassVar[dict[str, Older]] = {
         **BaseConfig.older,
-        "benchmarks": Older("environment_ids", lambda names: names),
+        "benchmarks": Older("environment_ids", lambda names: str(names).replace(",", " ").split()),
     }
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")

@@ -1,46 +1,127 @@
 """From command line, files and environment variables to a validated configuration."""
 
+import os
 import sys
-import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
-from prime_rl.config.base import BaseConfig, ConfigError
+from prime_rl.config import argv as command_line
+from prime_rl.config import environ
+from prime_rl.config.base import BaseConfig, ConfigError, Section
+from prime_rl.config.errors import describe, unknown_keys
+from prime_rl.config.help import help_text
+from prime_rl.config.origin import Assignment, Layer, Origins, put_item, spell
+from prime_rl.config.schema import Keys, find, settings
 
 Config = TypeVar("Config", bound=BaseConfig)
 
 
-def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Config:
-    """The configuration that `argv` and `env` describe. Raises ConfigError."""
-    tree: dict[str, Any] = {}
-    tokens = list(argv)
-    while tokens:
-        token = tokens.pop(0)
-        if token == "@":
-            tree.update(tomllib.loads(Path(tokens.pop(0)).read_text()))
+def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
+    """The configuration of this process, from `argv` (None: the command line) and the environment.
+
+    Prints help and exits with status 0 where asked to, prints every mistake and exits with status 2 where there is one.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    name = prog or os.path.basename(sys.argv[0])
+    if "-h" in arguments or "--help" in arguments:
+        print(help_text(cls, name))
+        raise SystemExit(0)
     try:
-        return cls.model_validate(_nulls(tree))
+        config, hints = resolve(cls, arguments, os.environ)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"error: {problem}", file=sys.stderr)
+        print(f"Nothing was started. For all settings: {name} --help", file=sys.stderr)
+        raise SystemExit(2) from None
+    for hint in hints:
+        print(f"hint: {hint}", file=sys.stderr)
+    return config
+
+
+def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Config:
+    """The configuration that `argv` and `env` describe; reads the files they name, prints nothing. Raises ConfigError."""
+    return resolve(cls, argv, env).config
+
+
+class Resolved(NamedTuple):
+    """A configuration, and hints at today's spelling of what was given in an older one."""
+
+    config: Any
+    hints: list[str]
+
+
+def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Resolved:
+    """As `parse`, with the hints."""
+    # Takes 0.1 s that neither help nor importing the classes should wait for.
+    from prime_rl.config.sources import merge
+
+    line = command_line.read(argv, cls)
+    hints: list[str] = []
+    # From the lowest to the highest.
+    given = [environ.read(env, cls), line.root_files, line.section_files, line.options]
+    layers = [[_todays(assignment, cls, hints) for assignment in layer] for layer in given]
+    origins = Origins(layers)
+    indexed = [assignment for assignment in layers[-1] if _index(cls, assignment) is not None]
+    layers[-1] = [assignment for assignment in layers[-1] if _index(cls, assignment) is None]
+    tree = nulls(merge(layers[::-1]))
+    problems = [*line.problems, *_apply(indexed, tree, cls)]
+    tree, unknown = unknown_keys(cls, tree, origins)
+    problems += unknown
+    try:
+        config = cls.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError([str(error)]) from error
+        raise ConfigError(problems + describe(error, cls, origins, incomplete=bool(line.problems))) from None
+    if problems:
+        raise ConfigError(problems)
+    return Resolved(config, hints)
 
 
-def _nulls(value: Any) -> Any:
+def nulls(value: Any) -> Any:
+    """`value` with null for every string "None" in it, as TOML has no null."""
     if isinstance(value, dict):
-        return {key: _nulls(item) for key, item in value.items()}
+        return {key: nulls(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_nulls(item) for item in value]
+        return [nulls(item) for item in value]
     return None if value == "None" else value
 
 
-def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
-    """The configuration of this process; prints help (status 0) or errors (status 2) and exits where there is none."""
-    import os
+def _index(cls: type[Section], assignment: Assignment) -> int | None:
+    found = find(cls, assignment.keys)
+    return found.index if found is not None else None
 
-    try:
-        return parse(cls, sys.argv[1:] if argv is None else argv, os.environ)
-    except ConfigError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        raise SystemExit(2) from error
+
+def _apply(indexed: Layer, tree: dict[str, Any], cls: type[Section]) -> list[str]:
+    """Carry out assignments to items of lists, which may stand in a lower layer; a line for each that cannot be."""
+    problems = []
+    for assignment in indexed:
+        index = _index(cls, assignment)
+        try:
+            put_item(tree, assignment.keys, index or 0, nulls(assignment.value))
+        except IndexError as error:
+            problems.append(f"{assignment.origin.text}: {error}")
+    return problems
+
+
+def _todays(assignment: Assignment, cls: type[Section], hints: list[str]) -> Assignment:
+    """`assignment` in today's spelling, with a hint where it was given in an older one."""
+    keys = assignment.keys
+    for section in _sections_of(cls, keys[:-1]):
+        older = section.older.get(keys[-1])
+        if older is None:
+            continue
+        new, origin = (*keys[:-1], older.key), assignment.origin
+        value = older.convert(assignment.value)
+        shown = ",".join(value) if isinstance(value, list) else value
+        hints.append(f"{origin.text} {assignment.value} is an older spelling of {spell(new, origin.kind)} {shown}")
+        return Assignment(new, value, origin)
+    return assignment
+
+
+def _sections_of(cls: type[Section], keys: Keys) -> list[type[Section]]:
+    """The sections that `keys` may lead to: several where they cross a union."""
+    if not keys:
+        return [cls]
+    setting = settings(cls).get(keys[0])
+    return [inner for member in setting.sections for inner in _sections_of(member, keys[1:])] if setting else []

@@ -1,10 +1,13 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from typing import Any, Self
 
-from prime_rl.config.base import BaseConfig
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.config.share import share
 from prime_rl.config.shared import CkptConfig, Device, ModelConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig
 
@@ -24,7 +27,11 @@ class RLConfig(BaseConfig):
     bench: bool = Field(
         default=False, description="Measure trainer and orchestrator, each by itself, over a few steps."
     )
-    clean: bool = Field(default=False, description="Remove what an earlier run left in output_dir first.")
+    clean: bool = Field(
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Remove what an earlier run left in output_dir first.",
+    )
     trainer_gpus: PositiveInt = Field(default=1, description="GPUs that train.")
     inference_gpus: PositiveInt = Field(default=1, description="GPUs that serve.")
     trainer_ranks: PositiveInt | None = Field(
@@ -36,3 +43,25 @@ class RLConfig(BaseConfig):
     inference: InferenceConfig | None = Field(
         default=None, description="The inference server (None: one that runs already)."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any) -> Any:
+        return share(data) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        check(self._samples_fit(), self._nothing_to_resume())
+        return self
+
+    def _samples_fit(self) -> Problem | None:
+        longest, room = self.orchestrator.seq_len, self.trainer.seq_len
+        if longest <= room:
+            return None
+        message = f"orchestrator.seq_len {longest} exceeds trainer.seq_len {room}: samples would not fit a micro-batch"
+        return Problem(message, "orchestrator.seq_len", "trainer.seq_len")
+
+    def _nothing_to_resume(self) -> Problem | None:
+        if not self.clean or self.ckpt is None or self.ckpt.resume_step is None:
+            return None
+        return Problem("clean would remove the checkpoint that ckpt.resume_step names", "clean", "ckpt.resume_step")

@@ -8,10 +8,15 @@ import tomli_w
 from pydantic import BaseModel
 
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.schema import has_mark
 
 
 def to_toml(config: BaseConfig) -> str:
-    """Every setting of `config`; null is the string "None". Secrets are written as "None": they travel by environment."""
+    """Every setting of `config`; null is the string "None".
+
+    Secrets are written as "None": they travel by environment variable. What is meant for one start alone (dry_run,
+    clean) is left out: a configuration fed back is to run.
+    """
     return tomli_w.dumps(_table(config))
 
 
@@ -25,12 +30,8 @@ def write_toml(config: BaseConfig, path: Path) -> None:
 
 def _table(section: BaseModel) -> dict[str, Any]:
     fields = type(section).model_fields
-    return {name: "None" if is_secret(fields[name].json_schema_extra) else _plain(value) for name, value in section}
-
-
-def is_secret(extra: Any) -> bool:
-    """Whether a field is marked as one whose value must not be shown or written."""
-    return isinstance(extra, dict) and bool(extra.get("secret"))
+    written = {name: value for name, value in section if not has_mark(fields[name], "one_time")}
+    return {name: "None" if has_mark(fields[name], "secret") else _plain(value) for name, value in written.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,185 @@
+"""Mistakes as readable lines: the key, what is wrong, where it came from, and what was probably meant."""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from prime_rl.config.base import Problem, Problems, Section
+from prime_rl.config.origin import Origins, spell
+from prime_rl.config.schema import Keys, all_paths, find, settings, type_tag
+
+
+def unknown_keys(section: type[Section], tree: dict[str, Any], origins: Origins) -> tuple[dict[str, Any], list[str]]:
+    """`tree` without the keys that no section has, and a line about each of them."""
+    problems: list[str] = []
+    return _known(section, tree, (), _Report(section, origins, problems)), problems
+
+
+class _Report:
+    """Collects lines about unknown keys."""
+
+    def __init__(self, root: type[Section], origins: Origins, problems: list[str]) -> None:
+        self._root, self._origins, self._problems = root, origins, problems
+
+    def unknown(self, keys: Keys, value: Any, section: type[Section], rivals: tuple[type[Section], ...]) -> None:
+        """`keys` name nothing in `section`, which was chosen among `rivals` by `type`."""
+        keys = (*keys, *_only_path(value))
+        origin = self._origins.of(keys)
+        within = f" of type '{type_tag(section)}'" if len(rivals) > 1 else ""
+        if origin is not None and origin.kind != "file":
+            said = f"{origin.text} names no setting{within}"
+        else:
+            said = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
+        owners = [type_tag(rival) for rival in rivals if keys[-1] in settings(rival)]
+        near = nearest(self._root, keys, section)
+        if owners:
+            said += f"; it belongs to type '{owners[0]}'"
+        elif near is not None:
+            said += f"; did you mean {spell(near, origin.kind if origin is not None else 'file')}?"
+        self._problems.append(said)
+
+
+def _only_path(value: Any) -> Keys:
+    """The keys down to what a table holds, as long as it is one thing."""
+    if not isinstance(value, dict) or len(value) != 1:
+        return ()
+    key, inner = next(iter(value.items()))
+    return (key, *_only_path(inner))
+
+
+def _known(
+    section: type[Section], tree: dict[str, Any], prefix: Keys, report: _Report, rivals: tuple[type[Section], ...] = ()
+) -> dict[str, Any]:
+    known: dict[str, Any] = {}
+    for key, value in tree.items():
+        setting = settings(section).get(key)
+        if setting is None:
+            report.unknown((*prefix, key), value, section, rivals)
+            continue
+        known[key] = value
+        inner, item = setting.section_for(value), setting.item_section
+        if inner is not None and isinstance(value, dict):
+            known[key] = _known(inner, value, (*prefix, key), report, setting.sections)
+        elif item is not None and isinstance(value, list):
+            known[key] = [
+                _known(item, entry, (*prefix, key, str(number)), report) if isinstance(entry, dict) else entry
+                for number, entry in enumerate(value)
+            ]
+    return known
+
+
+def nearest(root: type[Section], keys: Keys, section: type[Section]) -> Keys | None:
+    """The setting that `keys` probably meant. `section` is the last table on the way that exists.
+
+    In this order: a neighbour of similar name, the same name elsewhere, a similar path.
+    """
+    for position in range(len(keys)):
+        close = difflib.get_close_matches(keys[position], settings(section), n=1)
+        mended = (*keys[:position], *close, *keys[position + 1 :])
+        if close and find(root, mended) is not None:
+            return mended
+    paths = list(all_paths(root))
+    same = [path for path in paths if path[-1] == keys[-1]]
+    if same:
+        return min(same, key=lambda path: (-len(set(path) & set(keys)), len(path)))
+    dotted = {".".join(path): path for path in paths}
+    close = difflib.get_close_matches(".".join(keys), dotted, n=1)
+    return dotted[close[0]] if close else None
+
+
+# Kinds of errors whose message says all there is to say about the value.
+_SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
+
+
+def describe(error: ValidationError, root: type[Section], origins: Origins, incomplete: bool = False) -> list[str]:
+    """A line for each thing that validation found. A fault handed on to several sections is told where it was given.
+
+    `incomplete`: part of the input could not be read, so that what is missing may stand there.
+    """
+    found = []
+    for details in error.errors(include_url=False):
+        if incomplete and details["type"] == "missing":
+            continue
+        keys = plain_keys(root, details["loc"])
+        keys += ("type",) if details["type"] == "union_tag_invalid" else ()
+        found += [(origins.given(keys), fault, line) for fault, line in _lines(details, keys, origins)]
+    told = {fault for given, fault, _ in found if given}
+    lines = []
+    for given, fault, line in found:
+        if given or fault not in told:
+            lines.append(line)
+        told.add(fault)
+    return lines
+
+
+def _lines(details: Any, keys: Keys, origins: Origins) -> Iterator[tuple[tuple[str, str], str]]:
+    cause = details.get("ctx", {}).get("error")
+    if isinstance(cause, Problem | Problems):
+        for problem in cause.problems if isinstance(cause, Problems) else [cause]:
+            yield (str(problem), ""), _problem_line(problem, keys, origins)
+        return
+    origin = origins.of(keys)
+    message = _message(details)
+    got = f", got {_short(details['input'])}" if origin is not None and details["type"] not in _SELF_EVIDENT else ""
+    yield (message, repr(details["input"])), f"{'.'.join(keys)}: {message}{got}{_where(origin)}"
+
+
+def _problem_line(problem: Problem, prefix: Keys, origins: Origins) -> str:
+    full = {key: (*prefix, *key.split(".")) for key in problem.keys}
+    sources = {key: origin.text for key in problem.keys if (origin := origins.exact(full[key])) is not None}
+    own = not sources or any(origins.given(full[key]) for key in sources)
+    within = f"{'.'.join(prefix)}: " if prefix and own else ""
+    return f"{within}{problem}" + (
+        f" ({', '.join(f'{key}: {text}' for key, text in sources.items())})" if sources else ""
+    )
+
+
+def _message(details: Any) -> str:
+    kind, context, value = details["type"], details.get("ctx", {}), details["input"]
+    if kind == "missing":
+        return "required, but not given"
+    if kind == "extra_forbidden":
+        return "unknown key"
+    if kind in ("union_tag_invalid", "literal_error"):
+        expected = context.get("expected_tags") or context["expected"]
+        wrong = str(context.get("tag", value))
+        words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
+        near = difflib.get_close_matches(wrong, words, n=1, cutoff=0.7)
+        return f"must be {expected}, got {wrong!r}" + (f"; did you mean '{near[0]}'?" if near else "")
+    message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    return message.split(", unable to parse")[0]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _where(origin: Any) -> str:
+    return f" ({origin.text})" if origin is not None else ""
+
+
+def plain_keys(root: type[Section], location: tuple[int | str, ...]) -> Keys:
+    """A location of pydantic as keys: without the names of union members that pydantic puts into it."""
+    keys: list[str] = []
+    section: type[Section] | None = root
+    rest = list(location)
+    while rest:
+        key = str(rest.pop(0))
+        keys.append(key)
+        setting = settings(section).get(key) if section is not None else None
+        section = None
+        if setting is None:
+            continue
+        if setting.item_section is not None:
+            if rest:
+                keys.append(str(rest.pop(0)))
+            section = setting.item_section
+        elif len(setting.sections) > 1 and rest:
+            tag = rest.pop(0)
+            section = next((member for member in setting.sections if type_tag(member) == tag), None)
+        elif setting.sections:
+            section = setting.sections[0]
+    return tuple(keys)

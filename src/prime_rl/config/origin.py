@@ -1,0 +1,127 @@
+"""Single assignments, where each came from, and how a key is spelled there."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from prime_rl.config.schema import Keys
+
+PREFIX = "PRIME_"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """`text` names the option, the file (and line) or the variable."""
+
+    kind: Literal["option", "file", "variable"]
+    text: str
+
+    def spell(self, keys: Keys) -> str:
+        """`keys` as one would write them in this place."""
+        return spell(keys, self.kind)
+
+
+def spell(keys: Keys, kind: Literal["option", "file", "variable"]) -> str:
+    """`keys` as an option, as a dotted TOML key, or as an environment variable."""
+    if kind == "option":
+        return "--" + ".".join(keys).replace("_", "-")
+    if kind == "variable":
+        return PREFIX + "__".join(keys).upper()
+    return ".".join(keys)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One key gets a value. A value that is a table is empty: what it holds has assignments of its own.
+
+    A `mark` sets nothing: it tells where something inside a list stands, as lists are assigned whole.
+    """
+
+    keys: Keys
+    value: Any
+    origin: Origin
+    mark: bool = False
+
+
+Layer = list[Assignment]
+
+
+def flatten(keys: Keys, value: Any, origin: Origin) -> Iterator[Assignment]:
+    """`value` as assignments of single keys; a table is first switched on, then filled."""
+    if not isinstance(value, dict):
+        yield Assignment(keys, value, origin)
+        return
+    yield Assignment(keys, {}, origin)
+    for key, item in value.items():
+        yield from flatten((*keys, str(key)), item, origin)
+
+
+def build(layer: Iterable[Assignment]) -> dict[str, Any]:
+    """The table that the assignments make when carried out one after the other."""
+    tree: dict[str, Any] = {}
+    for assignment in layer:
+        if not assignment.mark:
+            put(tree, assignment.keys, assignment.value)
+    return tree
+
+
+def put(tree: dict[str, Any], keys: Keys, value: Any) -> None:
+    """Set one key, making tables on the way. An empty table leaves a table that is there as it is."""
+    here = tree
+    for key in keys[:-1]:
+        inner = here.get(key)
+        if not isinstance(inner, dict):
+            inner = here[key] = {}
+        here = inner
+    if value == {} and isinstance(value, dict):
+        value = here[keys[-1]] if isinstance(here.get(keys[-1]), dict) else {}
+    here[keys[-1]] = value
+
+
+def put_item(tree: dict[str, Any], keys: Keys, index: int, value: Any) -> None:
+    """Set something inside an item of a list; `keys[index]` is the item's number. Raises IndexError beyond the end."""
+    parent = tree
+    for key in keys[: index - 1]:
+        parent = parent.setdefault(key, {})
+    items = list(parent.get(keys[index - 1]) or [])
+    number = int(keys[index])
+    if number > len(items):
+        raise IndexError(f"there are {len(items)} of {'.'.join(keys[:index])}")
+    holder = {"item": items[number] if number < len(items) else {}}
+    put(holder, ("item", *keys[index + 1 :]), value)
+    parent[keys[index - 1]] = [*items[:number], holder["item"], *items[number + 1 :]]
+
+
+def is_shared_copy(keys: Keys) -> bool:
+    """Whether `keys` lie in a section of `rl` into which settings of the same name are filled from the top."""
+    return len(keys) > 1 and keys[0] in ("trainer", "orchestrator", "inference")
+
+
+class Origins:
+    """Which origin set a key last."""
+
+    def __init__(self, layers: Iterable[Layer]) -> None:
+        """`layers` from the lowest to the highest."""
+        self._by_keys: dict[Keys, Origin] = {}
+        for assignment in (assignment for layer in layers for assignment in layer):
+            if assignment.value != {} and not assignment.mark:
+                self._forget_within(assignment.keys)
+            self._by_keys[assignment.keys] = assignment.origin
+
+    def exact(self, keys: Keys) -> Origin | None:
+        """Origin of the very setting, or of the shared setting of `rl` that it was filled from."""
+        return self._by_keys.get(keys) or (self._by_keys.get(keys[1:]) if is_shared_copy(keys) else None)
+
+    def given(self, keys: Keys) -> bool:
+        return keys in self._by_keys
+
+    def of(self, keys: Keys) -> Origin | None:
+        """Origin of `keys`, else of the table around it, else of something within it; None where nobody gave it."""
+        origin = self.exact(keys)
+        for length in range(len(keys) - 1, 0, -1):
+            origin = origin or self._by_keys.get(keys[:length])
+        return origin or next((inner for given, inner in self._by_keys.items() if given[: len(keys)] == keys), None)
+
+    def _forget_within(self, keys: Keys) -> None:
+        for given in [given for given in self._by_keys if given[: len(keys)] == keys]:
+            del self._by_keys[given]

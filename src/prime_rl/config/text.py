@@ -1,0 +1,68 @@
+"""Values written as text, on the command line or in an environment variable."""
+
+import ast
+import json
+from typing import Any
+
+from prime_rl.config.schema import Found, Setting
+
+WORDS = {"true": True, "false": False, "1": True, "0": False}
+
+
+def value(text: str, found: Found) -> Any:
+    """`text` as the type of the setting has it. What does not fit stays text, which validation then refuses."""
+    setting = found.setting
+    if text == "None":
+        return None
+    if found.rest or setting.is_dict:
+        return literal(text)
+    if setting.item is not None:
+        return items([text], setting)
+    if setting.sections:
+        return table(text, setting)
+    if setting.is_bool:
+        return WORDS.get(text.lower(), text)
+    if setting.is_number:
+        return number(text)
+    return text
+
+
+def items(texts: list[str], setting: Setting) -> Any:
+    """A list: separate texts, commas, or one JSON list."""
+    if texts == ["None"]:
+        return None
+    if len(texts) == 1 and texts[0].lstrip().startswith("["):
+        return literal(texts[0])
+    if setting.item_section is not None:
+        return [literal(text) for text in texts]
+    parts = [part.strip() for text in texts for part in text.split(",")]
+    return [part for part in parts if part]
+
+
+def table(text: str, setting: Setting) -> Any:
+    """A section: a table as JSON or Python literal, or whether an optional one is on."""
+    if setting.nullable and text.lower() in WORDS:
+        return {} if WORDS[text.lower()] else None
+    return literal(text)
+
+
+def number(text: str) -> int | float | str:
+    """An int where it is one, else a float; text that is no number is left alone."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def literal(text: str) -> Any:
+    """JSON, else a Python literal, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
