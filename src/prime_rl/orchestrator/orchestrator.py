@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.monitor import Monitor, Status, log
+from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.ckpt import Progress, resume_progress, save_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Limits, Start, Task
 from prime_rl.orchestrator.engine import Engine
@@ -437,12 +437,26 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
                 asyncio.get_running_loop().add_signal_handler(number, _on_signal, orchestrator, current)
             await orchestrator.run()
         status.done("stopped" if orchestrator.stopping else "finished")
+        if config.bench:
+            print(bench_table(read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")))
     except* UserError as group:
         status.done(f"failed: {group.exceptions[0]}")
         raise UserError(str(_first(group))) from group
     finally:
         await pool.close()
         monitor.close()
+
+
+def bench_table(rows: list[dict[str, float]]) -> str:
+    """Throughput of generation: the mean over steps but the first, which warms the engine up."""
+    timed = rows[1:] or rows
+    seconds = sum(row["time/step"] for row in timed) / len(timed)
+    tokens = sum(row["perf/throughput"] * row["time/step"] for row in timed) / len(timed)
+    rollouts = sum(row["progress/samples"] for row in timed) / len(timed)
+    return (
+        f"{'steps':>8}{'rollouts/s':>14}{'tokens/s':>12}{'step time s':>14}\n"
+        f"{len(timed):>8}{rollouts / seconds:>14.1f}{tokens / seconds:>12.0f}{seconds:>14.3f}"
+    )
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

@@ -1,0 +1,219 @@
+"""Orchestrator and trainer as processes of their own against one real server: the loop, started by hand."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from support.processes import Command
+
+from prime_rl.monitor import read_metrics
+from prime_rl.transport.commit import list_steps, verify
+from prime_rl.transport.weights import verify_weights
+
+STEPS = 3
+TIMEOUT = 240.0
+
+ORCHESTRATOR = [
+    "--environment.id", "reverse-text", "--environment.args", '{"max_words": 1, "num_tasks": 40}',
+    "--batch-size", 8, "--rollouts-per-example", 4, "--seq-len", 256, "--sampling.max-tokens", 24, "--no-filter-zero-advantage",
+]  # fmt: skip
+TRAINER = ["--seq-len", 256, "--optim.lr", "1e-3", "--device", "cpu"]
+
+
+class Run:
+    """The two processes of one run, with shared settings."""
+
+    def __init__(self, server, directory: Path, *, steps=STEPS, async_level=1, trainer=(), orchestrator=()):
+        self.directory = directory
+        shared = [
+            "--output-dir", directory, "--model.name", server.model, "--max-steps", steps, "--async-level", async_level,
+        ]  # fmt: skip
+        self.arguments = {
+            "trainer": [*shared, *TRAINER, *trainer],
+            "orchestrator": [*shared, *ORCHESTRATOR, "--client.base-url", server.base_url, *orchestrator],
+        }
+
+    def start(self, name: str) -> Command:
+        return Command(name, *self.arguments[name], log=self.directory / "logs" / f"{name}.log")
+
+    def complete(self, order=("trainer", "orchestrator")) -> None:
+        with ExitStack() as stack:
+            commands = [stack.enter_context(self.start(name)) for name in order]
+            for command in commands:
+                command.succeed(TIMEOUT)
+
+    def metrics(self, process: str) -> list[dict]:
+        return read_metrics(self.directory / "metrics" / f"{process}.jsonl")
+
+    def batch(self, step: int):
+        return (
+            pa.ipc.open_file(str(self.directory / "rollouts" / f"step_{step}" / "samples.arrow")).read_all().to_pylist()
+        )
+
+    def final_hash(self) -> str:
+        return verify_weights(self.directory / "weights" / f"step_{STEPS}").hash
+
+
+@pytest.mark.parametrize("order", [("trainer", "orchestrator"), ("orchestrator", "trainer")])
+def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_path, order):
+    """Every step is committed, verified and reported, and the last version is what the server serves."""
+    inference_server.reset()
+    run = Run(inference_server, tmp_path, orchestrator=["--eval", "--eval.num-examples", 8])
+    run.complete(order)
+    assert list_steps(tmp_path / "rollouts") == list(range(STEPS))
+    assert STEPS in list_steps(tmp_path / "weights")
+    for step in range(STEPS):
+        assert verify(tmp_path / "rollouts" / f"step_{step}").step == step
+    served = inference_server.get("/weights").json()
+    assert (served["version"], served["hash"]) == (STEPS, run.final_hash())
+
+    rows = {row["step"]: row for row in run.metrics("orchestrator")}
+    assert "eval/reverse-text/reward/mean" in rows[0]
+    assert "eval/reverse-text/reward/mean" in rows[STEPS]
+    for row, names in [(rows[0], ["reward/mean", "time/step"]), (run.metrics("trainer")[0], [
+        "loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/grad_norm", "optim/lr", "perf/throughput", "time/step",
+    ])]:  # fmt: skip
+        assert set(names) <= set(row)
+
+
+def test_a_synchronous_run_trains_on_the_very_policy_that_sampled(inference_server, tmp_path):
+    """async_level 0: every sample comes from the version it updates, and the mismatch KL stays below 1e-3 (fp32 on CPU)."""
+    inference_server.reset()
+    run = Run(inference_server, tmp_path, async_level=0)
+    run.complete()
+    for step in range(STEPS):
+        assert all(row["policy_versions"] == [step] for row in run.batch(step))
+    assert [row["step"] for row in run.metrics("trainer")] == list(range(STEPS))
+    assert all(abs(row["mismatch_kl/mean"]) < 1e-3 for row in run.metrics("trainer"))
+
+
+def test_an_asynchronous_run_respects_the_start_gate(inference_server, tmp_path):
+    """async_level 1: no sample of step n is older than version n - 1, and every sample's streams are exact."""
+    inference_server.reset()
+    run = Run(inference_server, tmp_path, async_level=1)
+    run.complete()
+    for step in range(STEPS):
+        for row in run.batch(step):
+            assert min(row["policy_versions"]) >= max(0, step - 1)
+            assert max(row["policy_versions"]) <= step
+            mask = np.array(row["loss_mask"])
+            assert len(row["input_ids"]) == len(mask) == len(row["logprobs"]) == len(row["advantages"])
+            assert (np.array(row["logprobs"])[mask] < 0).all() or (np.array(row["logprobs"])[mask] <= 0).all()
+            assert not np.array(row["logprobs"])[~mask].any()
+
+
+def test_a_seeded_synchronous_run_repeats_exactly(inference_server, tmp_path):
+    """Same seed, one sequence at a time: the same tokens, rewards and weights, bit for bit."""
+    runs = []
+    for name in ("first", "second"):
+        inference_server.reset()
+        run = Run(inference_server, tmp_path / name, async_level=0,
+                  orchestrator=["--seed", 7, "--sampling.seeded", "--max-concurrent", 1], trainer=["--seed", 7])  # fmt: skip
+        run.complete()
+        runs.append(run)
+    first, second = runs
+    for step in range(STEPS):
+        assert first.batch(step) == second.batch(step)
+    assert first.final_hash() == second.final_hash()
+
+
+def test_a_used_run_directory_is_refused(inference_server, tmp_path):
+    """A second run into the same directory ends in one clear line; the first run's results stay."""
+    inference_server.reset()
+    run = Run(inference_server, tmp_path, steps=1)
+    run.complete()
+    with run.start("orchestrator") as again:
+        assert again.wait(TIMEOUT) == 1
+        assert "holds steps 0-0 of an earlier run" in again.tail()
+    verify(tmp_path / "rollouts" / "step_0")
+
+
+def test_a_server_with_another_base_model_is_refused(inference_server, tmp_path):
+    """The trainer's base and what the server serves are compared by hash before the first rollout."""
+    inference_server.reset()
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in inference_server.model.iterdir():
+        if file.is_file():
+            other.joinpath(file.name).write_bytes(file.read_bytes())
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-2] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    run = Run(inference_server, tmp_path / "run", steps=1)
+    with ExitStack() as stack:
+        trainer = run.arguments["trainer"]
+        trainer[trainer.index("--model.name") + 1] = other
+        stack.enter_context(run.start("trainer"))
+        orchestrator = stack.enter_context(run.start("orchestrator"))
+        assert orchestrator.wait(TIMEOUT) == 1
+        assert "another base model" in orchestrator.tail()
+    assert list_steps(tmp_path / "run" / "rollouts") == []
+
+
+def test_eval_reports_avg_at_k_against_a_running_server(inference_server, tmp_path):
+    """`eval`: named environments, a report on the console, metrics, and one line per attempt."""
+    inference_server.reset()
+    arguments = [
+        "--output-dir", tmp_path, "--model.name", inference_server.model, "--client.base-url", inference_server.base_url,
+        "--environment-ids", "reverse-text", "--num-examples", 5, "--rollouts-per-example", 2, "--sampling.max-tokens", 24,
+    ]  # fmt: skip
+    with Command("eval", *arguments, log=tmp_path / "eval.log") as command:
+        command.succeed(TIMEOUT)
+        assert "reverse-text" in command.tail()
+    rows = [json.loads(line) for line in (tmp_path / "evals" / "reverse-text.jsonl").read_text().splitlines()]
+    assert len(rows) == 10
+    assert all(row["outcome"] == "ok" and 0 <= row["reward"] <= 1 for row in rows)
+    (metrics,) = read_metrics(tmp_path / "metrics" / "eval.jsonl")
+    assert metrics["eval/reverse-text/avg@2"] == pytest.approx(np.mean([row["reward"] for row in rows]))
+
+
+def test_a_reward_that_raises_is_counted_and_stops_the_run_only_beyond_the_limit(
+    inference_server, tmp_path, monkeypatch
+):
+    """A faulty environment: errored rollouts are counted; past max_error_rate the run ends and names the fault."""
+    inference_server.reset()
+    package = tmp_path / "env" / "faulty_reverse"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(FAULTY)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "env"))
+    run = Run(inference_server, tmp_path / "run", steps=2, orchestrator=["--environment.id", "faulty-reverse"])
+    run.complete()
+    assert 0 < sum(row.get("errors/errored", 0) for row in run.metrics("orchestrator"))
+
+    inference_server.reset()
+    run = Run(
+        inference_server,
+        tmp_path / "strict",
+        steps=2,
+        orchestrator=["--environment.id", "faulty-reverse", "--max-error-rate", "0.01"],
+    )
+    with run.start("trainer"), run.start("orchestrator") as orchestrator:
+        assert orchestrator.wait(TIMEOUT) == 1
+        assert "max_error_rate" in orchestrator.tail()
+        assert "this reward is broken" in orchestrator.tail()
+
+
+FAULTY = '''
+"""reverse-text whose reward raises for some tasks."""
+import verifiers.v1 as vf
+from reverse_text.taskset import ReverseTextConfig, ReverseTextTask, ReverseTextTaskset
+
+__all__ = ["FaultyReverseTaskset"]
+
+
+class FaultyTask(ReverseTextTask):
+    @vf.reward(weight=1.0)
+    async def lcs(self, trace: vf.Trace) -> float:
+        if self.data.answer and self.data.answer[0] in "aeioudnrst" and len(trace.last_reply) % 2:
+            raise ValueError("this reward is broken")
+        return 0.5
+
+
+class FaultyReverseTaskset(vf.Taskset[FaultyTask, ReverseTextConfig]):
+    def load(self):
+        for task in ReverseTextTaskset(self.config).load():
+            yield FaultyTask(task.data, self.config.task)
+'''
