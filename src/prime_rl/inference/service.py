@@ -5,6 +5,7 @@ neither a paused engine nor half-loaded weights behind.
 """
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -13,7 +14,14 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from prime_rl.monitor import log
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import TensorEntry, hash_directory, verify_weights, version_hash, weights_manifest
+from prime_rl.transport.weights import (
+    TensorEntry,
+    WeightsManifest,
+    hash_directory,
+    verify_weights,
+    version_hash,
+    weights_manifest,
+)
 
 LOCK_SECONDS = 60.0  # to wait for another change
 LOAD_SECONDS = 900.0  # for a call that loads weights
@@ -173,6 +181,7 @@ class WeightService:
             if manifest.base is not None:
                 return await self._update_to_base(manifest.hash, directory)
             manifest = await asyncio.to_thread(verify_weights, directory)
+            check_index(manifest)
         except (CommitError, OSError) as error:
             raise Refused(400, str(error)) from error
         check_fit(manifest.tensors, await self._base_hashes(), self._tied)
@@ -282,6 +291,23 @@ async def _turn(lock: asyncio.Lock) -> AsyncIterator[None]:
         yield
     finally:
         lock.release()
+
+
+def check_index(manifest: WeightsManifest) -> None:
+    """vLLM reads only the files that an index names, and keeps the old weights of what it does not find, silently.
+
+    Raises:
+        CommitError: the index disagrees with the files.
+    """
+    index = manifest.files / "model.safetensors.index.json"
+    if not index.exists():
+        return
+    try:
+        listed = json.loads(index.read_text())["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CommitError(f"{index} cannot be read: {error!r}") from error
+    if listed != {name: entry.file for name, entry in manifest.tensors.items()}:
+        raise CommitError(f"{index} does not list the tensors of the files beside it")
 
 
 def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:

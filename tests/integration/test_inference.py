@@ -1,0 +1,378 @@
+"""The real server: what it serves, how that changes, and that nothing bad gets in."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from conftest import InferenceServer, LaunchServer, make_tiny_model
+from prime_rl.transport.commit import stage
+from prime_rl.transport.weights import (
+    hash_directory,
+    manifest_extra,
+    version_dir,
+    version_hash,
+    weights_manifest,
+    write_base_version,
+)
+
+TOLERANCE = 1e-4  # float32 on both sides; another order of summation is all that may differ
+TOKENS = 48
+
+
+@dataclass(frozen=True)
+class Sampled:
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+
+@pytest.fixture
+def server(inference_server: InferenceServer) -> Iterator[InferenceServer]:
+    inference_server.reset()
+    yield inference_server
+    inference_server.reset()
+
+
+def perturbed(model: Path, seed: int = 1) -> dict[str, torch.Tensor]:
+    """The model's tensors with noise of a tenth of their spread: other weights of the same shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        tensors |= load_file(file)
+    for name, x in tensors.items():
+        noise = torch.randn(x.shape, generator=generator) * (x.float().std() if x.numel() > 1 else 1.0) * 0.1
+        tensors[name] = (x.float() + noise).contiguous()
+    return tensors
+
+
+def commit(
+    root: Path, version: int, model: Path, tensors: dict[str, torch.Tensor], *, spoil: str | None = None
+) -> Path:
+    """Commit `tensors` as a trainer does. `spoil` damages the files before the commit, so that the manifest agrees."""
+    directory = version_dir(root, version)
+    extra: dict[str, Any] = {}
+    with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
+        (tmp / "config.json").write_bytes((model / "config.json").read_bytes())
+        save_file(tensors, tmp / "model.safetensors", {"format": "pt"})
+        if spoil == "trailing":
+            with open(tmp / "model.safetensors", "ab") as file:
+                file.write(b"\0" * 64)
+        if spoil == "index":
+            index = {"weight_map": dict.fromkeys(tensors, "elsewhere.safetensors")}
+            (tmp / "model.safetensors.index.json").write_text(json.dumps(index))
+        extra |= manifest_extra(version, 0, hash_directory(tmp))
+    return directory
+
+
+def update(server: InferenceServer, directory: Path, version: int) -> httpx.Response:
+    return server.post("/update_weights", {"weight_dir": str(directory), "version": version})
+
+
+def sample(server: InferenceServer, prompt: list[int], path: str = "/inference/v1/generate", **params: Any) -> Sampled:
+    return parse(server.post(path, request(server, prompt, **params)))
+
+
+def request(server: InferenceServer, prompt: list[int], **params: Any) -> dict[str, Any]:
+    defaults = {"max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0, "ignore_eos": True}
+    return {"model": str(server.model), "token_ids": prompt, "sampling_params": defaults | params}
+
+
+def parse(response: httpx.Response) -> Sampled:
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    return Sampled(choice["token_ids"], [t["logprob"] for t in choice["logprobs"]["content"]], choice["finish_reason"])
+
+
+def reference(
+    model: Path, prompt: list[int], tokens: list[int], weights: dict[str, torch.Tensor] | None
+) -> torch.Tensor:
+    """Log-probabilities of `tokens` after `prompt`, by transformers in float32."""
+    reference_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if weights is not None:
+        missing = reference_model.load_state_dict(weights, strict=False).missing_keys
+        assert set(missing) <= {"lm_head.weight"}
+        reference_model.tie_weights()
+    with torch.no_grad():
+        logits = reference_model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+def difference(server: InferenceServer, prompt: list[int], weights: dict[str, torch.Tensor] | None) -> float:
+    got = sample(server, prompt, temperature=0.0)
+    expected = reference(server.model, prompt, got.tokens, weights)
+    return float((torch.tensor(got.logprobs) - expected).abs().max())
+
+
+def served(server: InferenceServer) -> dict[str, Any]:
+    response = server.get("/weights")
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None:
+    assert difference(server, prompt, None) <= TOLERANCE
+    before = sample(server, prompt, temperature=0.0)
+    weights = perturbed(server.model)
+    directory = commit(server.weights_root, 11, server.model, weights)
+
+    response = update(server, directory, 11)
+    assert response.status_code == 200, response.text
+    manifest = weights_manifest(directory)
+    assert response.json() == {"version": 11, "hash": manifest.hash}
+    assert served(server) == {
+        "version": 11,
+        "hash": manifest.hash,
+        "base": str(server.model.resolve()),
+        "weight_dir": str(directory),
+    }
+    assert difference(server, prompt, weights) <= TOLERANCE
+    assert sample(server, prompt, temperature=0.0).tokens != before.tokens
+
+    server.reset()
+    assert sample(server, prompt, temperature=0.0) == before
+    base = served(server)
+    assert (base["version"], base["hash"]) == (0, version_hash(hash_directory(server.model)))
+
+
+def test_logprobs_equal_transformers_and_follow_updates(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: the engine computes what the trainer computes, before and after an update of a model with a tied head (CPU
+    packs that head separately); an update changes what is served; a reload restores it to the bit."""
+    check_base_update_reload(server, chat_prompt)
+
+
+@pytest.mark.slow
+def test_moe_logprobs_follow_updates(start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]) -> None:
+    """Contract: the same for experts, which vLLM packs on CPU at the first load only."""
+    check_base_update_reload(start_server(make_tiny_model(tmp_path / "moe", experts=8)), chat_prompt)
+
+
+def test_logprobs_are_those_of_the_sampling_distribution(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: with a temperature, logprobs are those of the tempered distribution (importance ratios need them)."""
+    got = sample(server, chat_prompt, temperature=0.5, max_tokens=1)
+    model = AutoModelForCausalLM.from_pretrained(server.model, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([chat_prompt])).logits[0, -1].float()
+    assert got.logprobs[0] == pytest.approx(float((logits / 0.5).log_softmax(-1)[got.tokens[0]]), abs=TOLERANCE)
+
+
+async def test_requests_in_flight_survive_an_update(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: requests in flight finish; tokens before the switch have the old weights' logprobs, tokens after it those of
+    the new weights over the whole context (the cache is rebuilt). Half of the requests carry a seed."""
+    count, length = 8, 256
+    weights = perturbed(server.model, seed=2)
+    directory = commit(server.weights_root, 12, server.model, weights)
+    async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
+        params = [{"max_tokens": length} | ({"seed": i} if i % 2 else {}) for i in range(count)]
+        requests = [
+            asyncio.create_task(client.post("/v1/generate", json=request(server, chat_prompt, **p))) for p in params
+        ]
+        await until_running(client, count)
+        response = await client.post("/update_weights", json={"weight_dir": str(directory), "version": 12})
+        assert response.status_code == 200, response.text
+        unfinished = sum(not task.done() for task in requests)
+        results = [parse(await task) for task in requests]
+    assert unfinished > 0, "every request had finished before the update: the test shows nothing"
+    switched = 0
+    for result in results:
+        assert (result.finish_reason, len(result.tokens)) == ("length", length)
+        got = torch.tensor(result.logprobs)
+        old = (got - reference(server.model, chat_prompt, result.tokens, None)).abs() <= TOLERANCE
+        new = (got - reference(server.model, chat_prompt, result.tokens, weights)).abs() <= TOLERANCE
+        switch = int(old.int().cumprod(0).sum())
+        assert new[switch:].all(), f"tokens after {switch} fit neither weights"
+        switched += 0 < switch < length
+    assert switched > 0
+
+
+async def until_running(client: httpx.AsyncClient, count: int) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            text = (await client.get("/metrics")).text
+            running = [line for line in text.splitlines() if line.startswith("vllm:num_requests_running")]
+            if running and float(running[0].split()[-1]) >= count:
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_a_pause_outlasts_an_update(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: while a client has paused the server requests wait, also across a weight update, until it resumes."""
+    weights = perturbed(server.model, seed=3)
+    directory = commit(server.weights_root, 13, server.model, weights)
+    async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
+        assert (await client.post("/pause", json={"mode": "keep"})).status_code == 200
+        task = asyncio.create_task(client.post("/v1/generate", json=request(server, chat_prompt, temperature=0.0)))
+        update_response = await client.post("/update_weights", json={"weight_dir": str(directory), "version": 13})
+        assert update_response.status_code == 200, update_response.text
+        await asyncio.sleep(0.3)
+        assert not task.done()
+        assert (await client.post("/resume")).status_code == 200
+        got = parse(await task)
+    expected = reference(server.model, chat_prompt, got.tokens, weights)
+    assert float((torch.tensor(got.logprobs) - expected).abs().max()) <= TOLERANCE
+
+
+async def test_seeds_are_safe_and_repeatable(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: concurrent long prompts with seeds do not kill the engine (they would if prefill were chunked on CPU), and
+    a seed alone decides what is sampled."""
+    prompts = [(chat_prompt * 40)[: 200 + i] for i in range(12)]
+    async with httpx.AsyncClient(base_url=server.root, timeout=120) as client:
+        bodies = [request(server, p, seed=7 + i, max_tokens=16) for i, p in enumerate(prompts)]
+        await asyncio.gather(*(client.post("/v1/generate", json=body) for body in bodies))
+    assert server.get("/health").status_code == 200
+    once, twice = (sample(server, prompts[0], seed=5) for _ in range(2))
+    assert once.tokens == twice.tokens
+    assert sample(server, prompts[0], seed=6).tokens != once.tokens
+
+
+def test_version_zero_is_the_base(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: the committed version 0, which holds no tensors, brings the base weights back under its own name."""
+    before = sample(server, chat_prompt, temperature=0.0)
+    newer = commit(server.weights_root, 14, server.model, perturbed(server.model))
+    assert update(server, newer, 14).status_code == 200
+    zero = write_base_version(server.weights_root, server.model)
+    assert update(server, zero.directory, 0).json() == {"version": 0, "hash": zero.hash}
+    assert served(server)["hash"] == zero.hash
+    assert sample(server, chat_prompt, temperature=0.0) == before
+
+
+def _missing(server: InferenceServer) -> Path:
+    return server.weights_root / "step_999"
+
+
+def _not_committed(server: InferenceServer) -> Path:
+    directory = server.weights_root / "step_998"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+def _truncated(server: InferenceServer) -> Path:
+    directory = commit(server.weights_root, 21, server.model, perturbed(server.model))
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    return directory
+
+
+def _flipped_bit(server: InferenceServer) -> Path:
+    directory = commit(server.weights_root, 22, server.model, perturbed(server.model))
+    file = directory / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    return directory
+
+
+def _lost_tensor(server: InferenceServer) -> Path:
+    tensors = perturbed(server.model)
+    del tensors["model.norm.weight"]
+    return commit(server.weights_root, 23, server.model, tensors)
+
+
+def _other_shape(server: InferenceServer) -> Path:
+    tensors = perturbed(server.model)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:-1].contiguous()
+    return commit(server.weights_root, 24, server.model, tensors)
+
+
+def _unreadable_by_the_engine(server: InferenceServer) -> Path:
+    # Bytes behind the last tensor: every hash is right, but the safetensors library refuses the file.
+    return commit(server.weights_root, 25, server.model, perturbed(server.model), spoil="trailing")
+
+
+def _index_of_other_files(server: InferenceServer) -> Path:
+    return commit(server.weights_root, 26, server.model, perturbed(server.model), spoil="index")
+
+
+def _outside(server: InferenceServer) -> Path:
+    return commit(server.output_dir / "elsewhere", 27, server.model, perturbed(server.model))
+
+
+def _link_to_outside(server: InferenceServer) -> Path:
+    target = commit(server.output_dir / "elsewhere", 28, server.model, perturbed(server.model))
+    link = server.weights_root / "step_28"
+    link.symlink_to(target)
+    return link
+
+
+def _dotted_path_to_outside(server: InferenceServer) -> Path:
+    target = commit(server.output_dir / "elsewhere", 29, server.model, perturbed(server.model))
+    return server.weights_root / ".." / "elsewhere" / target.name
+
+
+@pytest.mark.parametrize(
+    ("make", "version", "status", "says"),
+    [
+        (_missing, 999, 400, "not a directory"),
+        (_not_committed, 998, 400, "no manifest.json"),
+        (_truncated, 21, 400, "bytes"),
+        (_flipped_bit, 22, 400, "tensor"),
+        (_lost_tensor, 23, 400, "model.norm.weight is missing"),
+        (_other_shape, 24, 400, "model.norm.weight has shape"),
+        (_unreadable_by_the_engine, 25, 400, "could not be loaded"),
+        (_index_of_other_files, 26, 400, "index"),
+        (_outside, 27, 403, "outside"),
+        (_link_to_outside, 28, 403, "outside"),
+        (_dotted_path_to_outside, 29, 403, "outside"),
+    ],
+)
+def test_bad_weights_are_refused(
+    server: InferenceServer, chat_prompt: list[int], make: Any, version: int, status: int, says: str
+) -> None:
+    """Contract: a bad directory is refused with a reason, and the weights that were served go on, to the bit."""
+    good = version_dir(server.weights_root, 20)
+    if not good.exists():
+        commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
+    assert update(server, good, 20).status_code == 200
+    before, identity = sample(server, chat_prompt, temperature=0.0), served(server)
+    response = update(server, make(server), version)
+    assert response.status_code == status, response.text
+    assert says in response.json()["error"]["message"]
+    assert served(server) == identity
+    assert sample(server, chat_prompt, temperature=0.0) == before
+
+
+def test_the_version_must_be_the_manifests(server: InferenceServer) -> None:
+    """Contract: a directory is never served under another version than its own."""
+    directory = commit(server.weights_root, 30, server.model, perturbed(server.model))
+    response = update(server, directory, 31)
+    assert response.status_code == 400
+    assert "holds version 30" in response.json()["error"]["message"]
+
+
+def test_another_base_model_is_refused(server: InferenceServer, tmp_path: Path) -> None:
+    """Contract: version 0 of a run with another base model is not served."""
+    other = make_tiny_model(tmp_path / "other", seed=9)
+    zero = write_base_version(server.weights_root / "other", other)
+    response = update(server, zero.directory, 0)
+    assert response.status_code == 400
+    assert "another base model" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"weight_dir": "x"}, {"weight_dir": "x", "version": -1}, {"weight_dir": "a\0b", "version": 1}]
+)
+def test_malformed_requests_are_refused(server: InferenceServer, body: dict[str, Any]) -> None:
+    """Contract: a malformed request gets a 4xx with a message, in the shape of every other error."""
+    response = server.post("/update_weights", body)
+    assert 400 <= response.status_code < 500
+    assert response.json()["error"]["message"]
+
+
+def test_the_alias_answers_as_the_token_route(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: /v1/generate is /inference/v1/generate."""
+    assert sample(server, chat_prompt, "/v1/generate", temperature=0.0) == sample(server, chat_prompt, temperature=0.0)
+
+
+def test_the_model_is_served_under_its_configured_name(server: InferenceServer) -> None:
+    """Contract: clients address the model by `model.name`, and the status file says that it is served."""
+    assert [entry["id"] for entry in server.get("/v1/models").json()["data"]] == [str(server.model)]
+    status = json.loads((server.output_dir / "status" / "inference.json").read_text())
+    assert (status["phase"], status["pid"]) == ("serving", server.pid)

@@ -1,0 +1,154 @@
+"""Bad input is one clear line, found without importing vLLM."""
+
+import json
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.errors import UserError
+from prime_rl.inference import checks, compat
+
+CPU = compat.Engine((0, 31), "0.31.0", "cpu")
+CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    header = json.dumps({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0" * 8)
+    return directory
+
+
+def test_a_good_model_passes(model: Path) -> None:
+    """Contract: the checks refuse nothing that is whole."""
+    checks.check_model(model)
+    checks.check_context(model, 512)
+    assert checks.local_model(str(model)) == model
+
+
+def test_a_hub_name_is_not_a_path() -> None:
+    """Contract: `org/name` is left to the hub; what is written as a path must exist."""
+    assert checks.local_model("Qwen/Qwen3-0.6B") is None
+    for name in ("/no/such/model", "./no-such-model", "outputs/weights/step_3"):
+        with pytest.raises(UserError, match="not a directory"):
+            checks.local_model(name)
+
+
+def test_broken_models_are_named(model: Path) -> None:
+    """Contract: missing config, missing or cut tensors, a lost shard: the file is named."""
+    data = (model / "model.safetensors").read_bytes()
+    for broken in (data[:4], data[:20], data[:-1], b"\xff" * 8 + data[8:]):
+        (model / "model.safetensors").write_bytes(broken)
+        with pytest.raises(UserError, match="model.safetensors"):
+            checks.check_model(model)
+    (model / "model.safetensors").write_bytes(data)
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}))
+    with pytest.raises(UserError, match="model-2.safetensors is missing"):
+        checks.check_model(model)
+    index.unlink()
+    (model / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="no safetensors"):
+        checks.check_model(model)
+    (model / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        checks.check_model(model)
+    (model / "config.json").unlink()
+    with pytest.raises(UserError, match=r"config\.json is missing"):
+        checks.check_model(model)
+
+
+def test_the_context_is_a_bound(model: Path) -> None:
+    """Contract: `max_model_len` beyond the model's context is refused, unless a rope scaling lengthens it."""
+    with pytest.raises(UserError, match="longer than the model's context of 512"):
+        checks.check_context(model, 513)
+    (model / "config.json").write_text(
+        json.dumps({"text_config": {"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}})
+    )
+    checks.check_context(model, 2048)
+
+
+def test_a_taken_port_is_named() -> None:
+    """Contract: a port in use is found before anything is loaded."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=f"port {port} is in use"):
+            checks.check_port("127.0.0.1", port)
+    checks.check_port("127.0.0.1", port)
+    with pytest.raises(UserError, match="cannot listen on"):
+        checks.check_port("203.0.113.1", port)
+
+
+def test_the_device_is_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: asking for a GPU that is not there, or a build for something else, says what to install."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match="uv sync --extra cuda"):
+        checks.check_device("cuda", CPU)
+    with pytest.raises(UserError, match="uv sync --group cpu"):
+        checks.check_device("cpu", CUDA)
+    for device in ("auto", "cuda"):
+        with pytest.raises(UserError, match="NVIDIA GPU"):
+            checks.check_device(device, CUDA)
+    checks.check_device("auto", CPU)
+
+
+def test_development_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: vLLM's unguarded development routes never stand beside ours."""
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    with pytest.raises(UserError, match="VLLM_SERVER_DEV_MODE"):
+        checks.check_environment()
+
+
+def test_a_missing_engine_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: without vLLM the error names both commands; an unsupported release is named."""
+    monkeypatch.setattr(compat, "installed_engine", lambda: None)
+    with pytest.raises(UserError, match="uv sync --group cpu.*uv sync --extra cuda"):
+        compat.require_engine()
+    for version in ((0, 25), (0, 32)):
+        engine = compat.Engine(version, f"{version[0]}.{version[1]}.0", "cpu")
+        monkeypatch.setattr(compat, "installed_engine", lambda engine=engine: engine)
+        with pytest.raises(UserError, match=f"vLLM {engine.release}"):
+            compat.require_engine()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-X", "importtime", "-m", "prime_rl.entrypoints.inference", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_missing_model_ends_before_vllm_is_imported(tmp_path: Path) -> None:
+    """Contract: one line, exit status 1, and neither vLLM nor torch was imported on the way."""
+    toml = tmp_path / "inference.toml"
+    toml.write_text(f'output_dir = "{tmp_path}/out"\n[model]\nname = "{tmp_path}/nothing"\n')
+    result = run("@", str(toml))
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
+    assert result.returncode == 1, result.stderr[-2000:]
+    assert errors == [f"error: model.name: {tmp_path}/nothing is not a directory"]
+    imported = {line.split("|")[-1].strip() for line in result.stderr.splitlines() if line.startswith("import time:")}
+    assert not imported & {"vllm", "torch"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_dry_run_touches_nothing_else(tmp_path: Path) -> None:
+    """Contract: --dry-run prints arguments and environment, writes the resolved config, and no vLLM is imported."""
+    toml = tmp_path / "inference.toml"
+    toml.write_text(
+        f'output_dir = "{tmp_path}/out"\ndry_run = true\ntensor_parallel_size = 4\ndata_parallel_size = 4\n'
+    )
+    result = run("@", str(toml))
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert "--tensor-parallel-size 4" in result.stdout
+    assert "--data-parallel-size 4" in result.stdout
+    assert "VLLM_PLUGINS=" in result.stdout
+    files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert files == {"inference.toml", "out/configs/inference.toml"}
+    assert "| vllm\n" not in result.stderr

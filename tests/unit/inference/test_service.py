@@ -1,0 +1,288 @@
+"""The state behind the weight routes, against an engine that records what it is told (the real one: integration tests)."""
+
+import asyncio
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from prime_rl.inference.routes import PrimeRoutes, add_alias
+from prime_rl.inference.service import Places, Refused, Served, WeightService, check_fit
+from prime_rl.transport.commit import stage
+from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
+
+
+class FakeEngine:
+    """Records calls; `fail` names methods that raise, `gate` holds a load until it is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.fail: set[str] = set()
+        self.gate: asyncio.Event | None = None
+        self.loaded: dict[str, Any] | None = None
+        self.identity: dict[str, Any] | None = None
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(("pause", mode, clear_cache))
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "prime_served":
+            return [self.identity]
+        self.calls.append(method)
+        if method == "prime_load":
+            if self.gate is not None:
+                await self.gate.wait()
+            self.loaded = args[1]
+        if method in self.fail:
+            raise RuntimeError(f"{method} failed")
+        if method == "prime_commit":
+            self.identity = self.loaded
+        return [None]
+
+
+def write_tensor(directory: Path, value: int) -> None:
+    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes([value] * 4))
+
+
+def commit(root: Path, version: int) -> Path:
+    extra: dict[str, Any] = {}
+    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
+        write_tensor(tmp, version)
+        extra |= manifest_extra(version, 0, hash_directory(tmp))
+    return version_dir(root, version)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    directory = tmp_path / "base"
+    directory.mkdir()
+    write_tensor(directory, 0)
+    return directory
+
+
+def make(engine: FakeEngine, base: Path, root: Path) -> WeightService:
+    async def label(version: int) -> None:
+        engine.calls.append(("label", version))
+
+    return WeightService(engine, base, Places(root, any_local=False), label)
+
+
+UPDATE = [("pause", "keep", True), "prime_load", "prime_commit"]
+
+
+async def test_an_update(base: Path, tmp_path: Path) -> None:
+    """Contract: pause with the cache cleared, load, commit, label, resume, in this order."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    directory = commit(root, 1)
+    got = await service.update(str(directory), 1)
+    assert engine.calls == [*UPDATE, ("label", 1), "resume"]
+    assert got == await service.served()
+    assert (got.version, got.weight_dir) == (1, str(directory))
+
+
+async def test_a_failed_load_is_undone(base: Path, tmp_path: Path) -> None:
+    """Contract: a load that fails is undone on every rank before generation goes on; the version does not change."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    before = await service.served()
+    engine.fail = {"prime_load"}
+    with pytest.raises(Refused, match="could not be loaded") as error:
+        await service.update(str(commit(root, 1)), 1)
+    assert error.value.status == 400
+    assert engine.calls == [("pause", "keep", True), "prime_load", "prime_restore", "resume"]
+    assert await service.served() == before
+
+
+async def test_a_failed_restore_leaves_the_engine_paused(base: Path, tmp_path: Path) -> None:
+    """Contract: if the old weights cannot be restored the server says so (500) and never generates with half of them; a good
+    update mends it."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    directory = commit(root, 1)
+    engine.fail = {"prime_load", "prime_restore"}
+    for action in (service.update(str(directory), 1), service.served(), service.resume()):
+        with pytest.raises(Refused, match="unusable") as error:
+            await action
+        assert error.value.status == 500
+    assert "resume" not in engine.calls
+    engine.fail = set()
+    assert (await service.update(str(directory), 1)).version == 1
+    assert engine.calls[-1] == "resume"
+
+
+async def test_a_client_that_hangs_up_does_not_stop_an_update(base: Path, tmp_path: Path) -> None:
+    """Contract: a cancelled request leaves neither a paused engine nor half-loaded weights."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    engine.gate = asyncio.Event()
+    service = make(engine, base, root)
+    request = asyncio.create_task(service.update(str(commit(root, 1)), 1))
+    async with asyncio.timeout(5):
+        while "prime_load" not in engine.calls:
+            await asyncio.sleep(0.01)
+        request.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await request
+        engine.gate.set()
+        while "resume" not in engine.calls:
+            await asyncio.sleep(0.01)
+    assert (await service.served()).version == 1
+
+
+async def test_one_change_at_a_time(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a second change waits for the first, and is refused with 409 after the deadline."""
+    monkeypatch.setattr("prime_rl.inference.service.LOCK_SECONDS", 0.05)
+    engine, root = FakeEngine(), tmp_path / "weights"
+    engine.gate = asyncio.Event()
+    service = make(engine, base, root)
+    first = asyncio.create_task(service.update(str(commit(root, 1)), 1))
+    await asyncio.sleep(0)
+    with pytest.raises(Refused, match="still running") as error:
+        await service.reload()
+    assert error.value.status == 409
+    engine.gate.set()
+    await first
+    await service.reload()
+    loads = [call for call in engine.calls if call in ("prime_load", "resume")]
+    assert loads == ["prime_load", "resume", "prime_load", "resume"]
+
+
+async def test_a_changed_base_is_not_reloaded(base: Path, tmp_path: Path) -> None:
+    """Contract: the base is what the server started with; if its files were changed, a reload is refused before the engine."""
+    engine = FakeEngine()
+    service = make(engine, base, tmp_path)
+    await service.served()
+    write_tensor(base, 9)
+    with pytest.raises(Refused, match="changed on disk"):
+        await service.reload()
+    assert engine.calls == []
+
+
+async def test_ranks_that_disagree_are_reported(base: Path, tmp_path: Path) -> None:
+    """Contract: what is served is what every worker says; disagreement is an error."""
+    engine = FakeEngine()
+
+    async def two_answers(method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        return [{"version": 1, "hash": "x", "weight_dir": None}, None]
+
+    engine.collective_rpc = two_answers  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="different weights"):
+        await make(engine, base, tmp_path).served()
+
+
+def test_places(tmp_path: Path) -> None:
+    """Contract: with a root only below it, links resolved; without one any local directory, on loopback only."""
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "inside").mkdir(parents=True)
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    (tmp_path / "root-sibling").mkdir()
+    confined = Places(root, any_local=True)
+    assert confined.confine(f"{root}/inside") == (root / "inside").resolve()
+    assert confined.confine(f"{root}/link/../root/inside") == (root / "inside").resolve()
+    for path in (outside, root / "link", f"{root}/../outside", tmp_path / "root-sibling", "/", "inside"):
+        with pytest.raises(Refused, match="outside the weights root") as error:
+            confined.confine(str(path))
+        assert error.value.status == 403
+    assert Places(None, any_local=True).confine(str(outside)) == outside.resolve()
+    with pytest.raises(Refused, match="--weights-root") as error:
+        Places(None, any_local=False).confine(str(outside))
+    assert error.value.status == 403
+    with pytest.raises(Refused) as error:
+        confined.confine("a\0b")
+    assert error.value.status == 400
+
+
+def test_fit() -> None:
+    """Contract: names and shapes must be the model's; the head of a tied model may be there or not."""
+    entry = TensorEntry("f", "F32", [2, 3], "0")
+    head = {"lm_head.weight": entry}
+    check_fit({"a": entry}, {"a": TensorEntry("g", "BF16", [2, 3], "1")}, tied=False)
+    check_fit({"a": entry, **head}, {"a": entry}, tied=True)
+    check_fit({"a": entry}, {"a": entry, **head}, tied=True)
+    for tensors, base in (
+        ({"a": entry}, {"a": entry, **head}),
+        ({"a": entry, "b": entry}, {"a": entry}),
+        ({"a": TensorEntry("f", "F32", [3, 2], "0")}, {"a": entry}),
+    ):
+        with pytest.raises(Refused):
+            check_fit(tensors, base, tied=False)
+
+
+@pytest.mark.parametrize("keys", [[], ["secret", "other"]])
+def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: list[str]) -> None:
+    """Contract: with a key, every route that we add answers 401 without it, and 401 says nothing about the weights."""
+    app = FastAPI()
+    app.post("/inference/v1/generate")(lambda: {})
+    PrimeRoutes().attach_router(app)
+    app.state.prime_keys = keys
+    app.state.prime_service = _Answering()
+    client = TestClient(app)
+    body = {"weight_dir": "x", "version": 1}
+    for method, path in (
+        ("POST", "/update_weights"),
+        ("POST", "/reload_weights"),
+        ("GET", "/weights"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+    ):
+        content = body if path == "/update_weights" else None
+        for header, allowed in (
+            (None, not keys),
+            ("Bearer wrong", not keys),
+            ("secret", not keys),
+            ("Bearer secret", True),
+            ("bearer other", True),
+        ):
+            headers = {"Authorization": header} if header else {}
+            response = client.request(method, path, json=content, headers=headers)
+            assert response.status_code == (200 if allowed else 401), (path, header)
+            if not allowed:
+                assert "API key" in response.json()["error"]["message"]
+
+
+class _Answering:
+    async def update(self, weight_dir: str, version: int) -> Served:
+        return Served(version, "h", "b", weight_dir)
+
+    async def reload(self) -> Served:
+        return Served(0, "h", "b", None)
+
+    served = reload
+
+    async def pause(self, mode: str, clear_cache: bool) -> None: ...
+
+    async def resume(self) -> None: ...
+
+
+def test_the_alias_is_the_same_route() -> None:
+    """Contract: the alias runs the token route with its dependencies; a vLLM without that route is an error."""
+    app = FastAPI()
+    app.post("/inference/v1/generate")(lambda: {"from": "tokens"})
+    add_alias(app, "/inference/v1/generate", "/v1/generate")
+    assert TestClient(app).post("/v1/generate").json() == {"from": "tokens"}
+    with pytest.raises(Exception, match="no token route"):
+        add_alias(FastAPI(), "/inference/v1/generate", "/v1/generate")
+
+
+async def test_version_zero_of_another_base(base: Path, tmp_path: Path) -> None:
+    """Contract: version 0 is taken by its hash; the path in its manifest is never followed."""
+    engine = FakeEngine()
+    service = make(engine, base, tmp_path)
+    other = tmp_path / "other"
+    other.mkdir()
+    write_tensor(other, 5)
+    zero = write_base_version(tmp_path / "w1", other)
+    with pytest.raises(Refused, match="another base model"):
+        await service.update(str(zero.directory), 0)
+    assert engine.calls == []
+    good = write_base_version(tmp_path / "w2", base)
+    assert (await service.update(str(good.directory), 0)).hash == good.hash
