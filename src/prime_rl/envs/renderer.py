@@ -6,9 +6,11 @@ multi-turn episode is one sequence and nothing that the model sampled is re-toke
 
 import json
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jinja2
 from renderers import CustomRendererConfig, create_renderer
 from renderers.base import (
     MODEL_RENDERER_MAP,
@@ -20,6 +22,8 @@ from renderers.base import (
     trim_to_turn_close,
 )
 from renderers.configs import BaseRendererConfig, config_from_name
+
+from prime_rl.envs.tokenizer import from_files
 
 logger = logging.getLogger(__name__)
 
@@ -128,46 +132,78 @@ class ChatMLRenderer:
         )
 
 
-def choose(model: str, choice: str) -> tuple[str, Any]:
-    """(readable name, renderers config) for a hub name or local directory.
+@dataclass(frozen=True)
+class Choice:
+    """A renderer made for a model: its readable name, the config that verifiers keys it by, and itself."""
+
+    name: str
+    config: Any
+    renderer: Any
+
+
+def choose(model: str, choice: str) -> Choice:
+    """The renderer for a hub name or local directory.
 
     `choice`: "auto", "chatml", "default", a name that renderers knows, or an import path (`module.Class`,
     `file.py:Class`). "auto" takes the first that provably renders what the model's chat template renders.
     Raises RendererError.
     """
-    tokenizer = _tokenizer(model)
     if choice == "auto":
-        return _auto(model, tokenizer)
+        return _auto(model)
     if choice == "chatml":
-        ChatMLRenderer(tokenizer)
-        return "chatml", CustomRendererConfig(import_path=CHATML_PATH)
-    if "." in choice and (":" in choice or not _is_known(choice)):
-        return choice, _custom(choice)
+        return _chatml(_tokenizer(model))
     if choice == "default":
-        _require_template(model, tokenizer)
-    if not _is_known(choice):
-        known = ", ".join(sorted({"auto", "chatml", "default", *MODEL_RENDERER_MAP.values()}))
-        raise RendererError(f"unknown renderer {choice!r} (known: {known}, or an import path)")
-    return choice, config_from_name(choice)
+        return _default(model)
+    if choice in _known():
+        return _named(choice, _tokenizer(model))
+    if "." not in choice:
+        raise RendererError(f"unknown renderer {choice!r} (known: {', '.join(_known())}, or an import path)")
+    try:
+        config = CustomRendererConfig(import_path=choice)
+        return Choice(choice, config, create_renderer(_tokenizer(model), config))
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        raise RendererError(f"cannot load the renderer {choice!r}: {error}") from error
 
 
-def _auto(model: str, tokenizer: Any) -> tuple[str, Any]:
+def _auto(model: str) -> Choice:
+    tokenizer = _tokenizer(model)
     if model in MODEL_RENDERER_MAP:
-        return MODEL_RENDERER_MAP[model], config_from_name(MODEL_RENDERER_MAP[model])
+        return _named(MODEL_RENDERER_MAP[model], tokenizer)
     _require_template(model, tokenizer)
     vocabulary = tokenizer.get_vocab()
-    if IM_START in vocabulary and IM_END in vocabulary and equals_template(ChatMLRenderer(tokenizer), tokenizer):
-        return "chatml", CustomRendererConfig(import_path=CHATML_PATH)
+    if IM_START in vocabulary and IM_END in vocabulary:
+        chatml = _chatml(tokenizer)
+        if equals_template(chatml.renderer, tokenizer):
+            return chatml
     for name in _BY_MODEL_TYPE.get(_model_type(model), ()):
-        config = config_from_name(name)
-        if equals_template(create_renderer(tokenizer, config), tokenizer):
-            return name, config
+        family = _named(name, tokenizer)
+        if equals_template(family.renderer, tokenizer):
+            return family
     logger.warning(
         "no renderer reproduces the chat template of %s: using the template itself, without tools; every turn after "
         "the first is rendered again and may become a sample of its own",
         model,
     )
-    return "default", config_from_name("default")
+    return _default(model)
+
+
+def _chatml(tokenizer: Any) -> Choice:
+    return Choice("chatml", CustomRendererConfig(import_path=CHATML_PATH), ChatMLRenderer(tokenizer))
+
+
+def _named(name: str, tokenizer: Any) -> Choice:
+    config = config_from_name(name)
+    try:
+        return Choice(name, config, create_renderer(tokenizer, config))
+    except (ValueError, AssertionError, KeyError) as error:  # tokens of the family that this tokenizer lacks
+        raise RendererError(f"renderer {name!r} does not fit {tokenizer.name_or_path!r}: {error}") from error
+
+
+def _default(model: str) -> Choice:
+    """The template itself, through transformers: whatever extension it uses."""
+    tokenizer = _transformers_tokenizer(model)
+    _require_template(model, tokenizer)
+    return _named("default", tokenizer)
 
 
 def equals_template(renderer: Any, tokenizer: Any) -> bool:
@@ -176,15 +212,22 @@ def equals_template(renderer: Any, tokenizer: Any) -> bool:
         messages = [{"role": role, "content": content} for role, content in probe]
         for generate in (False, True):
             ours = renderer.render_ids(messages, add_generation_prompt=generate)
-            theirs = tokenizer.apply_chat_template(
-                messages, tokenize=True, add_generation_prompt=generate, return_dict=False
-            )
+            try:
+                theirs = tokenizer.apply_chat_template(
+                    messages, tokenize=True, add_generation_prompt=generate, return_dict=False
+                )
+            except jinja2.TemplateError:  # a template that refuses a conversation we would render
+                return False
             if list(ours) != list(theirs):
                 return False
     return True
 
 
 def _tokenizer(model: str) -> Any:
+    return from_files(model) or _transformers_tokenizer(model)
+
+
+def _transformers_tokenizer(model: str) -> Any:
     try:
         return load_tokenizer(model)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -199,15 +242,8 @@ def _require_template(model: str, tokenizer: Any) -> None:
         )
 
 
-def _is_known(name: str) -> bool:
-    return name == "default" or name in set(MODEL_RENDERER_MAP.values())
-
-
-def _custom(path: str) -> CustomRendererConfig:
-    try:
-        return CustomRendererConfig(import_path=path)
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        raise RendererError(f"cannot load the renderer {path!r}: {error}") from error
+def _known() -> list[str]:
+    return sorted({"auto", "chatml", "default", *MODEL_RENDERER_MAP.values()})
 
 
 def _model_type(model: str) -> str:

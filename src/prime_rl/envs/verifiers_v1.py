@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
+from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
 from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
@@ -38,16 +39,20 @@ class VerifiersEnv:
         config = _env_config(setup)
         self.arguments = _arguments(setup.env_id)
         try:
-            self.renderer, renderer_config = renderer.choose(setup.model, setup.renderer)
+            choice = renderer.choose(setup.model, setup.renderer)
         except renderer.RendererError as error:
             raise LoadError(str(error)) from error
+        self.renderer = choice.name
         self._client = vf.TrainClientConfig(
             base_url=setup.base_url,
             api_key_var=API_KEY_VAR,
-            renderer=renderer_config,
+            renderer=choice.config,
             renderer_model_name=setup.model,
-            multiplex=max(256, setup.max_concurrent),  # one tokenizer for all
+            multiplex=max(256, setup.max_concurrent),
         )
+        # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
+        shared = ElasticRendererPool(setup.model, choice.config, multiplex=self._client.multiplex)
+        shared.renderers.append(RendererSlot(choice.renderer))
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
