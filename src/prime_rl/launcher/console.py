@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 from prime_rl.launcher.procs import memory_bytes
 from prime_rl.launcher.progress import Progress, minutes
 from prime_rl.monitor import read_status
-from prime_rl.monitor.status import ProcessStatus
+from prime_rl.monitor.status import ProcessStatus, phase_name
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -86,11 +86,12 @@ class Console:
 
     def _tell_phase(self, status: ProcessStatus) -> None:
         """Phases are told while the run starts and as it ends; in between there is the line per step."""
-        if self._phases.get(status.process) == status.phase:
+        name = phase_name(status.phase)
+        if self._phases.get(status.process) == name:
             return
-        self._phases[status.process] = status.phase
-        if self.progress.steps == 0 and status.phase not in ("starting", "done"):
-            self.say(f"{status.process}: {status.phase}")
+        self._phases[status.process] = name
+        if self.progress.steps == 0 and name not in ("starting", "done"):
+            self.say(f"{status.process}: {name}")
 
     def _tell_wait(self, status: ProcessStatus) -> None:
         wait = status.waiting

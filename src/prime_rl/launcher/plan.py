@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from prime_rl.config import RLConfig
 from prime_rl.config.base import BaseConfig
@@ -112,12 +111,11 @@ def describe(plan: Plan) -> str:
 
 
 def _sections(config: RLConfig) -> dict[str, BaseConfig]:
-    sections: dict[str, BaseConfig] = {"trainer": config.trainer, "orchestrator": config.orchestrator}
+    sections: dict[str, BaseConfig] = {"rl": config, "trainer": config.trainer, "orchestrator": config.orchestrator}
     if config.inference is not None:
-        sections["inference"] = config.inference
-    # A file written by --dry-run is there to be run.
-    live = {name: section.model_copy(update={"dry_run": False}) for name, section in sections.items()}
-    return {"rl": config.model_copy(update={**live, "dry_run": False}), **live}
+        root = config.inference.weights_root or config.output_dir / "weights"
+        sections["inference"] = config.inference.model_copy(update={"weights_root": root})
+    return sections
 
 
 def _shown(key: str, value: str) -> str:
@@ -218,10 +216,4 @@ def _server(config: RLConfig) -> Server:
     wildcard = server.host in (None, "0.0.0.0", "::")
     host = "localhost" if wildcard else str(server.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
-    expected = urlsplit(config.orchestrator.client.base_url)
-    if expected.port != server.port:
-        raise UserError(
-            f"orchestrator.client.base_url is {config.orchestrator.client.base_url}, "
-            f"but inference.server.port is {server.port}: give both the same port"
-        )
     return Server(url, f"{url}/health", config.ready_timeout, server.host or "127.0.0.1", server.port)

@@ -1,6 +1,7 @@
 """Start the processes of a run, watch them, and stop them all: whatever ends first, nothing is left behind."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -24,6 +25,7 @@ STOP_SECONDS = 15.0
 AFTER_SECONDS = 30.0
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 1 << 16
+_ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
 
 
 class Outcome(Enum):
@@ -68,12 +70,14 @@ class Supervisor:
         say: Callable[[str], None],
         tick: Callable[[], None],
         drain_seconds: float = DRAIN_SECONDS,
+        stop_seconds: float = STOP_SECONDS,
     ) -> None:
         self._waiting = list(processes)
         self._server = server
         self._output_dir = output_dir
         self._say, self._tick = say, tick
         self._drain_seconds = drain_seconds
+        self._stop_seconds = stop_seconds
         self._children: dict[str, _Child] = {}
         self._jobs_left = {process.name for process in processes if not process.service}
         self._began = time.monotonic()
@@ -213,7 +217,7 @@ class Supervisor:
         for child in running:
             if not child.exited():
                 os.kill(child.popen.pid, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_SECONDS
+        deadline = time.monotonic() + self._stop_seconds
         while self._interrupts < 2 and time.monotonic() < deadline and not all(child.exited() for child in running):
             time.sleep(POLL_SECONDS)
         strays += [process for child in running for process in descendants(child.popen.pid)]
@@ -247,5 +251,5 @@ def last_words(log: Path, start: int = 0) -> list[str]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - LOG_TAIL_BYTES))
         lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error: ")]
+    errors = [line for line in lines if _ERROR_LINE.match(line)]
     return errors[-1:] or lines[-LOG_TAIL_LINES:]

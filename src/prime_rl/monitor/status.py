@@ -49,11 +49,12 @@ class Status:
         self._write()
 
     def phase(self, text: str) -> None:
-        """A new phase (`loading the model`) ends the wait before it. Repeating the phase is a heartbeat."""
-        changed = text != self._phase or self._waiting is not None
-        if text != self._phase:
-            self._phase, self._since = text, time.time()
-        self._waiting = None
+        """A new phase (`loading the model`) ends the wait before it. What follows `: ` is progress within the phase
+        (`evaluating: 3/20`), which may change as often as it likes."""
+        changed = phase_name(text) != phase_name(self._phase) or self._waiting is not None
+        if changed:
+            self._since = time.time()
+        self._phase, self._waiting = text, None
         self._changed_or_heartbeat(changed)
 
     def step(self, n: int) -> None:
@@ -94,6 +95,11 @@ class Status:
         temporary.write_text(json.dumps(asdict(status)))
         temporary.replace(self._path)
         self._last_write = time.monotonic()
+
+
+def phase_name(text: str) -> str:
+    """A phase without its progress."""
+    return text.partition(": ")[0]
 
 
 def status_path(output_dir: Path, process: str) -> Path:

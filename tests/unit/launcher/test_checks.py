@@ -1,0 +1,56 @@
+"""Bad input is found before anything is started, and named."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config.shared import EnvConfig
+from prime_rl.errors import UserError
+from prime_rl.launcher.checks import check_environment, check_model, check_port, module_name
+
+
+def test_models(tmp_path: Path) -> None:
+    """Missing or broken local directories are refused; hub names pass."""
+    check_model("Qwen/Qwen3-0.6B")
+    with pytest.raises(UserError, match="does not exist"):
+        check_model(str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"no config\.json"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").touch()
+    with pytest.raises(UserError, match=r"no \*\.safetensors"):
+        check_model(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match="no tokenizer"):
+        check_model(str(tmp_path))
+    (tmp_path / "tokenizer.json").touch()
+    check_model(str(tmp_path))
+
+
+def test_environments() -> None:
+    """An environment that is not installed is named, with the command that installs it."""
+    check_environment(EnvConfig(id="reverse-text"))
+    check_environment(EnvConfig(id="owner/reverse-text@0.1.0"))
+    with pytest.raises(UserError, match=r"no-such-env is not installed .*prime env install no-such-env"):
+        check_environment(EnvConfig(id="no-such-env"))
+    with pytest.raises(UserError, match="no Python interpreter"):
+        check_environment(EnvConfig(id="elsewhere", python="/nonexistent/python"))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("a-b", "a_b"), ("o/a-b@1.0", "a_b"), ("pkg.mod:Class", "pkg"), ("Wiki-Search", "wiki_search")]
+)
+def test_module_names(name: str, module: str) -> None:
+    """Ids become module names as verifiers makes them."""
+    assert module_name(name) == module
+
+
+def test_port_in_use() -> None:
+    """A taken port is one line that names it and the option."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"port {port} .*--inference\.server\.port"):
+            check_port("127.0.0.1", port)
+    check_port("127.0.0.1", port)

@@ -1,0 +1,121 @@
+"""What `rl` would start: placement, arithmetic, command lines. Pure: no process, no GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from prime_rl.config.shared import EnvConfig
+from prime_rl.errors import UserError
+from prime_rl.launcher.gpus import parse_visible
+from prime_rl.launcher.plan import Machine, Plan, describe, make_plan
+
+
+def config(inference: InferenceConfig | None = None, serve: bool = True, **shared: object) -> RLConfig:
+    return RLConfig(
+        output_dir=Path("outputs"),
+        trainer=TrainerConfig(),
+        orchestrator=OrchestratorConfig(environments=[EnvConfig(id="reverse-text")]),
+        inference=(inference or InferenceConfig()) if serve else None,
+        **shared,
+    )
+
+
+def machine(gpus: int = 0, cores: int = 2, **environ: str) -> Machine:
+    return Machine([str(index) for index in range(gpus)], cores, environ)
+
+
+def gpus(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {process.name: process.gpus for process in plan.processes}
+
+
+def env(plan: Plan, name: str) -> dict[str, str]:
+    return next(dict(process.env) for process in plan.processes if process.name == name)
+
+
+def test_server_gets_the_first_gpus_and_the_trainer_the_next() -> None:
+    """COMMANDS: `--trainer-gpus 2 --inference-gpus 6`; the orchestrator sees none."""
+    plan = make_plan(config(trainer_gpus=2, inference_gpus=6), machine(8))
+    assert gpus(plan) == {"inference": ("0", "1", "2", "3", "4", "5"), "trainer": ("6", "7"), "orchestrator": ()}
+    assert env(plan, "trainer")["CUDA_VISIBLE_DEVICES"] == "6,7"
+    assert env(plan, "orchestrator")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_visible_devices_are_respected() -> None:
+    """`CUDA_VISIBLE_DEVICES=2,3 rl …` places on those two, by the names given there."""
+    visible = Machine(parse_visible("2,3"), 8, {"CUDA_VISIBLE_DEVICES": "2,3"})
+    assert gpus(make_plan(config(), visible)) == {"inference": ("2",), "trainer": ("3",), "orchestrator": ()}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [("2,3", ["2", "3"]), ("", []), ("-1", []), ("0,-1,1", ["0"]), (" GPU-8a , 1", ["GPU-8a", "1"])],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(value: str, expected: list[str]) -> None:
+    """The list ends at its first invalid entry."""
+    assert parse_visible(value) == expected
+
+
+def test_too_few_gpus_is_refused_with_the_arithmetic() -> None:
+    """A GPU that is asked for and not there: one clear line with the numbers."""
+    with pytest.raises(UserError, match=r"needs 5 GPUs \(4 for inference \+ 1 for trainer\), but 2 visible \(0, 1\)"):
+        make_plan(config(inference_gpus=4), machine(2))
+    cuda = config(InferenceConfig(device="cuda"))
+    with pytest.raises(UserError, match=r"needs 2 GPUs \(1 for inference \+ 1 for trainer\), but no GPU was found"):
+        make_plan(cuda, machine(0))
+    with pytest.raises(UserError, match="CUDA_VISIBLE_DEVICES is ''"):
+        make_plan(cuda, machine(0, CUDA_VISIBLE_DEVICES=""))
+
+
+def test_without_inference_the_trainer_gets_the_first_gpus() -> None:
+    """A server that runs already is used and not planned."""
+    plan = make_plan(config(serve=False), machine(2))
+    assert gpus(plan) == {"trainer": ("0",), "orchestrator": ()}
+    assert plan.server is not None
+    assert plan.server.port is None
+    assert plan.server.health == "http://localhost:8000/health"
+
+
+def test_one_rank_is_plain_and_several_go_through_torchrun() -> None:
+    """Never `uv run`; torchrun runs under the lifeline and lets ranks finish by themselves."""
+    single = {p.name: p for p in make_plan(config(), machine(0)).processes}
+    assert single["trainer"].argv[1:] == ("-m", "prime_rl.entrypoints.trainer", "@", "outputs/configs/trainer.toml")
+    assert not single["trainer"].drain_children
+    several = {p.name: p for p in make_plan(config(trainer_ranks=2), machine(0)).processes}["trainer"]
+    assert several.argv[1:7] == ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", "2")
+    assert several.argv[-4:] == ("-m", "prime_rl.trainer.rl.train", "@", "outputs/configs/trainer.toml")
+    assert several.drain_children
+    with pytest.raises(UserError, match="trainer_ranks 2 must equal trainer_gpus 1"):
+        make_plan(config(trainer_ranks=2), machine(2))
+
+
+@pytest.mark.parametrize(
+    ("cores", "async_level", "serving", "training"),
+    [(2, 1, "1", "1"), (2, 0, "1", "2"), (8, 1, "4", "4"), (1, 1, "1", "1")],
+)
+def test_threads_fit_the_cores(cores: int, async_level: int, serving: str, training: str) -> None:
+    """Server and trainer share the cores when they work at the same time."""
+    plan = make_plan(config(async_level=async_level), machine(0, cores))
+    assert (env(plan, "inference")["OMP_NUM_THREADS"], env(plan, "trainer")["OMP_NUM_THREADS"]) == (serving, training)
+
+
+def test_what_the_user_has_set_stays() -> None:
+    """Our defaults never override a variable of the environment."""
+    plan = make_plan(config(), machine(0, OMP_NUM_THREADS="3"))
+    assert "OMP_NUM_THREADS" not in env(plan, "trainer")
+
+
+def test_api_key_travels_by_environment_and_is_not_shown() -> None:
+    """Secrets are neither on a command line nor in the printed plan."""
+    plan = make_plan(config(InferenceConfig(api_key="s3cret")), machine(0))
+    assert env(plan, "inference")["VLLM_API_KEY"] == env(plan, "orchestrator")["VLLM_API_KEY"] == "s3cret"
+    assert "s3cret" not in describe(plan)
+    assert "VLLM_API_KEY=***" in describe(plan)
+
+
+def test_the_server_loads_weights_of_this_run_only() -> None:
+    """Without a root of its own the server is confined to what the trainer exports."""
+    sections = {path.stem: section for path, section in make_plan(config(), machine(0)).configs.items()}
+    assert set(sections) == {"rl", "trainer", "orchestrator", "inference"}
+    assert isinstance(served := sections["inference"], InferenceConfig)
+    assert served.weights_root == Path("outputs/weights")

@@ -1,0 +1,128 @@
+"""Console lines from metrics files: one line per step once both sides have it, evals, a summary."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_rl.launcher.console import Console
+from prime_rl.launcher.progress import Progress, Tail, bench_table, minutes, step_line, summary
+from prime_rl.monitor import Status
+
+TRAINER = {
+    "loss/mean": 0.0123,
+    "entropy/mean": 2.5,
+    "mismatch_kl/mean": 1.25e-4,
+    "perf/throughput": 12345.6,
+    "time/step": 3.21,
+}
+
+
+def add(root: Path, process: str, step: int, time: float, **metrics: float) -> None:
+    path = root / "metrics" / f"{process}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps({"step": step, "time": time, **metrics}) + "\n")
+
+
+def test_a_step_is_told_once_both_sides_have_it(tmp_path: Path) -> None:
+    """Joined by step, with the remaining time from the pace of the steps so far."""
+    progress = Progress(tmp_path, max_steps=20)
+    add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
+    assert progress.lines() == []
+    add(tmp_path, "trainer", 0, 101.0, **TRAINER)
+    assert progress.lines() == [
+        "Step 0 [1/20] | reward 0.2500 | loss 0.0123 | entropy 2.5000 | mismatch KL 1.25e-04 | "
+        "12,346 tokens/s | 3.21 s | ETA 1:01"
+    ]
+    assert progress.lines() == []
+    add(tmp_path, "trainer", 1, 111.0, **TRAINER)
+    add(tmp_path, "orchestrator", 1, 105.0, **{"reward/mean": 0.5})
+    assert progress.lines()[0].endswith("ETA 3:00")
+    assert progress.steps == 2
+
+
+def test_evals_are_told_and_are_no_steps(tmp_path: Path) -> None:
+    """An eval at step n neither hides step n nor counts as it."""
+    progress = Progress(tmp_path, max_steps=None)
+    add(tmp_path, "orchestrator", 0, 99.0, **{"eval/reverse-text/reward/mean": 0.125, "eval/reverse-text/n": 8})
+    add(tmp_path, "trainer", 0, 101.0, **TRAINER)
+    assert progress.lines() == ["Eval reverse-text at step 0 | reward 0.1250"]
+    add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
+    assert progress.lines()[0].startswith("Step 0 [1] | reward 0.2500")
+
+
+def test_missing_values_are_left_out() -> None:
+    """A metric that a side did not report leaves no hole."""
+    assert (
+        step_line(2, 4, {"reward/mean": 1.0}, {"time/step": 2.0}, 0.0)
+        == "Step 2 [3/4] | reward 1.0000 | 2.00 s | ETA 0:00"
+    )
+
+
+def test_tail_reads_whole_lines_that_are_new(tmp_path: Path) -> None:
+    """Earlier runs' lines are not told again; half a line is left for later."""
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"step": 0}\n')
+    tail = Tail(path)
+    with path.open("a") as file:
+        file.write('{"step": 1}\n{"st')
+        file.flush()
+        assert [row["step"] for row in tail.read()] == [1]
+        file.write('ep": 2}\n')
+        file.flush()
+        assert [row["step"] for row in tail.read()] == [2]
+    assert tail.read() == []
+
+
+def test_summary_compares_first_and_last(tmp_path: Path) -> None:
+    """Reward of the first five steps and the last five, evals before and after, weights; only of this life."""
+    add(tmp_path, "orchestrator", 0, 50.0, **{"reward/mean": 99.0})
+    for step in range(1, 13):
+        add(tmp_path, "orchestrator", step, 100.0 + step, **{"reward/mean": step / 10})
+    add(tmp_path, "orchestrator", 1, 101.0, **{"eval/rt/reward/mean": 0.1})
+    add(tmp_path, "orchestrator", 13, 120.0, **{"eval/rt/reward/mean": 0.4})
+    for version in (0, 2, 12):
+        (tmp_path / "weights" / f"step_{version}").mkdir(parents=True)
+    assert summary(tmp_path, since=100.0) == [
+        "reward, first 5 steps → last 5: 0.3000 → 1.0000 (+0.7000)",
+        "eval rt, first → last: 0.1000 → 0.4000 (+0.3000)",
+        f"weights  {tmp_path / 'weights' / 'step_12'}",
+    ]
+
+
+def test_bench_table_leaves_the_first_step_out(tmp_path: Path) -> None:
+    """The first step warms up: it is not in the mean."""
+    for step, seconds in enumerate((100.0, 2.0, 4.0)):
+        add(tmp_path, "trainer", step, 10.0, **{"time/step": seconds, "perf/throughput": 1000.0})
+    table = bench_table(tmp_path, since=0.0)
+    row = next(line for line in table if "step time" in line)
+    assert row.split()[-3:] == ["3.00", "2.00", "4.00"]
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (75.2, "1:15"), (59.7, "1:00"), (3700, "1:01:40")])
+def test_minutes(seconds: float, text: str) -> None:
+    """Durations as people write them."""
+    assert minutes(seconds) == text
+
+
+def test_console_tells_each_phase_once_and_long_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Plain lines without a terminal; progress within a phase makes no further lines; a long wait names its owner."""
+    with Console(tmp_path, max_steps=1) as console:
+        status = Status(tmp_path, "orchestrator")
+        console.look()
+        for done in range(5):
+            status.phase(f"evaluating: {done}/5")
+            console.look()
+        status.waiting("weights/step_0", "trainer", 600.0)
+        console.look()
+        path = tmp_path / "status" / "orchestrator.json"
+        fields = json.loads(path.read_text())
+        fields["waiting"]["since"] -= 30
+        path.write_text(json.dumps(fields))
+        console.look()
+        console.look()
+    lines = [line.split(" ", 1)[1] for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "orchestrator: evaluating"
+    assert lines[1].startswith("orchestrator waits for weights/step_0 from trainer (gives up in ")
+    assert len(lines) == 2

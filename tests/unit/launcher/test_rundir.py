@@ -1,0 +1,96 @@
+"""One launcher owns a run directory; earlier results are refused or cleaned, never mixed with."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from prime_rl.errors import UserError
+from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
+from prime_rl.launcher.rundir import Owner, clean, forget_processes, refuse_results
+
+
+def edit_claim(root: Path, **fields: object) -> None:
+    path = root / "launcher.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_second_owner_is_refused_and_a_dead_one_replaced(tmp_path: Path) -> None:
+    """A living launcher keeps the directory, whoever it is; a dead one's claim is taken over."""
+    first = Owner(tmp_path)
+    with pytest.raises(UserError, match=f"in use by another rl \\(pid {os.getpid()}"):
+        Owner(tmp_path)
+    edit_claim(tmp_path, started=1)  # the same pid, but another process: the old one has died
+    second = Owner(tmp_path)
+    edit_claim(tmp_path, nonce="somebody else")
+    first.release()
+    second.release()
+    assert (tmp_path / "launcher.json").exists()  # not theirs any more
+
+
+def test_owner_on_another_host_lives_by_its_heartbeat(tmp_path: Path) -> None:
+    """Pids mean nothing across hosts: three missed beats do."""
+    Owner(tmp_path)
+    edit_claim(tmp_path, host="elsewhere", pid=1)
+    with pytest.raises(UserError, match="on elsewhere"):
+        Owner(tmp_path)
+    edit_claim(tmp_path, heartbeat=1.0)
+    Owner(tmp_path)
+
+
+def test_an_owner_that_was_replaced_notices(tmp_path: Path) -> None:
+    """Two launchers never go on side by side."""
+    owner = Owner(tmp_path)
+    edit_claim(tmp_path, nonce="other", host="elsewhere")
+    owner._claim = type(owner._claim)(**{**vars(owner._claim), "heartbeat": 0.0})
+    with pytest.raises(UserError, match="taken over"):
+        owner.beat()
+
+
+def test_an_empty_directory_made_for_a_refused_run_goes_again(tmp_path: Path) -> None:
+    """Bad input leaves nothing behind."""
+    fresh = tmp_path / "a" / "run"
+    with pytest.raises(RuntimeError), Owner(fresh):
+        raise RuntimeError
+    assert not fresh.exists()
+
+
+def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None:
+    """`--clean` keeps to known names inside the directory and follows no link."""
+    outside = tmp_path / "precious"
+    outside.mkdir()
+    (outside / "file").touch()
+    run = tmp_path / "run"
+    for name in ("rollouts/step_0", "weights/step_0", "logs", "configs", "notes"):
+        (run / name).mkdir(parents=True)
+    (run / "metrics").symlink_to(outside)
+    with pytest.raises(UserError, match=r"rollouts, weights, metrics.*--clean"):
+        refuse_results(run)
+    clean(run)
+    assert sorted(path.name for path in run.iterdir()) == ["notes"]
+    assert (outside / "file").exists()
+    refuse_results(run)
+
+
+def test_logs_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
+    """A run that never got anywhere can be started again; its status and logs do not speak for the new one."""
+    for name in ("logs/trainer.log", "status/trainer.json", "configs/trainer.toml"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).touch()
+    (tmp_path / "metrics").mkdir()
+    refuse_results(tmp_path)
+    forget_processes(tmp_path, keep_logs=True)
+    assert (tmp_path / "logs/trainer.log").exists()
+    assert not (tmp_path / "status/trainer.json").exists()
+    forget_processes(tmp_path, keep_logs=False)
+    assert not (tmp_path / "logs/trainer.log").exists()
+
+
+def test_a_reused_pid_is_not_the_same_process() -> None:
+    """Identity is pid and start time."""
+    me = identify(os.getpid())
+    assert me is not None
+    assert is_alive(me)
+    assert not is_alive(ProcessId(me.pid, me.started + 1))
+    assert len(boot_id()) == 36
