@@ -18,10 +18,9 @@ import xxhash
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy, Source, local_rows, named_parameters
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
-from prime_rl.transport.commit import CommitError, Stage, disk_errors, list_steps, prune
+from prime_rl.transport.commit import Stage, clean_stages, disk_errors, list_steps, prune, write_atomically
 from prime_rl.transport.weights import (
     TensorEntry,
-    WeightsManifest,
     manifest_extra,
     version_dir,
     version_hash,
@@ -167,33 +166,57 @@ def _copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> No
         config.write_text(json.dumps(described, indent=2) + "\n")
 
 
-def commit_base(root: Path, source: Source) -> WeightsManifest:
-    """Commit version 0: the hashes of the base model's tensors and its path. Rank 0 only.
+class Versions:
+    """The policy versions of one life of the trainer under `root`. Every rank calls `open` and `commit`; rank 0 alone prunes."""
 
-    Raises:
-        UserError: version 0 stands there for another base model.
-    """
-    assert source.directory is not None, "a run on rollouts starts from stored weights"
-    try:
-        return write_base_version(root, source.directory)
-    except CommitError as error:
-        raise UserError(f"{error}; choose another output_dir or remove the old run") from error
+    def __init__(self, root: Path, policy: Policy, source: Source, world: World, dtype: torch.dtype) -> None:
+        self.root, self.policy, self.source, self.world, self.dtype = root, policy, source, world, dtype
+        self.incarnation = 0
 
+    def open(self, start: int, incarnations: Path) -> None:
+        """Begin a life that starts at step `start`, with that version committed: the base model's manifest for 0.
 
-def retire_after(root: Path, step: int) -> list[int]:
-    """Remove versions above `step`, which an earlier life of this trainer made beyond the state it resumes from. Returns them. Rank 0 only."""
-    retired = [version for version in list_steps(root) if version > step]
-    for version in retired:
-        prune(version_dir(root, version))
-    return retired
+        Versions beyond `start`, made by an earlier life from a state that is now given up, are retired.
 
+        Raises:
+            UserError: the directory holds another run.
+        """
+        self.incarnation = on_main(self.world, lambda: self._open(start, incarnations))
+        if start > 0 and start not in on_main(self.world, lambda: list_steps(self.root)):
+            self.commit(start)
 
-def prune_versions(root: Path, newest: int, async_level: int, extra: int | None, kept: set[int]) -> None:
-    """Remove versions that nobody needs once `newest` is committed. Rank 0 only.
+    def commit(self, version: int) -> None:
+        """Commit the policy's weights as `version`."""
+        export(
+            self.policy,
+            self.source,
+            self.world,
+            version_dir(self.root, version),
+            version=version,
+            incarnation=self.incarnation,
+            dtype=self.dtype,
+        )
 
-    Kept: [newest - async_level - 1, newest] (engines may still load them), `extra` further ones, the base, and `kept` (checkpoints).
-    """
-    oldest = newest - async_level - 1 - (extra or 0)
-    for version in list_steps(root):
-        if 0 < version < oldest and version not in kept:
-            prune(version_dir(root, version))
+    def prune(self, oldest: int, kept: set[int]) -> None:
+        """Remove the versions below `oldest` but the base and those in `kept`."""
+        for version in list_steps(self.root):
+            if 0 < version < oldest and version not in kept:
+                prune(version_dir(self.root, version))
+
+    def _open(self, start: int, incarnations: Path) -> int:
+        self.root.mkdir(parents=True, exist_ok=True)
+        clean_stages(self.root)
+        later = [version for version in list_steps(self.root) if version > start]
+        if start == 0 and later:
+            raise UserError(
+                f"{self.root} holds versions of an earlier run (up to step_{later[-1]}): go on from a checkpoint with "
+                "--ckpt.resume-step, or choose another --output-dir"
+            )
+        if self.source.directory is not None:
+            write_base_version(self.root, self.source.directory)
+        for version in later:
+            prune(version_dir(self.root, version))
+        incarnations.mkdir(parents=True, exist_ok=True)
+        incarnation = sum(1 for path in incarnations.glob("*.json"))
+        write_atomically(incarnations / f"{incarnation}.json", json.dumps({"step": start}).encode())
+        return incarnation

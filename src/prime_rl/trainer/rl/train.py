@@ -1,0 +1,214 @@
+"""The RL trainer: takes batches of rollouts, makes policy versions. One flat loop; everything it calls is a function of its own room.
+
+Also runs as a file: `torchrun … src/prime_rl/trainer/rl/train.py @ train.toml`.
+"""
+
+import time
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from prime_rl.config import TrainerConfig
+from prime_rl.config.trainer import ConstantScheduler
+from prime_rl.config.trainer import FakeData as FakeConfig
+from prime_rl.errors import UserError
+from prime_rl.trainer import ckpt, perf, weights
+from prime_rl.trainer.loss import SUMS, make_token_loss
+from prime_rl.trainer.model import Source, build_policy, find_model
+from prime_rl.trainer.optim import build_optimizer, learning_rate
+from prime_rl.trainer.packing import Costs
+from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main
+from prime_rl.trainer.report import Report, bench_table
+from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
+from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
+from prime_rl.trainer.stop import StopSignal
+from prime_rl.transport.rollouts import Sample
+
+BENCH_STEPS = 4
+
+
+def train(config: TrainerConfig) -> None:
+    """Train until `max_steps`, or until a signal asks to stop.
+
+    Raises:
+        UserError: anything the user can mend, on every rank.
+    """
+    stop = StopSignal()
+    if config.bench:
+        config = bench_config(config)
+    world = init_world(config.device, config.dist_timeout)
+    report = Report(config, "trainer", world)
+    torch.manual_seed(config.seed)
+
+    report.phase("loading the model")
+    fake = config.data.fake
+    source = locate_model(config, world)
+    tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
+    policy = build_policy(source, config.model, world, config.seed)
+    optimizer = build_optimizer(policy, config.optim)
+    token_loss = make_token_loss(config.loss)
+    checkpoints = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
+    progress = ckpt.Progress()
+    if config.ckpt is not None and config.ckpt.resume_step is not None:
+        resume_step, max_steps = config.ckpt.resume_step, config.max_steps
+        step = on_main(world, lambda: ckpt.find(checkpoints, resume_step, max_steps))
+        report.phase(f"loading checkpoint {step}")
+        progress = ckpt.load(checkpoints, step, policy, optimizer, world)
+    start = saved = progress.step
+
+    matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
+    data = make_data(config, world, source, perf.costs(matmul, width), report)
+    dtype = weights.export_dtype(config.weights.dtype, source)
+    versions = weights.Versions(config.output_dir / "weights", policy, source, world, dtype)
+    if not config.bench:
+        report.phase("committing the starting weights")
+        versions.open(start, config.output_dir / "incarnations")
+    report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
+
+    step = start
+    while config.max_steps is None or step < config.max_steps:
+        started = time.perf_counter()
+        report.step(step)
+        perf.reset_peak_memory(world.device)
+        if not data.wait(step, stop):
+            break
+        report.phase("training")
+        waited = time.perf_counter()
+        batch = data.read(step)
+
+        lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+        sums = forward_backward(policy, batch.batches, token_loss, world)
+        norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
+        values, grad_norm = read_sums(world, sums, norm)
+        trained = time.perf_counter()
+
+        if fake is None:
+            report.phase("exporting weights")
+            versions.commit(step + 1)
+            if world.is_main and config.weights.keep is not None:
+                held = config.async_level + 1 + config.weights.keep
+                versions.prune(step + 1 - held, kept=set(ckpt.saved_steps(checkpoints)))
+        exported = time.perf_counter()
+        progress = ckpt.Progress(step + 1, progress.tokens + batch.tokens, progress.samples + len(batch.lengths))
+        interval = config.ckpt and config.ckpt.interval
+        if config.ckpt is not None and interval and (step + 1) % interval == 0:
+            report.phase("saving a checkpoint")
+            ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
+            saved = step + 1
+        ended = time.perf_counter()
+
+        peak = perf.peak_flops(world.device)
+        done = perf.flops(matmul, width, batch.lengths)
+        per_token = dict(zip(SUMS, values, strict=True))
+        metrics = {
+            "loss/mean": per_token.pop("loss"),  # divided by the global count already
+            **{f"{name}/mean": value / max(batch.loss_tokens, 1) for name, value in per_token.items()},
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            "perf/throughput": batch.tokens / (ended - started),
+            "perf/peak_memory": perf.peak_memory_gib(world.device),
+            **({"perf/mfu": 100 * done / (trained - waited) / world.size / peak} if peak else {}),
+            "time/step": ended - started,
+            "time/wait_for_batch": waited - started,
+            "time/forward_backward": trained - waited,
+            "time/export": exported - trained,
+            "time/save_ckpt": ended - exported,
+            "progress/tokens": progress.tokens,
+            "progress/samples": progress.samples,
+        }
+        report.metrics(step, config.max_steps, metrics)
+        interval = config.log_samples_interval
+        if batch.example is not None and tokenizer is not None and interval and step % interval == 0:
+            report.text(readable(batch.example, tokenizer))
+        step += 1
+
+    if step > start and config.ckpt is not None and saved < step:
+        report.phase("saving a checkpoint")
+        ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
+    if step > start and fake is not None and not config.bench:
+        report.phase("exporting weights")
+        versions.commit(step)
+    if config.bench:
+        report.text(bench_table(report.history))
+    report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
+    close_world()
+
+
+def bench_config(config: TrainerConfig) -> TrainerConfig:
+    """A few steps on fake data, nothing saved."""
+    fake = config.data.fake or FakeConfig()
+    steps = min(config.max_steps or BENCH_STEPS, BENCH_STEPS)
+    data = config.data.model_copy(update={"fake": fake})
+    scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
+    return config.model_copy(update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler})
+
+
+def locate_model(config: TrainerConfig, world: World) -> Source:
+    """Find the model, rank 0 first: it downloads what is missing."""
+
+    def find() -> Source:
+        return find_model(
+            config.model.name,
+            trust_remote_code=config.model.trust_remote_code,
+            random_weights=config.data.fake is not None,
+        )
+
+    on_main(world, find)
+    return agree(world, find)
+
+
+def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs, report: Report) -> Data:
+    """The source of steps that the config names."""
+    vocabulary = source.config.get_text_config().vocab_size
+    # Compiled CUDA kernels are fastest on whole tiles; a CPU would compute the padding.
+    multiple_of = 128 if world.device.type == "cuda" else 1
+    if config.data.fake is not None:
+        return FakeData(
+            config.data.fake,
+            world,
+            seq_len=config.seq_len,
+            vocabulary=vocabulary,
+            costs=costs,
+            multiple_of=multiple_of,
+            seed=config.seed,
+        )
+    return RolloutData(
+        config.output_dir / "rollouts",
+        world,
+        seq_len=config.seq_len,
+        vocabulary=vocabulary,
+        costs=costs,
+        multiple_of=multiple_of,
+        timeout=config.rollout_timeout,
+        on_wait=lambda subject, waited: report.waiting(subject, "orchestrator", config.rollout_timeout, waited),
+    )
+
+
+def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
+    """The model's tokenizer. Raises UserError when there is none that works."""
+    try:
+        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"the tokenizer in {source.directory} cannot be loaded: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def readable(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A rollout for people: what was given, what was sampled, what it was worth."""
+    ids = [int(token) for token in sample.input_ids]
+    first = next((i for i, sampled in enumerate(sample.loss_mask) if sampled), len(ids))
+    prompt, completion = (str(tokenizer.decode(part)) for part in (ids[:first], ids[first:]))
+    title = f"sample of {sample.env} (task {sample.task_id}), reward {sample.reward:.3f}"
+    return f"{title}\n  prompt: {_shortened(prompt)}\n  completion: {_shortened(completion)}"
+
+
+def _shortened(text: str, limit: int = 500) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
+
+
+if __name__ == "__main__":
+    from prime_rl.entrypoints.trainer import main
+
+    main()
