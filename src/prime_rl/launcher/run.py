@@ -27,9 +27,10 @@ def run(config: RLConfig) -> int:
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
         _check_port(plan)
-        if config.clean:
+        if _resumes(config):
+            rundir.forget_status(config.output_dir)
+        else:  # asked for, or nothing but the remains of a run that failed at its start
             rundir.clean(config.output_dir)
-        rundir.forget_processes(config.output_dir, keep_logs=_resumes(config))
         _write_configs(plan)
         with Console(config.output_dir, config.max_steps) as console:
             return _supervise(config, plan, owner, console).value

@@ -21,9 +21,21 @@ _MISSED_BEATS = 3
 _OWNER = "launcher.json"
 _LOCK_SECONDS = 5.0
 
-# What a run writes, relative to its directory: `--clean` removes these and nothing else.
-_RESULTS = ("rollouts", "weights", "checkpoints", "metrics", "ledger.sqlite", "ledger.sqlite-journal", "incarnations")
-_TRACES = ("configs", "logs", "status")
+# What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
+# somebody will say `--output-dir .` in a repository that has a configs/ of its own.
+_PROCESSES = ("rl", "trainer", "orchestrator", "inference")
+_COMMITTED = ("step_*", ".step_*")
+_WRITTEN: dict[str, tuple[str, ...]] = {
+    "rollouts": _COMMITTED,
+    "weights": _COMMITTED,
+    "checkpoints": _COMMITTED,
+    "incarnations": ("*",),
+    "metrics": tuple(f"{name}.jsonl" for name in _PROCESSES),
+    "status": tuple(f"{name}.json" for name in _PROCESSES),
+    "logs": (*(f"{name}.log" for name in _PROCESSES), "envs", "wandb"),
+    "configs": tuple(f"{name}.toml" for name in _PROCESSES),
+    ".": ("ledger.sqlite*",),
+}
 
 
 @dataclass(frozen=True)
@@ -87,13 +99,13 @@ class Owner:
 
 
 def results(output_dir: Path) -> list[str]:
-    """Names of what an earlier run left behind that a new one would mix with. Empty directories do not count."""
-    found = []
-    for name in _RESULTS:
-        path = output_dir / name
-        if path.is_file() or (path.is_dir() and any(path.iterdir())):
-            found.append(name)
-    return found
+    """Names of the directories in which an earlier run left what took work. One that failed at its start left none."""
+    steps = {name: list((output_dir / name).glob("step_*")) for name in ("rollouts", "weights", "checkpoints")}
+    steps["weights"] = [
+        path for path in steps["weights"] if path.name != "step_0"
+    ]  # no more than the base model's name
+    measured = [path for path in (output_dir / "metrics").glob("*.jsonl") if path.stat().st_size]
+    return [name for name, found in {**steps, "metrics": measured}.items() if found]
 
 
 def refuse_results(output_dir: Path) -> None:
@@ -106,20 +118,24 @@ def refuse_results(output_dir: Path) -> None:
 
 
 def clean(output_dir: Path) -> None:
-    """Remove what a run wrote. Anything else in the directory stays; links are removed, not followed."""
-    for name in (*_RESULTS, *_TRACES):
-        path = output_dir / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    """Remove what a run wrote. Raises UserError for a directory that is a link: what it leads to is not ours to empty."""
+    if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
+        raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
+    for name, patterns in _WRITTEN.items():
+        directory = output_dir / name
+        for path in [path for pattern in patterns for path in directory.glob(pattern)]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        if name != "." and directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
 
 
-def forget_processes(output_dir: Path, keep_logs: bool) -> None:
-    """Status files speak of processes that are gone; their logs are kept only where the run goes on."""
-    gone = [*(output_dir / "status").glob("*.json"), *(() if keep_logs else (output_dir / "logs").glob("*.log"))]
-    for path in gone:
-        path.unlink()
+def forget_status(output_dir: Path) -> None:
+    """Status files speak of processes that are gone: a run that goes on starts without them."""
+    for name in _WRITTEN["status"]:
+        (output_dir / "status" / name).unlink(missing_ok=True)
 
 
 def _read(path: Path) -> _Claim | None:

@@ -22,8 +22,8 @@ class Monitor:
 
     def __init__(self, output_dir: Path, process: str, config: "MonitorConfig", run_config: dict[str, Any]) -> None:
         """`run_config` is shown by W&B only. Raises UserError when W&B is wanted and cannot start."""
-        self._file = JsonlWriter(metrics_path(output_dir, process))
         self._wandb = None if config.wandb is None else _WandbSink(config, output_dir, process, run_config)
+        self._file = JsonlWriter(metrics_path(output_dir, process))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Record numbers of the step that was executed (0-based). Non-finite values are dropped, with one warning a key."""

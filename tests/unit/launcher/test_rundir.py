@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
-from prime_rl.launcher.rundir import Owner, clean, forget_processes, refuse_results
+from prime_rl.launcher.rundir import Owner, clean, forget_status, refuse_results
 
 
 def edit_claim(root: Path, **fields: object) -> None:
@@ -57,34 +57,49 @@ def test_an_empty_directory_made_for_a_refused_run_goes_again(tmp_path: Path) ->
 
 
 def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None:
-    """`--clean` keeps to known names inside the directory and follows no link."""
-    outside = tmp_path / "precious"
-    outside.mkdir()
-    (outside / "file").touch()
-    run = tmp_path / "run"
-    for name in ("rollouts/step_0", "weights/step_0", "logs", "configs", "notes"):
-        (run / name).mkdir(parents=True)
-    (run / "metrics").symlink_to(outside)
-    with pytest.raises(UserError, match=r"rollouts, weights, metrics.*--clean"):
-        refuse_results(run)
-    clean(run)
-    assert sorted(path.name for path in run.iterdir()) == ["notes"]
-    assert (outside / "file").exists()
-    refuse_results(run)
+    """`--clean` removes the names that a run writes; a person's files beside them stay, even in `configs/`."""
+    for name in ("rollouts/step_0", "weights/step_0", "weights/step_1", "weights/.step_2.tmp-x", "logs/envs", "notes"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in (
+        "configs/trainer.toml",
+        "configs/mine.toml",
+        "logs/trainer.log",
+        "metrics/trainer.jsonl",
+        "ledger.sqlite",
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    with pytest.raises(UserError, match=r"\(rollouts, weights, metrics\).*--clean"):
+        refuse_results(tmp_path)
+    clean(tmp_path)
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
+        "configs",
+        "configs/mine.toml",
+        "notes",
+    ]
+    refuse_results(tmp_path)
 
 
-def test_logs_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
-    """A run that never got anywhere can be started again; its status and logs do not speak for the new one."""
-    for name in ("logs/trainer.log", "status/trainer.json", "configs/trainer.toml"):
+def test_clean_follows_no_link(tmp_path: Path) -> None:
+    """Weights kept elsewhere are not deleted through a link."""
+    (tmp_path / "elsewhere" / "step_1").mkdir(parents=True)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "weights").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="is a link"):
+        clean(tmp_path / "run")
+    assert (tmp_path / "elsewhere" / "step_1").exists()
+
+
+def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
+    """After a typo was mended the run starts again without ado."""
+    for name in ("logs/trainer.log", "status/trainer.json", "metrics/orchestrator.jsonl"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).touch()
-    (tmp_path / "metrics").mkdir()
+    (tmp_path / "weights" / "step_0").mkdir(parents=True)
     refuse_results(tmp_path)
-    forget_processes(tmp_path, keep_logs=True)
+    forget_status(tmp_path)
     assert (tmp_path / "logs/trainer.log").exists()
     assert not (tmp_path / "status/trainer.json").exists()
-    forget_processes(tmp_path, keep_logs=False)
-    assert not (tmp_path / "logs/trainer.log").exists()
 
 
 def test_a_reused_pid_is_not_the_same_process() -> None:
