@@ -176,7 +176,10 @@ def _auto(model: str) -> Choice:
         if equals_template(chatml.renderer, tokenizer):
             return chatml
     for name in _BY_MODEL_TYPE.get(_model_type(model), ()):
-        family = _named(name, tokenizer)
+        try:
+            family = _named(name, tokenizer)
+        except RendererError:  # same architecture, another tokenizer
+            continue
         if equals_template(family.renderer, tokenizer):
             return family
     logger.warning(

@@ -1,0 +1,225 @@
+"""What may be trained on. verifiers calls several failures ok and gives them rewards: none may get through."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from prime_rl.envs.convert import classify, convert
+from prime_rl.envs.protocol import EpisodeResult, Outcome
+
+
+def message(role: str, content: str) -> SimpleNamespace:
+    return SimpleNamespace(role=role, content=content)
+
+
+def prompt_node(ids: list[int], content: str = "hi") -> SimpleNamespace:
+    return SimpleNamespace(
+        token_ids=ids, mask=[False] * len(ids), logprobs=[], sampled=False, message=message("user", content)
+    )
+
+
+def sampled_node(scaffold: list[int], ids: list[int], content: str = "yo") -> SimpleNamespace:
+    return SimpleNamespace(
+        token_ids=scaffold + ids,
+        mask=[False] * len(scaffold) + [True] * len(ids),
+        logprobs=[-0.5 - i for i in range(len(ids))],
+        sampled=True,
+        message=message("assistant", content),
+    )
+
+
+def call(node: int, prompt: int, completion: int) -> SimpleNamespace:
+    usage = SimpleNamespace(prompt_tokens=prompt, completion_tokens=completion)
+    return SimpleNamespace(node=node, error=None, usage=usage)
+
+
+def branch(*nodes: SimpleNamespace, trainable: bool = True) -> SimpleNamespace:
+    return SimpleNamespace(nodes=list(nodes), trainable=trainable)
+
+
+def trace(**changes: Any) -> SimpleNamespace:
+    """A healthy single-turn trace: prompt 1 2 3, scaffold 4, sampled 5 6."""
+    nodes = [prompt_node([1, 2, 3]), sampled_node([4], [5, 6])]
+    span = SimpleNamespace(duration=0.5)
+    values: dict[str, Any] = {
+        "nodes": nodes,
+        "branches": [branch(*nodes)],
+        "calls": [call(1, 4, 2)],
+        "agent": SimpleNamespace(trainable=True),
+        "rewards": {"lcs": SimpleNamespace(value=0.5)},
+        "metrics": {"length": 2.0},
+        "reward": 0.5,
+        "ok": True,
+        "is_timeout": False,
+        "is_truncated": False,
+        "stop_condition": "agent_completed",
+        "errors": [],
+        "num_turns": 1,
+        "timing": SimpleNamespace(setup=span, agent=span, scoring=span),
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def episode(*traces: SimpleNamespace, **changes: Any) -> SimpleNamespace:
+    return SimpleNamespace(**{"traces": list(traces), "ok": True, "errors": [], "is_timeout": False, **changes})
+
+
+def run(ep: SimpleNamespace) -> EpisodeResult:
+    return convert(ep, episode_id="e", env="env", task_id="t")
+
+
+def error(kind: str, text: str = "boom", status: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(type=kind, message=text, status_code=status)
+
+
+def test_healthy_episode() -> None:
+    """Concatenated tokens, mask and logprobs of the same length, prompt length, texts, reward."""
+    result = run(episode(trace()))
+    assert result.ok
+    (sample,) = result.samples
+    assert sample.input_ids == [1, 2, 3, 4, 5, 6]
+    assert sample.loss_mask == [False] * 4 + [True] * 2
+    assert sample.logprobs == [0.0] * 4 + [-0.5, -1.5]
+    assert sample.prompt_len == 4
+    assert (result.reward, sample.reward, result.rewards, result.metrics) == (0.5, 0.5, {"lcs": 0.5}, {"length": 2.0})
+    assert (result.prompt, result.completion, result.num_turns) == ("user: hi", "yo", 1)
+
+
+def test_turn_shared_by_two_branches_is_trained_once() -> None:
+    """A fork's common turn carries loss in the first branch only; the tokens stay as context in the second."""
+    start, shared = prompt_node([1]), sampled_node([2], [3])
+    left, right = sampled_node([4], [5]), sampled_node([6], [7])
+    nodes = [start, shared, left, right]
+    result = run(
+        episode(trace(nodes=nodes, calls=[], branches=[branch(start, shared, left), branch(start, shared, right)]))
+    )
+    assert [s.input_ids for s in result.samples] == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]
+    assert [s.loss_mask for s in result.samples] == [
+        [False, False, True, False, True],
+        [False, False, False, False, True],
+    ]
+    assert result.samples[1].logprobs[2] == 0.0
+
+
+def test_untrainable_parts_are_left_out() -> None:
+    """Rejected branches and agents that are not trained (a judge) give no samples."""
+    nodes = [prompt_node([1, 2, 3]), sampled_node([4], [5, 6])]
+    judge = trace(agent=SimpleNamespace(trainable=False), reward=9.0)
+    result = run(episode(trace(branches=[branch(*nodes, trainable=False), branch(*nodes)], calls=[]), judge))
+    assert result.ok
+    assert len(result.samples) == 1
+    assert result.reward == 0.5
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"calls": [call(1, 5, 2)]}, "the engine got 5"),
+        ({"calls": [call(1, 4, 3)]}, "sampled 3 tokens"),
+    ],
+)
+def test_engine_counts_must_agree(changed: dict[str, Any], reason: str) -> None:
+    """The conversation must concatenate to what the engine was sent and sampled, else it is not trained on."""
+    base = trace()
+    base.calls = changed["calls"]
+    result = run(episode(base))
+    assert (result.outcome, result.samples) == (Outcome.INVALID, [])
+    assert reason in result.message
+
+
+def _short_mask(node: SimpleNamespace) -> None:
+    node.mask = node.mask[:-1]
+
+
+def _missing_logprob(node: SimpleNamespace) -> None:
+    node.logprobs = node.logprobs[:-1]
+
+
+def _extra_logprob(node: SimpleNamespace) -> None:
+    node.logprobs = [*node.logprobs, -1.0]
+
+
+def _sampled_before_scaffold(node: SimpleNamespace) -> None:
+    node.mask = [True, False, True]
+
+
+def _infinite_logprob(node: SimpleNamespace) -> None:
+    node.logprobs = [-0.1, -math.inf]
+
+
+@pytest.mark.parametrize(
+    "damage", [_short_mask, _missing_logprob, _extra_logprob, _sampled_before_scaffold, _infinite_logprob]
+)
+def test_misaligned_tokens_are_invalid(damage: Any) -> None:
+    """Mask, logprobs and tokens that do not fit together are an outcome with a reason, never a sample."""
+    base = trace()
+    damage(base.nodes[1])
+    result = run(episode(base))
+    assert (result.outcome, result.samples) == (Outcome.INVALID, [])
+    assert result.message
+
+
+@pytest.mark.parametrize(
+    ("ep", "outcome"),
+    [
+        (episode(trace(is_timeout=True, stop_condition="scoring_timeout", rewards={"lcs": None})), Outcome.TIMEOUT),
+        (episode(trace(is_timeout=True, stop_condition="agent_timeout")), Outcome.TIMEOUT),
+        (episode(is_timeout=True, ok=False, errors=[error("TimeoutError")]), Outcome.TIMEOUT),
+        (episode(trace(rewards={"lcs": None})), Outcome.ERRORED),
+        (episode(trace(ok=False, errors=[error("TaskError")]), ok=False), Outcome.ERRORED),
+        (episode(trace(ok=False), ok=False), Outcome.ERRORED),
+        (episode(trace(reward=math.nan)), Outcome.INVALID),
+        (episode(trace(reward=math.inf)), Outcome.INVALID),
+        (episode(trace(num_turns=0, stop_condition="max_turns")), Outcome.INVALID),
+        (episode(trace(branches=[])), Outcome.INVALID),
+        (episode(), Outcome.INVALID),
+        (episode(trace(agent=SimpleNamespace(trainable=False))), Outcome.INVALID),
+    ],
+)
+def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
+    """Timeouts that verifiers calls ok, unscored or non-finite rewards, no turns, no tokens: no sample, and a reason."""
+    result = run(ep)
+    assert (result.outcome, result.samples) == (outcome, [])
+    assert result.message
+
+
+@pytest.mark.parametrize(
+    ("fault", "outcome"),
+    [
+        (error("ProviderError", "Connection error.", 503), Outcome.ENGINE_UNAVAILABLE),
+        (error("ProviderError", "busy", 429), Outcome.ENGINE_UNAVAILABLE),
+        (error("ProviderError", "died", 500), Outcome.ENGINE_UNAVAILABLE),
+        (error("ProviderError", "Scale-out endpoints are disabled", 403), Outcome.ENGINE_REFUSED),
+        (error("ProviderError", "no such model", 404), Outcome.ENGINE_REFUSED),
+        (
+            error("ProviderError", "Prompt length (9) exceeds maximum context length (8).", 400),
+            Outcome.PROMPT_TOO_LONG,
+        ),
+        (
+            error("ProviderError", "The decoder prompt (length 9) is longer than the maximum model length of 8.", 400),
+            Outcome.PROMPT_TOO_LONG,
+        ),
+        (error("ProviderError", "n must be 1", 400), Outcome.ENGINE_REFUSED),
+        (error("TaskError", "reward: ZeroDivisionError"), Outcome.ERRORED),
+        (error("EnvError"), Outcome.ERRORED),
+    ],
+)
+def test_who_is_to_blame(fault: SimpleNamespace, outcome: Outcome) -> None:
+    """An engine that is down, one that refuses, an overlong prompt and an environment's bug are told apart."""
+    assert classify(fault)[0] is outcome
+
+
+def test_harness_failure_is_explained_by_its_model_call() -> None:
+    """A harness only knows that its call failed: the call's own error names the cause."""
+    harness = error("HarnessError", "harness exited 1")
+    outcome, text = classify(harness, error("MalformedGenerateResponseError", "no logprobs"))
+    assert (outcome, text) == (Outcome.ENGINE_REFUSED, "no logprobs")
+    assert classify(harness)[0] is Outcome.ERRORED
+
+
+def test_engine_error_wins_over_what_it_caused() -> None:
+    """When the engine failed, the environment's follow-up error is not the reason given."""
+    faults = [error("TaskError", "no reply"), error("ProviderError", "down", 503)]
+    assert run(episode(trace(ok=False, errors=faults), ok=False)).outcome is Outcome.ENGINE_UNAVAILABLE

@@ -1,0 +1,94 @@
+"""The wire: every message survives it unchanged, and nothing else gets in."""
+
+import contextlib
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.envs.protocol import (
+    VERSION,
+    Cancel,
+    EpisodeResult,
+    Heartbeat,
+    Hello,
+    ListTasks,
+    LoadFailed,
+    Message,
+    Outcome,
+    ProtocolError,
+    Ready,
+    Result,
+    Run,
+    SampleTokens,
+    Setup,
+    Tasks,
+    decode,
+    encode,
+)
+
+EPISODE = EpisodeResult(
+    episode_id="3.1.0",
+    env="reverse-text",
+    task_id="reverse-text/otter",
+    outcome=Outcome.OK,
+    reward=0.25,
+    rewards={"lcs": 0.25},
+    samples=[SampleTokens([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25)],
+    timing={"agent": 1.5},
+)
+MESSAGES: list[Message] = [
+    Hello(VERSION, "token", 12),
+    Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "http://x/v1", "auto", 64, "info"),
+    Ready("chatml", ["split"]),
+    LoadFailed("no"),
+    ListTasks(),
+    Tasks(["a", "b"]),
+    Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, 12.5),
+    Cancel(1),
+    Result(1, EPISODE),
+    Heartbeat(0.01, "", 3, 4),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.kind)
+def test_round_trip(message: Message) -> None:
+    """What is decoded equals what was encoded, floats to the last bit, outcomes as outcomes."""
+    assert decode(encode(message)) == message
+
+
+def test_outcome_is_restored() -> None:
+    """`result.ok` works on the receiving side for every outcome."""
+    for outcome in Outcome:
+        message = decode(encode(Result(1, EpisodeResult("e", "env", "t", outcome))))
+        assert isinstance(message, Result)
+        assert message.episode.outcome is outcome
+        assert message.episode.ok == (outcome is Outcome.OK)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"kind": "nonsense"},
+        {"request": 1},
+        {"kind": "cancel"},
+        {"kind": "cancel", "request": 1, "more": 2},
+        {"kind": "result", "request": 1, "episode": None},
+        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "outcome": "great", "samples": []}},
+        {"kind": ["cancel"], "request": 1},
+        [1, 2],
+        "cancel",
+    ],
+)
+def test_foreign_messages_are_refused(data: object) -> None:
+    """Unknown kinds, missing or unknown fields (another version's) raise ProtocolError, not something else."""
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(data))
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(frame: bytes) -> None:
+    """No bytes can raise anything but ProtocolError."""
+    with contextlib.suppress(ProtocolError):
+        decode(frame)
