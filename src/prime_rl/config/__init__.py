@@ -1,6 +1,7 @@
 """One configuration system for every entrypoint. Imports neither torch nor any other heavy package."""
 
 from prime_rl.config.base import BaseConfig, ConfigError
+from prime_rl.config.environ import child_env
 from prime_rl.config.eval import EvalConfig
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
@@ -19,6 +20,7 @@ __all__ = [
     "RLConfig",
     "SFTConfig",
     "TrainerConfig",
+    "child_env",
     "load",
     "parse",
     "to_toml",

@@ -137,6 +137,8 @@ def _value(name: str, glued: str | None, tokens: _Tokens, found: Found | None) -
         values = [glued] if glued is not None else tokens.take_values()
         if not values:
             raise ConfigError([f"{name} needs one or more values"])
+        if given_files := [value for value in values if value.endswith(".toml")]:
+            raise ConfigError([_stray(file) for file in given_files])
         return text.items(values, setting)
     following = tokens.peek() if glued is None else glued
     if setting.is_bool and glued is None and (following is None or following.lower() not in text.WORDS):

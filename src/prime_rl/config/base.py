@@ -52,7 +52,7 @@ class Older(NamedTuple):
 class Section(BaseModel):
     """A table of settings. Unknown keys are errors; a union without `type` is of the type of its default."""
 
-    model_config = ConfigDict(extra="forbid", validate_default=True)
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     older: ClassVar[dict[str, Older]] = {}
 

@@ -25,6 +25,7 @@ class _Report:
 
     def unknown(self, keys: Keys, value: Any, section: type[Section], rivals: tuple[type[Section], ...]) -> None:
         """`keys` name nothing in `section`, which was chosen among `rivals` by `type`."""
+        owners = [type_tag(rival) for rival in rivals if keys[-1] in settings(rival)]
         keys = (*keys, *_only_path(value))
         origin = self._origins.of(keys)
         within = f" of type '{type_tag(section)}'" if len(rivals) > 1 else ""
@@ -32,7 +33,6 @@ class _Report:
             said = f"{origin.text} names no setting{within}"
         else:
             said = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
-        owners = [type_tag(rival) for rival in rivals if keys[-1] in settings(rival)]
         near = nearest(self._root, keys, section)
         if owners:
             said += f"; it belongs to type '{owners[0]}'"
@@ -89,6 +89,7 @@ def nearest(root: type[Section], keys: Keys, section: type[Section]) -> Keys | N
     return dotted[close[0]] if close else None
 
 
+_SHAPES = {"model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "list_type": "a list"}
 # Kinds of errors whose message says all there is to say about the value.
 _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
 
@@ -122,7 +123,8 @@ def _lines(details: Any, keys: Keys, origins: Origins) -> Iterator[tuple[tuple[s
         return
     origin = origins.of(keys)
     message = _message(details)
-    got = f", got {_short(details['input'])}" if origin is not None and details["type"] not in _SELF_EVIDENT else ""
+    told = origin is None or details["type"] in _SELF_EVIDENT or "api_key" in keys
+    got = "" if told else f", got {_short(details['input'])}"
     yield (message, repr(details["input"])), f"{'.'.join(keys)}: {message}{got}{_where(origin)}"
 
 
@@ -148,6 +150,8 @@ def _message(details: Any) -> str:
         words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
         near = difflib.get_close_matches(wrong, words, n=1, cutoff=0.7)
         return f"must be {expected}, got {wrong!r}" + (f"; did you mean '{near[0]}'?" if near else "")
+    if kind in _SHAPES:
+        return f"must be {_SHAPES[kind]}"
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     return message.split(", unable to parse")[0]
 

@@ -31,7 +31,7 @@ def help_text(cls: type[Section], prog: str) -> str:
 def _section(section: type[Section], prefix: Keys, title: str, width: int) -> Iterator[str]:
     in_heading = "with --" in title  # A member of a union: its heading shows the option `type`.
     own = {n: s for n, s in settings(section).items() if not s.sections and not (in_heading and n == "type")}
-    if own:
+    if own or prefix:
         yield from ["", f"{title}:"]
     for name, setting in own.items():
         yield from _row((*prefix, name), setting, width)

@@ -45,6 +45,7 @@ class InferenceConfig(BaseConfig):
     server: ServerConfig = Field(default_factory=ServerConfig, description="Where the server listens.")
     api_key: str | None = Field(
         default=None,
+        repr=False,
         json_schema_extra={"secret": True},
         description="Key that requests must carry; VLLM_API_KEY sets it too. Never written to a file.",
     )

@@ -17,10 +17,28 @@ class LossMask(Section):
     tool: bool = Field(default=False, description="Train on tool messages.")
 
 
-class _BatchConfig(Section):
-    seq_len: PositiveInt = Field(default=2048, description="Tokens of a packed row.")
+class FakeSFTData(Section):
+    """Random tokens in place of a dataset."""
+
+    type: Literal["fixed", "variable"] = Field(
+        default="fixed", description="Lengths of the samples: seq_len each, or random up to it."
+    )
+
+
+class SFTData(Section):
+    """A dataset of prompts and completions, or of messages."""
+
+    name: str = Field(
+        default="PrimeIntellect/Reverse-Text-SFT", description="Hub name, or local path: jsonl, parquet, saved dataset."
+    )
+    split: str = Field(default="train", description="Split of a hub or saved dataset.")
+    subset: str | None = Field(default=None, description="Subset of a hub dataset (None: its default).")
+    shuffle: bool = Field(default=True, description="Shuffle before every epoch.")
+    seq_len: PositiveInt = Field(default=2048, description="Tokens of a packed row; longer samples are dropped.")
     batch_size: PositiveInt = Field(default=128, description="Packed rows per step.")
     micro_batch_size: PositiveInt = Field(default=1, description="Packed rows per forward pass of one process.")
+    loss_mask: LossMask = Field(default_factory=LossMask, description="Messages whose tokens are trained on.")
+    fake: FakeSFTData | None = Field(default=None, description="Random tokens in place of a dataset.")
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:
@@ -33,32 +51,8 @@ class _BatchConfig(Section):
         return self
 
 
-class SFTData(_BatchConfig):
-    """A dataset of prompts and completions, or of messages."""
-
-    type: Literal["sft"] = Field(default="sft", description="Kind of data.")
-    name: str = Field(
-        default="PrimeIntellect/Reverse-Text-SFT", description="Hub name, or local path: jsonl, parquet, saved dataset."
-    )
-    split: str = Field(default="train", description="Split of the dataset.")
-    subset: str | None = Field(default=None, description="Subset of a hub dataset (None: its default).")
-    shuffle: bool = Field(default=True, description="Shuffle before every epoch.")
-    loss_mask: LossMask = Field(default_factory=LossMask, description="Messages whose tokens are trained on.")
-
-
-class FakeSFTData(_BatchConfig):
-    """Random tokens."""
-
-    type: Literal["fake"] = Field(default="fake", description="Kind of data.")
-    length: Literal["fixed", "variable"] = Field(
-        default="fixed", description="Length of the sequences: seq_len each, or random."
-    )
-
-
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning."""
 
-    data: SFTData | FakeSFTData = Field(
-        default_factory=SFTData, discriminator="type", description="What is trained on."
-    )
+    data: SFTData = Field(default_factory=SFTData, description="What is trained on.")
     weights: ExportConfig = Field(default_factory=ExportConfig, description="The exported weights.")

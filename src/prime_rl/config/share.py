@@ -8,7 +8,7 @@ from copy import deepcopy
 from typing import Any
 from urllib.parse import urlsplit
 
-from prime_rl.config.base import Problem, check
+from prime_rl.config.base import Problem, Section, check
 from prime_rl.config.shared import CkptConfig, WandbConfig
 
 Tree = dict[str, Any]
@@ -33,7 +33,7 @@ DEFAULT_PORT = 8000
 
 def share(given: Tree) -> Tree:
     """`given` (what the user gave of an RLConfig) with shared settings in every section. Raises Problems."""
-    tree = deepcopy(given)
+    tree = {key: _as_table(value) for key, value in given.items()}
     tree.setdefault("trainer", {})
     present = tuple(name for name in ALL if isinstance(tree.get(name), dict))
     problems = []
@@ -50,6 +50,11 @@ def share(given: Tree) -> Tree:
     check(*problems)
     _fill_bench_data(tree)
     return tree
+
+
+def _as_table(value: Any) -> Any:
+    """A section made in Python counts with what was set in it, not with its defaults."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, Section) else deepcopy(value)
 
 
 def _get(tree: Tree, key: str) -> tuple[bool, Any]:
@@ -91,8 +96,7 @@ def _unify(tree: Tree, places: list[str]) -> Problem | None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    # A path may be a Path or text, a number an int or a float.
-    return (type(one) is not bool and type(other) is not bool and str(one) == str(other)) or one == other
+    return one == other or str(one) == str(other)  # A path may be given as Path or as text.
 
 
 def _share_ckpt(tree: Tree, places: list[str]) -> list[Problem | None]:

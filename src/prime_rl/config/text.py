@@ -63,6 +63,22 @@ def literal(text: str) -> Any:
     except ValueError:
         pass
     try:
-        return ast.literal_eval(text.strip())
+        parsed = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
+    return _as_toml(parsed) if _fits_toml(parsed) else text
+
+
+def _fits_toml(parsed: Any) -> bool:
+    if isinstance(parsed, dict):
+        return all(_fits_toml(item) for item in parsed.values())
+    if isinstance(parsed, list | tuple):
+        return all(_fits_toml(item) for item in parsed)
+    return parsed is None or isinstance(parsed, bool | int | float | str)
+
+
+def _as_toml(parsed: Any) -> Any:
+    """As TOML would give it back: tuples are lists, keys are text."""
+    if isinstance(parsed, dict):
+        return {str(key): _as_toml(item) for key, item in parsed.items()}
+    return [_as_toml(item) for item in parsed] if isinstance(parsed, list | tuple) else parsed

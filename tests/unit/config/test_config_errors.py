@@ -1,0 +1,346 @@
+"""Contract: every mistake is one line naming the key, where it came from and the nearest valid key; status 2; all together."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import (
+    ConfigError,
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerConfig,
+    load,
+    parse,
+)
+
+Write = Callable[[str], str]
+ENV = ["--environment.id", "x"]
+ORCH = ["--orchestrator.environment.id", "x"]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        (tmp_path / "x.toml").write_text(text)
+        return "x.toml"
+
+    return write
+
+
+def problems(cls: type, argv: list[str], env: dict[str, str] | None = None) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        parse(cls, argv, env or {})
+    return caught.value.problems
+
+
+def test_unknown_key_in_a_file(write: Write) -> None:
+    file = write("seed = 1\n\n[optim]\nlrr = 1")
+    assert problems(TrainerConfig, ["@", file]) == ["unknown key optim.lrr (x.toml, line 4); did you mean optim.lr?"]
+
+
+def test_unknown_table_in_a_file(write: Write) -> None:
+    file = write("[optimm]\nlr = 1")
+    assert problems(TrainerConfig, ["@", file]) == ["unknown key optimm.lr (x.toml, line 2); did you mean optim.lr?"]
+
+
+def test_unknown_key_in_an_item_of_a_list(write: Write) -> None:
+    file = write('[[environments]]\nid = "a"\n\n[[environments]]\nid = "b"\nrato = 2')
+    assert problems(OrchestratorConfig, ["@", file]) == [
+        "unknown key environments.1.rato (x.toml, line 6); did you mean environments.1.ratio?"
+    ]
+
+
+def test_unknown_key_in_a_section_file(write: Write) -> None:
+    assert problems(RLConfig, ["--trainer", "@", write("maxsteps = 1"), *ORCH]) == [
+        "unknown key trainer.maxsteps (x.toml, line 1); did you mean trainer.max_steps?"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("--max-step", "--max-steps"),
+        ("--modle.name", "--model.name"),
+        ("--batch-size", "--orchestrator.batch-size"),
+        ("--optim.lr", "--trainer.optim.lr"),
+        ("--trainer.optim.learning-rate.lr", "--trainer.optim.lr"),
+        ("--inference.tensor-parallel", "--inference.tensor-parallel-size"),
+        ("--no-cleen", "--clean"),
+    ],
+)
+def test_unknown_option_suggests_the_nearest(option: str, meant: str) -> None:
+    assert problems(RLConfig, [option, *ORCH]) == [f"{option} names no setting; did you mean {meant}?"]
+
+
+def test_a_key_of_another_member_of_a_union() -> None:
+    assert problems(TrainerConfig, ["--loss.clip-low", "1"]) == [
+        "--loss.clip-low names no setting of type 'default'; it belongs to type 'grpo'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--max-steps", "many"], "max_steps: must be a valid integer, got 'many' (--max-steps)"),
+        (["--optim.lr", "-1"], "optim.lr: must be greater than or equal to 0, got -1 (--optim.lr)"),
+        (["--optim.lr", "nan"], "optim.lr: must be a finite number, got nan (--optim.lr)"),
+        (["--dist-timeout", "inf"], "dist_timeout: must be a finite number, got inf (--dist-timeout)"),
+        (["--device", "gpu"], "device: must be 'auto', 'cpu' or 'cuda', got 'gpu' (--device)"),
+        (["--device", "coda"], "device: must be 'auto', 'cpu' or 'cuda', got 'coda'; did you mean 'cuda'? (--device)"),
+        (
+            ["--loss.type", "grpp"],
+            "loss.type: must be 'default', 'grpo', got 'grpp'; did you mean 'grpo'? (--loss.type)",
+        ),
+        (["--bench=maybe"], "bench: must be a valid boolean, unable to interpret input, got 'maybe' (--bench)"),
+    ],
+)
+def test_wrong_values_on_the_command_line(argv: list[str], line: str) -> None:
+    assert problems(TrainerConfig, argv) == [line]
+
+
+def test_wrong_types_in_a_file(write: Write) -> None:
+    file = write('max_steps = "many"\nmodel = 3\nckpt = true\n[monitor]\nwandb = { offline = "x" }')
+    assert problems(TrainerConfig, ["@", file]) == [
+        "model: must be a table, got 3 (x.toml, line 2)",
+        "max_steps: must be a valid integer, got 'many' (x.toml, line 1)",
+        "ckpt: must be a table, got True (x.toml, line 3)",
+        "monitor.wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (x.toml, line 5)",
+    ]
+
+
+def test_wrong_value_in_a_variable() -> None:
+    assert problems(TrainerConfig, [], {"PRIME_CKPT__INTERVAL": "0"}) == [
+        "ckpt.interval: must be greater than 0, got 0 (PRIME_CKPT__INTERVAL)"
+    ]
+
+
+def test_several_mistakes_are_listed_together(write: Write) -> None:
+    file = write("sed = 1\nmax_steps = 0")
+    found = problems(TrainerConfig, ["@", file, "stray", "--ckpt.keep", "x", "--max-stpes", "1"], {"PRIME_A__B": "1"})
+    assert len(found) == 6
+    for part in ("sed", "max_steps: ", "'stray'", "ckpt.keep", "--max-stpes", "PRIME_A__B"):
+        assert sum(part in line for line in found) == 1, part
+
+
+def test_a_fault_handed_on_to_sections_is_told_once() -> None:
+    assert problems(RLConfig, ["--max-steps", "0", *ORCH]) == ["max_steps: must be greater than 0, got 0 (--max-steps)"]
+    assert problems(RLConfig, ["--wandb.offline=x", *ORCH]) == [
+        "wandb.offline: must be a valid boolean, unable to interpret input, got 'x' (--wandb.offline)"
+    ]
+
+
+def test_a_fault_given_in_one_section_is_told_there() -> None:
+    assert problems(RLConfig, ["--trainer.max-steps", "0", *ORCH]) == [
+        "trainer.max_steps: must be greater than 0, got 0 (--trainer.max-steps)"
+    ]
+
+
+def test_malformed_toml_names_file_and_line(write: Write) -> None:
+    file = write("seed = 1\nlr = = 3\n")
+    assert problems(TrainerConfig, ["@", file]) == ["x.toml, line 2, column 6: malformed TOML: Invalid value"]
+
+
+def test_unfinished_toml(write: Write) -> None:
+    assert problems(TrainerConfig, ["@", write("a = [\n")]) == ["x.toml, end of file: malformed TOML: Invalid value"]
+
+
+def test_a_file_that_is_no_text(write: Write, tmp_path: Path) -> None:
+    file = write("")
+    (tmp_path / file).write_bytes(b"\xff\xfe\x00")
+    assert problems(TrainerConfig, ["@", file]) == ["x.toml: not a TOML file (not UTF-8 text)"]
+
+
+def test_missing_files(write: Write, tmp_path: Path) -> None:
+    write("")
+    assert problems(TrainerConfig, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
+    assert problems(TrainerConfig, ["@", "no/x.toml"]) == ["no such file: no/x.toml (nor is there a directory no)"]
+    assert problems(TrainerConfig, ["@", str(tmp_path)])[0].endswith("cannot be read: Is a directory")
+    # What the file would have given is not complained about.
+    assert problems(RLConfig, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
+
+
+def test_at_without_a_file() -> None:
+    assert problems(TrainerConfig, ["@"]) == ["@ must be followed by a file"]
+    assert problems(TrainerConfig, ["--optim", "@", "--seed", "1"]) == ["--optim @ must be followed by a file"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "shown"),
+    [
+        (["x.toml"], "@ x.toml"),
+        (["missing.toml"], "@ missing.toml"),
+        (["--bench", "x.toml"], "@ x.toml"),
+        (["--seed", "1", "x.toml"], "@ x.toml"),
+        (["--optim", "x.toml"], "--optim @ x.toml"),
+        (["--ckpt", "x.toml"], "--ckpt @ x.toml"),
+    ],
+)
+def test_a_file_without_at_shows_the_at(write: Write, argv: list[str], shown: str) -> None:
+    write("")
+    (line,) = problems(TrainerConfig, argv)
+    assert line.startswith("to read the file ")
+    assert line.endswith(f"write: {shown}")
+
+
+def test_a_file_after_a_list_shows_the_at(write: Write) -> None:
+    assert any(line.endswith("write: @ x.toml") for line in problems(EvalConfig, ["--environment-ids", "a", "x.toml"]))
+
+
+def test_a_file_without_suffix_is_recognised_by_being_there(write: Write, tmp_path: Path) -> None:
+    (tmp_path / "train").write_text("")
+    write("")
+    assert problems(TrainerConfig, ["train"]) == ["to read the file train, write: @ train"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["what"], "unexpected argument 'what'"),
+        (["-x"], "unexpected argument '-x': options start with --"),
+        (["--seed"], "--seed needs a value"),
+        (["--seed", "--bench"], "--seed needs a value"),
+        (["--optim"], "--optim is a section: write --optim @ file.toml, or one of its settings (--optim.…)"),
+        (["--optim", "3"], "--optim is a section: expected a table such as \"{'key': 1}\" or @ file.toml, got '3'"),
+        (["--no-bench=true"], "--no-bench takes no value"),
+    ],
+)
+def test_misuse_of_options(argv: list[str], line: str) -> None:
+    assert problems(TrainerConfig, argv) == [line]
+
+
+def test_a_list_needs_values() -> None:
+    assert "--environment-ids needs one or more values" in problems(EvalConfig, ["--environment-ids"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "argv", "line"),
+    [
+        (
+            TrainerConfig,
+            ["--max-steps", "5", "--ckpt.resume-step", "10"],
+            "max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)",
+        ),
+        (
+            RLConfig,
+            ["--max-steps", "5", "--ckpt.resume-step", "10", *ORCH],
+            "max_steps 5 is below ckpt.resume_step 10 (max_steps: --max-steps, ckpt.resume_step: --ckpt.resume-step)",
+        ),
+        (
+            OrchestratorConfig,
+            [*ENV, "--batch-size", "100"],
+            "rollouts_per_example 16 does not divide batch_size 100 (batch_size: --batch-size)",
+        ),
+        (
+            OrchestratorConfig,
+            [*ENV, "--max-off-policy-steps", "1", "--async-level", "2"],
+            "max_off_policy_steps 1 is below async_level 2"
+            " (max_off_policy_steps: --max-off-policy-steps, async_level: --async-level)",
+        ),
+        (
+            RLConfig,
+            [*ORCH, "--async-level", "9"],
+            "max_off_policy_steps 8 is below async_level 9 (async_level: --async-level)",
+        ),
+        (
+            OrchestratorConfig,
+            [*ENV, "--sampling.max-tokens", "2048"],
+            "sampling.max_tokens 2048 leaves no room for a prompt within seq_len 2048"
+            " (sampling.max_tokens: --sampling.max-tokens)",
+        ),
+        (
+            TrainerConfig,
+            ["--max-steps", "12", "--scheduler.type", "linear"],
+            "scheduler.warmup_steps 10 + scheduler.decay_steps 10 exceeds max_steps 12 (max_steps: --max-steps)",
+        ),
+        (
+            SFTConfig,
+            ["--scheduler.type", "cosine"],
+            "scheduler.type 'cosine' needs max_steps, to end at (scheduler.type: --scheduler.type)",
+        ),
+        (
+            SFTConfig,
+            ["--data.micro-batch-size", "3"],
+            "data: micro_batch_size 3 does not divide batch_size 128 (micro_batch_size: --data.micro-batch-size)",
+        ),
+        (
+            TrainerConfig,
+            ["--data.fake.seq-len", "9999"],
+            "data.fake.seq_len 9999 exceeds seq_len 2048 (data.fake.seq_len: --data.fake.seq-len)",
+        ),
+        (
+            InferenceConfig,
+            ["--data-parallel-size-local", "2"],
+            "data_parallel_size_local 2 exceeds data_parallel_size 1"
+            " (data_parallel_size_local: --data-parallel-size-local)",
+        ),
+        (OrchestratorConfig, [], "no environment: give [environment] with an `id`"),
+        (EvalConfig, [], "no environment: give --environment-ids or [[environments]]"),
+        (
+            OrchestratorConfig,
+            [*ENV, "--environments.0.id", "y"],
+            "give either [environment] or [[environments]], not both",
+        ),
+        (EvalConfig, ["--environment-ids", "a", "a"], "two environments are named 'a': give each its own `name`"),
+        (
+            RLConfig,
+            [*ORCH, "--orchestrator.seq-len", "4096", "--trainer.seq-len", "2048"],
+            "orchestrator.seq_len 4096 exceeds trainer.seq_len 2048: samples would not fit a micro-batch"
+            " (orchestrator.seq_len: --orchestrator.seq-len, trainer.seq_len: --trainer.seq-len)",
+        ),
+        (
+            RLConfig,
+            [*ORCH, "--clean", "--ckpt.resume-step", "3"],
+            "clean would remove the checkpoint that ckpt.resume_step names"
+            " (clean: --clean, ckpt.resume_step: --ckpt.resume-step)",
+        ),
+    ],
+)
+def test_contradictions(cls: type, argv: list[str], line: str) -> None:
+    found = problems(cls, argv)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--sampling.temperature", "-0.1"],
+        ["--sampling.temperature", "2.1"],
+        ["--sampling.top-p", "0"],
+        ["--sampling.top-k", "-2"],
+        ["--max-error-rate", "1.5"],
+        ["--async-level", "-1"],
+        ["--ckpt.resume-step", "-2"],
+        ["--client.base-url", "localhost:8000"],
+        ["--seed", "-1"],
+    ],
+)
+def test_ranges(argv: list[str]) -> None:
+    (line,) = problems(OrchestratorConfig, [*ENV, *argv])
+    assert f"({argv[0]})" in line
+
+
+def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(TrainerConfig, ["--sed", "1", "--max-steps", "x"], prog="trainer")
+    assert caught.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.splitlines() == [
+        "error: --sed names no setting; did you mean --seed?",
+        "error: max_steps: must be a valid integer, got 'x' (--max-steps)",
+        "Nothing was started. For all settings: trainer --help",
+    ]
+
+
+def test_a_key_is_not_repeated_in_an_error(write: Write) -> None:
+    """A secret of the wrong type must not be printed."""
+    (line,) = problems(InferenceConfig, ["@", write("api_key = 123456")])
+    assert "123456" not in line
+    assert "x.toml, line 1" in line

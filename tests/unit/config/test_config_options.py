@@ -1,0 +1,231 @@
+"""Contract: how options are written, for every kind of setting."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import (
+    ConfigError,
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerConfig,
+    parse,
+)
+from prime_rl.config.trainer import AdamW, GRPOLoss, LinearScheduler
+
+ENV = ["--environment.id", "x"]
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--model.trust-remote-code", "--max-steps", "5"],
+        ["--model.trust_remote_code", "--max_steps", "5"],
+        ["--model.trust-remote-code=true", "--max-steps=5"],
+        ["--model.trust-remote-code", "True", "--max_steps=5"],
+    ],
+)
+def test_kebab_snake_and_equals_are_the_same(argv: list[str]) -> None:
+    config = parse(TrainerConfig, argv, {})
+    assert (config.model.trust_remote_code, config.max_steps) == (True, 5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        (["--filter-zero-advantage"], True),
+        (["--no-filter-zero-advantage"], False),
+        (["--filter-zero-advantage", "false"], False),
+        (["--filter-zero-advantage=False"], False),
+        (["--no-filter-zero-advantage", "--filter-zero-advantage"], True),
+        ([], True),
+    ],
+)
+def test_flags(argv: list[str], value: bool) -> None:
+    assert parse(OrchestratorConfig, [*ENV, *argv], {}).filter_zero_advantage is value
+
+
+def test_a_flag_does_not_swallow_what_follows() -> None:
+    config = parse(TrainerConfig, ["--bench", "--seed", "3"], {})
+    assert (config.bench, config.seed) == (True, 3)
+
+
+def test_a_nested_flag_is_switched_off_either_way() -> None:
+    for option in ("--model.no-reshard-after-forward", "--no-model.reshard-after-forward"):
+        assert parse(TrainerConfig, [option], {}).model.reshard_after_forward is False
+
+
+def test_optional_sections(tmp_path: Path) -> None:
+    """A bare option or an empty table switches on with defaults, --no-… and "None" off, a setting within switches on."""
+    on = tmp_path / "on.toml"
+    on.write_text("[ckpt]\ninterval = 7")
+    empty = tmp_path / "empty.toml"
+    empty.write_text("[ckpt]")
+    off = tmp_path / "off.toml"
+    off.write_text('ckpt = "None"')
+
+    def interval(*argv: str) -> int | None:
+        ckpt = parse(TrainerConfig, list(argv), {}).ckpt
+        return ckpt.interval if ckpt else -1
+
+    assert interval() == -1
+    assert interval("--ckpt") == 50
+    assert interval("--ckpt.interval", "5") == 5
+    assert interval("@", str(empty)) == 50
+    assert interval("@", str(on)) == 7
+    assert interval("@", str(on), "--ckpt") == 7
+    assert interval("@", str(on), "--no-ckpt") == -1
+    assert interval("@", str(on), "--ckpt", "None") == -1
+    assert interval("@", str(on), "@", str(off)) == -1
+    assert interval("@", str(off), "--ckpt") == 50
+    assert interval("@", str(off), "--ckpt.interval", "5") == 5
+    assert interval("--ckpt.interval", "5", "--no-ckpt") == -1
+    assert interval("--no-ckpt", "--ckpt.interval", "5") == 5
+
+
+def test_nested_optional_sections() -> None:
+    config = parse(TrainerConfig, ["--monitor.wandb"], {})
+    assert config.monitor.wandb is not None
+    assert parse(TrainerConfig, ["--monitor.wandb.offline", "--monitor.no-wandb"], {}).monitor.wandb is None
+
+
+def test_none_is_null_everywhere(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('max_steps = "None"\n[optim]\nmax_norm = "None"')
+    config = parse(TrainerConfig, ["@", str(path)], {"PRIME_LOG_SAMPLES_INTERVAL": "None"})
+    assert (config.max_steps, config.optim.max_norm, config.log_samples_interval) == (None, None, None)
+    assert parse(TrainerConfig, ["--optim.max-norm", "None"], {}).optim.max_norm is None
+    assert parse(TrainerConfig, ["--no-optim.max-norm"], {}).optim.max_norm is None
+    vllm = parse(InferenceConfig, ["--vllm", '{"a": ["None", {"b": "None"}]}', "--vllm.c", "None"], {}).vllm
+    assert vllm == {"a": [None, {"b": None}], "c": None}
+
+
+def test_unions_choose_by_type_and_keep_the_default_type_without_one() -> None:
+    assert parse(TrainerConfig, ["--loss.type", "grpo", "--loss.clip-high", "0.3"], {}).loss == GRPOLoss(clip_high=0.3)
+    assert parse(TrainerConfig, ["--optim.lr", "1e-3"], {}).optim == AdamW(lr=1e-3)
+    assert parse(TrainerConfig, ["--loss.kl-tau", "0"], {}).loss.type == "default"
+    scheduler = ["--scheduler.type", "linear", "--scheduler.decay-steps", "3", "--max-steps", "20"]
+    assert parse(TrainerConfig, scheduler, {}).scheduler == LinearScheduler(decay_steps=3)
+
+
+def test_bench_command_of_sft() -> None:
+    """A `type` that chooses no union is a plain setting, which switches its optional section on."""
+    fake = parse(SFTConfig, ["--bench", "--data.fake.type", "variable"], {}).data.fake
+    assert fake is not None
+    assert fake.type == "variable"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--environment-ids", "a", "b"],
+        ["--environment-ids", "a,b"],
+        ["--environment-ids=a,b"],
+        ["--environment-ids", '["a", "b"]'],
+        ["--environment-ids", "a", "b", "--seed", "1"],
+        ["--environments", '[{"id": "a"}, {"id": "b"}]'],
+        ["--environments", '{"id": "a"}', "{'id': 'b'}"],
+    ],
+)
+def test_lists(argv: list[str]) -> None:
+    assert [environment.id for environment in parse(EvalConfig, argv, {}).environments] == ["a", "b"]
+
+
+def test_a_list_ends_at_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("seed = 3")
+    config = parse(EvalConfig, ["--environment-ids", "a", "b", "@", str(path)], {})
+    assert (len(config.environments), config.seed) == (2, 3)
+
+
+def test_items_of_a_list_of_tables_have_options(tmp_path: Path) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text('[[environments]]\nid = "a"\nratio = 2\n[[environments]]\nid = "b"')
+    argv = ["@", str(path), "--environments.0.id", "z", "--environments.1.args.k", "3", "--environments.2.id", "c"]
+    environments = parse(OrchestratorConfig, argv, {}).environments
+    assert [(e.id, e.ratio, e.args) for e in environments] == [("z", 2, {}), ("b", 1, {"k": 3}), ("c", 1, {})]
+    nested = parse(RLConfig, ["--orchestrator.environments.0.id", "x"], {})
+    assert [environment.id for environment in nested.orchestrator.environments] == ["x"]
+    with pytest.raises(ConfigError, match=r"--environments.5.id: there are 2 of environments"):
+        parse(OrchestratorConfig, ["@", str(path), "--environments.5.id", "c"], {})
+
+
+@pytest.mark.parametrize("table", ["{'micro_batch_size': 8}", '{"micro_batch_size": 8}'])
+def test_sections_as_json_or_python_literal(table: str) -> None:
+    fake = parse(TrainerConfig, ["--data.fake", table], {}).data.fake
+    assert fake is not None
+    assert (fake.micro_batch_size, fake.batch_size) == (8, 128)
+
+
+def test_dict_settings() -> None:
+    """Keys of a dict are options too; values are JSON or Python literals where they can be, text otherwise."""
+    argv = [
+        "--vllm.max-num-seqs",
+        "4",
+        "--vllm.name",
+        "some/name",
+        "--vllm.on",
+        "--vllm.deep.list",
+        "[1, 2]",
+        "--vllm.t",
+        "(1,2)",
+    ]
+    assert parse(InferenceConfig, argv, {}).vllm == {
+        "max_num_seqs": 4,
+        "name": "some/name",
+        "on": True,
+        "deep": {"list": [1, 2]},
+        "t": [1, 2],
+    }
+    assert parse(OrchestratorConfig, [*ENV, "--environment.args", "{'n': None, 'x': True}"], {}).environments[
+        0
+    ].args == {
+        "n": None,
+        "x": True,
+    }
+
+
+def test_what_a_file_could_not_hold_stays_text() -> None:
+    assert parse(InferenceConfig, ["--vllm.x", "{1, 2}", "--vllm.y", "b'1'"], {}).vllm == {"x": "{1, 2}", "y": "b'1'"}
+
+
+def test_negative_numbers_are_values() -> None:
+    assert parse(TrainerConfig, ["--ckpt.resume-step", "-1"], {}).ckpt.resume_step == -1  # type: ignore[union-attr]
+
+
+def test_text_settings_are_not_read_as_numbers() -> None:
+    assert parse(TrainerConfig, ["--model.name", "1234", "--monitor.wandb.id", "0042"], {}).monitor.wandb.id == "0042"  # type: ignore[union-attr]
+
+
+def test_the_last_of_an_option_wins() -> None:
+    assert parse(TrainerConfig, ["--seed", "1", "--seed", "2"], {}).seed == 2
+
+
+def test_bench_commands_of_the_benchmarks_page() -> None:
+    argv = [
+        "--bench",
+        "--data.fake.micro-batch-size",
+        "8",
+        "--data.fake.batch-size",
+        "128",
+        "--data.fake.seq-len",
+        "128",
+    ]
+    config = parse(TrainerConfig, argv, {})
+    assert config.data.fake is not None
+    assert (config.bench, config.data.fake.seq_len) == (True, 128)
+
+
+def test_node_options_of_the_inference_page() -> None:
+    argv = [
+        *("--server.host", "0.0.0.0", "--server.port", "8001", "--api-key", "k", "--max-model-len", "2048"),
+        *("--gpu-memory-utilization", "0.5", "--tensor-parallel-size", "4", "--pipeline-parallel-size", "2"),
+        *("--data-parallel-size", "4", "--data-parallel-size-local", "2", "--data-parallel-address", "10.0.0.1"),
+        *("--data-parallel-rpc-port", "13345", "--data-parallel-start-rank", "2", "--headless"),
+    ]
+    config = parse(InferenceConfig, argv, {})
+    assert (config.data_parallel_size, config.data_parallel_size_local, config.headless) == (4, 2, True)
+    assert (config.api_key, config.server.host) == ("k", "0.0.0.0")

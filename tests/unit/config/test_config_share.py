@@ -1,0 +1,310 @@
+"""Contract: what processes share is given once, reaches every section that needs it, and cannot be contradicted."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import (
+    ConfigError,
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    TrainerConfig,
+    load,
+    parse,
+)
+from prime_rl.config.base import BaseConfig
+
+ORCH = ["--orchestrator.environment.id", "x"]
+
+
+def rl(*argv: str) -> RLConfig:
+    return parse(RLConfig, [*ORCH, *argv], {})
+
+
+def problem(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        rl(*argv)
+    (line,) = caught.value.problems
+    return line
+
+
+def value(config: BaseConfig, key: str) -> object:
+    here: object = config
+    for part in key.split("."):
+        here = getattr(here, part)
+    return here
+
+
+EVERYWHERE = ("trainer", "orchestrator", "inference")
+PAIR = ("trainer", "orchestrator")
+SHARED = [
+    ("output_dir", "elsewhere", "other", Path("elsewhere"), EVERYWHERE),
+    ("seed", "4", "5", 4, EVERYWHERE),
+    ("log.level", "debug", "warning", "debug", EVERYWHERE),
+    ("device", "cpu", "cuda", "cpu", ("trainer", "inference")),
+    ("model.name", "some/model", "other/model", "some/model", EVERYWHERE),
+    ("max_steps", "20", "30", 20, PAIR),
+    ("async_level", "2", "3", 2, PAIR),
+    ("ckpt.interval", "5", "6", 5, PAIR),
+    ("ckpt.keep", "3", "4", 3, PAIR),
+    ("ckpt.resume_step", "10", "11", 10, PAIR),
+    ("ckpt.output_dir", "there", "else", Path("there"), PAIR),
+    ("seq_len", "512", "1024", 512, PAIR),
+]
+# Two sections may have different lengths: see test_micro_batches_may_be_longer_than_samples.
+SHARED_BUT_SEQ_LEN = [case for case in SHARED if case[0] != "seq_len"]
+
+
+@pytest.mark.parametrize(("key", "text", "_other", "expected", "sections"), SHARED)
+def test_a_shared_setting_reaches_every_section(
+    key: str, text: str, _other: str, expected: object, sections: tuple[str, ...]
+) -> None:
+    config = rl("--inference", f"--{key}", text)
+    for section in sections:
+        assert value(config, f"{section}.{key}") == expected
+
+
+@pytest.mark.parametrize(("key", "text", "_other", "expected", "sections"), SHARED)
+def test_the_same_value_may_be_repeated_in_a_section(
+    key: str, text: str, _other: str, expected: object, sections: tuple[str, ...]
+) -> None:
+    config = rl("--inference", f"--{key}", text, f"--{sections[0]}.{key}", text)
+    assert value(config, f"{sections[-1]}.{key}") == expected
+
+
+@pytest.mark.parametrize(("key", "text", "other", "_expected", "sections"), SHARED)
+def test_a_different_value_in_a_section_is_an_error_that_names_both(
+    key: str, text: str, other: str, _expected: object, sections: tuple[str, ...]
+) -> None:
+    option = f"--{sections[-1]}.{key}"
+    line = problem("--inference", f"--{key}", text, option, other)
+    assert f"{sections[-1]}.{key} is {other} but {key} is {text}" in line
+    assert f"{key}: --{key}" in line
+    assert f"{sections[-1]}.{key}: {option}" in line
+
+
+@pytest.mark.parametrize(("key", "text", "_other", "expected", "sections"), SHARED)
+def test_a_value_given_in_one_section_reaches_the_others_and_the_top(
+    key: str, text: str, _other: str, expected: object, sections: tuple[str, ...]
+) -> None:
+    config = rl("--inference", f"--{sections[0]}.{key}", text)
+    for section in sections:
+        assert value(config, f"{section}.{key}") == expected
+    if key != "seq_len":
+        assert value(config, key) == expected
+
+
+@pytest.mark.parametrize(("key", "text", "other", "_expected", "sections"), SHARED_BUT_SEQ_LEN)
+def test_sections_that_disagree_are_an_error_that_names_both(
+    key: str, text: str, other: str, _expected: object, sections: tuple[str, ...]
+) -> None:
+    line = problem("--inference", f"--{sections[0]}.{key}", text, f"--{sections[-1]}.{key}", other)
+    assert f"{sections[-1]}.{key} is {other} but {sections[0]}.{key} is {text}" in line
+
+
+def test_micro_batches_may_be_longer_than_samples() -> None:
+    config = rl("--trainer.seq-len", "4096", "--orchestrator.seq-len", "1024")
+    assert (config.seq_len, config.trainer.seq_len, config.orchestrator.seq_len) == (None, 4096, 1024)
+
+
+def test_several_contradictions_are_listed_together() -> None:
+    with pytest.raises(ConfigError) as caught:
+        rl("--seed", "1", "--trainer.seed", "2", "--max-steps", "1", "--orchestrator.max-steps", "2")
+    assert len(caught.value.problems) == 2
+
+
+def test_a_contradiction_between_files_names_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.toml").write_text("\nmax_steps = 20")
+    Path("orch.toml").write_text("max_steps = 30")
+    line = problem("--trainer", "@", "train.toml", "--orchestrator", "@", "orch.toml")
+    assert "trainer.max_steps: train.toml, line 2" in line
+    assert "orchestrator.max_steps: orch.toml, line 1" in line
+
+
+def test_checkpoints_are_on_or_off_for_both() -> None:
+    on = rl("--trainer.ckpt")
+    assert on.ckpt == on.trainer.ckpt == on.orchestrator.ckpt
+    assert on.ckpt is not None
+    assert rl("--no-ckpt").trainer.ckpt is None
+    assert "trainer.ckpt is on but ckpt is off" in problem("--no-ckpt", "--trainer.ckpt.interval", "3")
+    assert "ckpt is on but orchestrator.ckpt is off" in problem("--ckpt", "--orchestrator.no-ckpt")
+
+
+def test_wandb_reaches_both_monitors_under_names_of_their_own() -> None:
+    argv = ["--wandb.project", "p", "--wandb.name", "run", "--wandb.id", "abc", "--wandb.dir", "w", "--wandb.offline"]
+    config = rl(*argv)
+    for section in (config.trainer, config.orchestrator):
+        wandb = section.monitor.wandb
+        assert wandb is not None
+        assert (wandb.project, wandb.dir, wandb.offline) == ("p", Path("w"), True)
+    assert config.trainer.monitor.wandb.name == "run-trainer"  # type: ignore[union-attr]
+    assert config.orchestrator.monitor.wandb.name == "run-orchestrator"  # type: ignore[union-attr]
+    assert config.trainer.monitor.wandb.id == "abc-trainer"  # type: ignore[union-attr]
+
+
+def test_wandb_without_a_name() -> None:
+    config = rl("--wandb")
+    assert config.trainer.monitor.wandb is not None
+    assert config.trainer.monitor.wandb.name is None
+
+
+def test_wandb_of_one_process_alone_stays_there() -> None:
+    config = rl("--trainer.monitor.wandb.project", "p")
+    assert config.trainer.monitor.wandb is not None
+    assert config.orchestrator.monitor.wandb is None
+
+
+def test_wandb_contradicted() -> None:
+    line = problem("--wandb.project", "p", "--trainer.monitor.wandb.project", "q")
+    assert "trainer.monitor.wandb.project is q but wandb.project is p" in line
+    assert "wandb is on but trainer.monitor.wandb is off" in problem("--wandb", "--trainer.monitor.no-wandb")
+
+
+@pytest.mark.parametrize(
+    ("argv", "url"),
+    [
+        ([], "http://localhost:8000/v1"),
+        (["--inference"], "http://localhost:8000/v1"),
+        (["--inference.server.port", "8001"], "http://localhost:8001/v1"),
+        (["--inference.server.host", "0.0.0.0"], "http://localhost:8000/v1"),
+        (["--inference.server.host", "10.0.0.1"], "http://10.0.0.1:8000/v1"),
+        (["--inference.server.host", "fe80::1"], "http://[fe80::1]:8000/v1"),
+        (["--orchestrator.client.base-url", "https://far/v1"], "https://far/v1"),
+    ],
+)
+def test_the_client_finds_the_server(argv: list[str], url: str) -> None:
+    assert rl(*argv).orchestrator.client.base_url == url
+
+
+def test_the_server_takes_the_port_of_the_client() -> None:
+    config = rl("--inference", "--orchestrator.client.base-url", "http://127.0.0.1:8001")
+    assert config.inference is not None
+    assert config.inference.server.port == 8001
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--inference.server.port", "8001", "--orchestrator.client.base-url", "http://localhost:8002/v1"],
+        ["--inference", "--orchestrator.client.base-url", "http://10.0.0.1:8000/v1"],
+        ["--inference.server.host", "10.0.0.1", "--orchestrator.client.base-url", "http://10.0.0.2:8000"],
+    ],
+)
+def test_client_and_server_that_disagree(argv: list[str]) -> None:
+    line = problem(*argv)
+    assert line.startswith("orchestrator.client.base_url is http://")
+    assert "but inference.server listens on" in line
+
+
+def test_bench_measures_the_trainer_on_random_samples() -> None:
+    config = rl("--bench", "--orchestrator.batch-size", "32")
+    assert config.trainer.bench
+    assert config.orchestrator.bench
+    assert config.trainer.data.fake is not None
+    assert config.trainer.data.fake.batch_size == 32
+    own = rl("--bench", "--trainer.data.fake.batch-size", "8").trainer.data.fake
+    assert own is not None
+    assert own.batch_size == 8
+
+
+def test_dry_run_and_clean_concern_the_launcher_alone() -> None:
+    config = rl("--dry-run", "--clean", "--inference")
+    assert config.dry_run
+    assert config.inference is not None
+    assert not any(section.dry_run for section in (config.trainer, config.orchestrator, config.inference))
+
+
+def test_sections_made_in_python_share_as_well() -> None:
+    config = RLConfig(
+        max_steps=5,
+        trainer=TrainerConfig(seed=3),
+        orchestrator=OrchestratorConfig.model_validate({"environment": {"id": "x"}}),
+        inference=InferenceConfig(),
+    )
+    assert config.inference is not None
+    assert (config.orchestrator.max_steps, config.orchestrator.seed, config.inference.seed) == (5, 3, 3)
+
+
+def test_environment_and_environments_read_the_same() -> None:
+    one = parse(OrchestratorConfig, ["--environment.id", "x", "--environment.args", "{'a': 1}"], {})
+    several = parse(OrchestratorConfig, ["--environments", '[{"id": "x", "args": {"a": 1}}]'], {})
+    assert one == several
+    assert (one.environments[0].name, one.environments[0].args) == ("x", {"a": 1})
+    evaluation = parse(OrchestratorConfig, ["--environment.id", "x", "--eval.environment.id", "y"], {}).eval
+    assert evaluation is not None
+    assert [environment.id for environment in evaluation.environments] == ["y"]
+
+
+def test_sampling_override() -> None:
+    """A partial override changes what it names."""
+    argv = ["--environment.id", "x", "--sampling.top-k", "5", "--environment.sampling.temperature", "0.5"]
+    config = parse(OrchestratorConfig, argv, {})
+    override = config.environments[0].sampling
+    assert override is not None
+    merged = override.over(config.sampling)
+    assert (merged.temperature, merged.top_k, config.sampling.temperature) == (0.5, 5, 1.0)
+
+
+@pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
+def test_base_url_with_and_without_v1(url: str) -> None:
+    assert parse(EvalConfig, ["--environment-ids", "x", "--client.base-url", url], {}).client.api_root == "http://h:1"
+
+
+@pytest.mark.parametrize(
+    ("cls", "argv", "key", "expected", "hint"),
+    [
+        (
+            TrainerConfig,
+            ["--exp-id", "try"],
+            "output_dir",
+            Path("outputs/try"),
+            "--exp-id try is an older spelling of --output-dir outputs/try",
+        ),
+        (
+            TrainerConfig,
+            ["--ckpt.path", "there"],
+            "ckpt.output_dir",
+            Path("there"),
+            "--ckpt.path there is an older spelling of --ckpt.output-dir there",
+        ),
+        (
+            RLConfig,
+            [*ORCH, "--ckpt.path", "there"],
+            "trainer.ckpt.output_dir",
+            Path("there"),
+            "--ckpt.path there is an older spelling of --ckpt.output-dir there",
+        ),
+        (
+            RLConfig,
+            [*ORCH, "--orchestrator.client.port", "8001"],
+            "orchestrator.client.base_url",
+            "http://localhost:8001/v1",
+            "--orchestrator.client.port 8001 is an older spelling of"
+            " --orchestrator.client.base-url http://localhost:8001/v1",
+        ),
+    ],
+)
+def test_older_spellings_work_with_a_hint(
+    cls: type, argv: list[str], key: str, expected: object, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load(cls, argv, prog="x")
+    assert value(config, key) == expected
+    assert capsys.readouterr().err == f"hint: {hint}\n"
+
+
+def test_benchmarks_is_an_older_spelling(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(EvalConfig, ["--benchmarks", "math500,aime24"], prog="eval")
+    assert [environment.id for environment in config.environments] == ["math500", "aime24"]
+    expected = "hint: --benchmarks math500,aime24 is an older spelling of --environment-ids math500,aime24\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_an_older_spelling_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.toml"
+    path.write_text("[client]\nport = 8001\n[environment]\nid = 'x'")
+    config = load(OrchestratorConfig, ["@", str(path)], prog="orchestrator")
+    assert config.client.base_url == "http://localhost:8001/v1"
+    assert "client.base_url http://localhost:8001/v1" in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Contract: a resolved configuration, written and fed back with `@`, is the identical configuration."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.config import (
+    BaseConfig,
+    ConfigError,
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerConfig,
+    parse,
+    to_toml,
+    write_toml,
+)
+from prime_rl.config.base import Section
+from prime_rl.config.schema import Setting
+from prime_rl.config.schema import settings as settings_of
+
+CLASSES = [TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig, RLConfig]
+PLAIN_TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(
+    lambda t: t != "None"
+)
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**40), 2**40)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | PLAIN_TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(PLAIN_TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+# Settings that other settings or the launcher's sharing constrain: drawing them freely would be refused, not written.
+FIXED = {"type", "environment_ids", "base_url"}
+CONSTRAINED = {"seq_len", "max_steps", "resume_step", "warmup_steps", "decay_steps", "batch_size", "micro_batch_size"}
+CONSTRAINED |= {"rollouts_per_example", "max_off_policy_steps", "async_level", "max_tokens", "data_parallel_size_local"}
+
+
+def values(setting: Setting) -> st.SearchStrategy[Any]:
+    """Values that a setting may be given, by its type; invalid ones (out of range) are filtered by validation."""
+    options: list[st.SearchStrategy[Any]] = [st.none()] if setting.nullable else []
+    if setting.sections:
+        options += [tables(section) for section in setting.sections]
+    elif setting.item_section is not None:
+        options.append(st.lists(tables(setting.item_section), max_size=2, unique_by=lambda table: table["name"]))
+    elif setting.is_dict:
+        options.append(st.dictionaries(PLAIN_TEXT, JSON, max_size=3))
+    elif setting.choices:
+        options.append(st.sampled_from(setting.choices))
+    elif setting.is_bool:
+        options.append(st.booleans())
+    elif int in setting.members:
+        options.append(st.integers(1, 8))
+    elif float in setting.members:
+        options.append(st.floats(0.001, 0.999))
+    else:
+        options.append(PLAIN_TEXT)
+    return st.one_of(options)
+
+
+@cache
+def tables(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
+    """Tables of `section` with any of its settings given."""
+    required = {n: PLAIN_TEXT for n, s in settings_of(section).items() if s.field.is_required() and not s.sections}
+    if {"id", "name"} <= set(settings_of(section)) and "args" in settings_of(section):
+        required["name"] = PLAIN_TEXT
+    free = {
+        name: values(setting)
+        for name, setting in settings_of(section).items()
+        if name not in FIXED | CONSTRAINED | set(required)
+    }
+    fixed = {"type": st.just(settings_of(section)["type"].field.default)} if "type" in settings_of(section) else {}
+    return st.fixed_dictionaries({**required, **fixed}, optional=free)
+
+
+def admissible(cls: type[BaseConfig], table: dict[str, Any]) -> dict[str, Any]:
+    """`table` with an end of the run, as schedules need, and exactly one form of environments where `cls` asks for one."""
+    if "max_steps" in settings_of(cls):
+        table = {**table, "max_steps": 1000}
+    if "environment" not in settings_of(cls):
+        return table
+    environments = table.get("environments") or [{"id": "x"}]
+    rest = {key: value for key, value in table.items() if key != "environment"}
+    if isinstance(rest.get("eval"), dict):
+        rest["eval"] = {key: value for key, value in rest["eval"].items() if key != "environment"}
+    return {**rest, "environments": environments}
+
+
+@pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not RLConfig])
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_written_and_fed_back_is_equal(cls: type[BaseConfig], data: st.DataObject) -> None:
+    config = cls.model_validate(admissible(cls, data.draw(tables(cls))))
+    assert_same_when_fed_back(config)
+
+
+SHARED_TOP = st.fixed_dictionaries(
+    {},
+    optional={
+        "seed": st.integers(0, 9),
+        "output_dir": PLAIN_TEXT,
+        "max_steps": st.none() | st.integers(1, 9),
+        "async_level": st.integers(0, 3),
+        "seq_len": st.none() | st.integers(32, 64),
+        "model": st.fixed_dictionaries({}, optional={"name": PLAIN_TEXT}),
+        "ckpt": st.none() | st.fixed_dictionaries({}, optional={"interval": st.none() | st.integers(1, 9)}),
+        "wandb": st.none() | st.fixed_dictionaries({}, optional={"name": PLAIN_TEXT, "offline": st.booleans()}),
+        "log": st.fixed_dictionaries({}, optional={"level": st.sampled_from(["debug", "info"])}),
+        "device": st.sampled_from(["auto", "cpu", "cuda"]),
+        "bench": st.booleans(),
+        "inference": st.none()
+        | st.fixed_dictionaries(
+            {}, optional={"server": st.fixed_dictionaries({}, optional={"port": st.integers(1, 9)})}
+        ),
+        "trainer": st.fixed_dictionaries({}, optional={"loss": st.sampled_from([{"type": "grpo"}, {"kl_tau": 0.5}])}),
+    },
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(table=SHARED_TOP)
+def test_a_whole_run_written_and_fed_back_is_equal(table: dict[str, Any]) -> None:
+    """Also each of its processes: `trainer @ outputs/configs/trainer.toml` is the trainer of the run."""
+    config = RLConfig.model_validate({**table, "orchestrator": {"environments": [{"id": "x"}]}})
+    assert_same_when_fed_back(config)
+    assert_same_when_fed_back(config.trainer)
+    assert_same_when_fed_back(config.orchestrator)
+    if config.inference is not None:
+        assert_same_when_fed_back(config.inference)
+
+
+def assert_same_when_fed_back(config: BaseConfig) -> None:
+    expected = config.model_copy(update={"dry_run": False})
+    if isinstance(expected, InferenceConfig):
+        expected.api_key = None
+    with TemporaryDirectory() as directory:
+        path = Path(directory) / "config.toml"
+        write_toml(config, path)
+        assert parse(type(config), ["@", str(path)], {}) == expected
+
+
+def test_a_written_file_wins_over_variables(tmp_path: Path) -> None:
+    """Every setting is in it, so that the environment cannot change what it says."""
+    write_toml(TrainerConfig(), tmp_path / "t.toml")
+    env = {"PRIME_SEED": "4", "PRIME_CKPT__INTERVAL": "1", "PRIME_LOG_LEVEL": "debug", "PRIME_MAX_STEPS": "1"}
+    assert parse(TrainerConfig, ["@", str(tmp_path / "t.toml")], env) == TrainerConfig()
+
+
+@pytest.mark.parametrize("cls", [TrainerConfig, InferenceConfig, SFTConfig])
+def test_every_setting_is_written(cls: type[BaseConfig]) -> None:
+    text = to_toml(cls())
+    for name, setting in settings_of(cls).items():
+        if name != "dry_run":
+            assert name in text, setting
+
+
+def test_a_secret_is_not_written_and_not_shown() -> None:
+    config = InferenceConfig(api_key="s3cret")
+    assert 'api_key = "None"' in to_toml(config)
+    assert "s3cret" not in to_toml(config) + repr(config)
+    run = RLConfig.model_validate({"inference": {"api_key": "s3cret"}, "orchestrator": {"environment": {"id": "x"}}})
+    assert "s3cret" not in to_toml(run) + repr(run)
+
+
+def test_what_is_meant_for_one_start_is_not_written() -> None:
+    """Fed back, the configuration of a dry run runs, and that of a cleaned run does not clean again."""
+    run = RLConfig.model_validate({"dry_run": True, "clean": True, "orchestrator": {"environment": {"id": "x"}}})
+    assert "dry_run" not in to_toml(run)
+    assert "clean" not in to_toml(run)
+
+
+def test_writing_makes_the_directory_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "configs" / "trainer.toml"
+    write_toml(TrainerConfig(), path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["trainer.toml"]
+
+
+def test_constraints_hold_when_a_config_is_fed_back_with_an_override(tmp_path: Path) -> None:
+    write_toml(TrainerConfig(max_steps=20), tmp_path / "t.toml")
+    assert parse(TrainerConfig, ["@", str(tmp_path / "t.toml"), "--max-steps", "30"], {}).max_steps == 30
+    with pytest.raises(ConfigError):
+        parse(TrainerConfig, ["@", str(tmp_path / "t.toml"), "--max-steps", "0"], {})
