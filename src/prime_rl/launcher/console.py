@@ -71,12 +71,12 @@ class Console:
 
     def look(self) -> None:
         """Tell what is new."""
-        for line in self.progress.lines():
-            self.say(line)
         statuses = read_status(self._output_dir)
         for status in statuses.values():
             self._tell_phase(status)
             self._tell_wait(status)
+        for line in self.progress.lines():
+            self.say(line)
         if self._live is not None:
             from rich.text import Text
 

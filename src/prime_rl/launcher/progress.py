@@ -63,14 +63,14 @@ class Progress:
 
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
         self._ends.append(trainer["time"])
-        return step_line(step, self._max_steps, orchestrator, trainer, self._remaining(step, trainer))
+        return step_line(step, self._max_steps, orchestrator, trainer, self._remaining(step))
 
-    def _remaining(self, step: int, trainer: Row) -> float | None:
-        if self._max_steps is None:
-            return None
+    def _remaining(self, step: int) -> float | None:
+        """Seconds to go at the pace of the last steps. The first step waited for the start-up and tells nothing."""
         recent = self._ends[-_ETA_STEPS - 1 :]
-        per_step = (recent[-1] - recent[0]) / (len(recent) - 1) if len(recent) > 1 else trainer.get("time/step", 0.0)
-        return per_step * (self._max_steps - step - 1)
+        if self._max_steps is None or len(recent) < 2:
+            return None
+        return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._max_steps - step - 1)
 
 
 def is_step(row: Row) -> bool:
