@@ -22,7 +22,6 @@ class CommandLine:
     section_files: Layer = field(default_factory=list)
     root_files: Layer = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    help: bool = False
 
 
 def read(argv: Sequence[str], section: type[Section]) -> CommandLine:
@@ -32,9 +31,7 @@ def read(argv: Sequence[str], section: type[Section]) -> CommandLine:
     while tokens.left():
         token = tokens.take()
         try:
-            if token in ("-h", "--help"):
-                line.help = True
-            elif token.startswith("@"):
+            if token.startswith("@"):
                 line.root_files += files.read(_file(token, tokens, "@"))
             elif token.startswith("--") and len(token) > 2:
                 _option(token, tokens, section, line)
@@ -64,7 +61,7 @@ class _Tokens:
         if not self.left():
             return None
         token = self._argv[self._next]
-        return None if token.startswith(("--", "@")) or token == "-h" else token
+        return None if token.startswith(("--", "@")) else token
 
     def at_file(self) -> bool:
         return self.left() and self._argv[self._next].startswith("@")
@@ -141,13 +138,17 @@ def _value(name: str, glued: str | None, tokens: _Tokens, found: Found | None) -
             raise ConfigError([_stray(file) for file in given_files])
         return text.items(values, setting)
     following = tokens.peek() if glued is None else glued
-    if setting.is_bool and glued is None and (following is None or following.lower() not in text.WORDS):
+    if setting.is_bool and glued is None and not _is_truth(following, setting.nullable):
         return True
     if following is None:
         return _nothing(name, found)
     if glued is None:
         tokens.take()
     return _single(name, following, found)
+
+
+def _is_truth(token: str | None, nullable: bool) -> bool:
+    return token is not None and (token.lower() in text.WORDS or (nullable and token == "None"))
 
 
 def _nothing(name: str, found: Found) -> Any:

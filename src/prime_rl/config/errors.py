@@ -105,7 +105,7 @@ def describe(error: ValidationError, root: type[Section], origins: Origins, inco
             continue
         keys = plain_keys(root, details["loc"])
         keys += ("type",) if details["type"] == "union_tag_invalid" else ()
-        found += [(origins.given(keys), fault, line) for fault, line in _lines(details, keys, origins)]
+        found += [(origins.given(keys), fault, line) for fault, line in _lines(details, root, keys, origins)]
     told = {fault for given, fault, _ in found if given}
     lines = []
     for given, fault, line in found:
@@ -115,7 +115,7 @@ def describe(error: ValidationError, root: type[Section], origins: Origins, inco
     return lines
 
 
-def _lines(details: Any, keys: Keys, origins: Origins) -> Iterator[tuple[tuple[str, str], str]]:
+def _lines(details: Any, root: type[Section], keys: Keys, origins: Origins) -> Iterator[tuple[tuple[str, str], str]]:
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Problem | Problems):
         for problem in cause.problems if isinstance(cause, Problems) else [cause]:
@@ -123,8 +123,9 @@ def _lines(details: Any, keys: Keys, origins: Origins) -> Iterator[tuple[tuple[s
         return
     origin = origins.of(keys)
     message = _message(details)
-    told = origin is None or details["type"] in _SELF_EVIDENT or "api_key" in keys
-    got = "" if told else f", got {_short(details['input'])}"
+    setting = find(root, keys) if keys else None
+    secret = setting is not None and setting.setting.secret
+    got = "" if origin is None or secret or details["type"] in _SELF_EVIDENT else f", got {_short(details['input'])}"
     yield (message, repr(details["input"])), f"{'.'.join(keys)}: {message}{got}{_where(origin)}"
 
 

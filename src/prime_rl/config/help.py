@@ -23,7 +23,8 @@ def help_text(cls: type[Section], prog: str) -> str:
         textwrap.fill(_summary(cls), width) + ".",
         "",
         "The command line wins over files, a later file over an earlier one, files over variables (PRIME_MODEL__NAME for",
-        'model.name), and these over defaults. In TOML keys have _ for -, and null is "None".',
+        'model.name), and these over defaults. In TOML keys have _ for -, null is "None", and include = "other.toml" reads',
+        "another file first.",
     ]
     return "\n".join([*intro, *_section(cls, (), "General", width), "", "  -h, --help  Show this."])
 
@@ -59,7 +60,7 @@ def _inner(setting: Setting, keys: Keys, width: int) -> Iterator[str]:
 
 
 def _row(keys: Keys, setting: Setting, width: int) -> Iterator[str]:
-    option = spell(keys, "option").replace("--environments.n.", "--environments.N.")
+    option = spell(keys, "option")
     left = f"  {option}" if setting.is_bool and not setting.nullable else f"  {option} {type_text(setting)}"
     if setting.is_bool and not setting.nullable:
         left += " | " + spell((*keys[:-1], f"no-{keys[-1]}"), "option")

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import (
+    BaseConfig,
     ConfigError,
     EvalConfig,
     InferenceConfig,
@@ -33,7 +34,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     return write
 
 
-def problems(cls: type, argv: list[str], env: dict[str, str] | None = None) -> list[str]:
+def problems(cls: type[BaseConfig], argv: list[str], env: dict[str, str] | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         parse(cls, argv, env or {})
     return caught.value.problems
@@ -301,7 +302,7 @@ def test_a_list_needs_values() -> None:
         ),
     ],
 )
-def test_contradictions(cls: type, argv: list[str], line: str) -> None:
+def test_contradictions(cls: type[BaseConfig], argv: list[str], line: str) -> None:
     found = problems(cls, argv)
     assert len(found) == 1
     assert found[0].startswith(line)

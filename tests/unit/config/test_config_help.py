@@ -39,7 +39,7 @@ def test_every_option_is_shown_with_its_help(cls: type[BaseConfig]) -> None:
     text = help_text(cls, "x")
     flat = " ".join(text.split())
     for keys, setting in every(cls):
-        assert spell(keys, "option").replace("-n.", "-N.") in text or f"[{'.'.join(keys)}]" in text, keys
+        assert spell(keys, "option") in text or f"[{'.'.join(keys)}]" in text, keys
         description = (setting.field.description or "").rstrip(".")
         assert description
         assert keys[-1] == "type" or description in flat, keys

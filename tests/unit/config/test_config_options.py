@@ -53,6 +53,21 @@ def test_a_flag_does_not_swallow_what_follows() -> None:
     assert (config.bench, config.seed) == (True, 3)
 
 
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], None),
+        (["--model.compile"], True),
+        (["--model.no-compile"], False),
+        (["--model.compile", "None"], None),
+        (["--model.compile", "false"], False),
+    ],
+)
+def test_flags_that_may_be_null(argv: list[str], value: bool | None) -> None:
+    config = parse(TrainerConfig, [*argv, "--seed", "1"], {})
+    assert (config.model.compile, config.seed) == (value, 1)
+
+
 def test_a_nested_flag_is_switched_off_either_way() -> None:
     for option in ("--model.no-reshard-after-forward", "--no-model.reshard-after-forward"):
         assert parse(TrainerConfig, [option], {}).model.reshard_after_forward is False

@@ -288,7 +288,7 @@ def test_base_url_with_and_without_v1(url: str) -> None:
     ],
 )
 def test_older_spellings_work_with_a_hint(
-    cls: type, argv: list[str], key: str, expected: object, hint: str, capsys: pytest.CaptureFixture[str]
+    cls: type[BaseConfig], argv: list[str], key: str, expected: object, hint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load(cls, argv, prog="x")
     assert value(config, key) == expected

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import (
+    BaseConfig,
     ConfigError,
     EvalConfig,
     InferenceConfig,
@@ -172,8 +173,29 @@ def test_the_log_level_variable() -> None:
 
 def test_a_child_sees_no_variable_that_was_meant_as_a_setting() -> None:
     """A child gets a complete file; PRIME_TRAINER__SEED, right for `rl`, would be an error in the trainer."""
-    env = {"PRIME_TRAINER__SEED": "1", "PRIME_LOG_LEVEL": "debug", "PRIME_API_KEY": "k", "PATH": "p"}
-    assert child_env(env) == {"PRIME_API_KEY": "k", "PATH": "p"}
+    env = {"PRIME_TRAINER__SEED": "1", "PRIME_LOG_LEVEL": "debug", "PRIME_VLLM": "{'a': 1}"}
+    others = {"PRIME_API_KEY": "k", "PRIME_TEAM_ID": "t", "PATH": "p"}
+    assert child_env({**env, **others}, InferenceConfig) == others
+
+
+LAYERS = ("variable", "first file", "second file", "section file", "option")
+
+
+@pytest.mark.parametrize("given", range(1, 2 ** len(LAYERS)))
+def test_every_combination_of_layers(write: Write, given: int) -> None:
+    """Whatever layers set a key, in whatever order they are written, the highest of them counts."""
+    chosen = [name for bit, name in enumerate(LAYERS) if given & (1 << bit)]
+    number = {name: position + 1 for position, name in enumerate(LAYERS)}
+    argv = list(ORCH)
+    if "option" in chosen:
+        argv += ["--trainer.optim.lr", str(number["option"])]
+    if "section file" in chosen:
+        argv += ["--trainer.optim", "@", write("section.toml", f"lr = {number['section file']}")]
+    for name in ("first file", "second file"):
+        if name in chosen:
+            argv += ["@", write(f"{name}.toml", f"[trainer.optim]\nlr = {number[name]}")]
+    env = {"PRIME_TRAINER__OPTIM__LR": str(number["variable"])} if "variable" in chosen else {}
+    assert parse(RLConfig, argv, env).trainer.optim.lr == number[chosen[-1]]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +209,7 @@ def test_a_child_sees_no_variable_that_was_meant_as_a_setting() -> None:
         (EvalConfig, ["--environment-ids", "x"]),
     ],
 )
-def test_every_entrypoint_has_the_common_options(cls: type, argv: list[str]) -> None:
+def test_every_entrypoint_has_the_common_options(cls: type[BaseConfig], argv: list[str]) -> None:
     common = ["--output-dir", "elsewhere", "--seed", "4", "--dry-run", "--log.level", "warning"]
     config = parse(cls, [*argv, *common], {})
     assert (config.output_dir, config.seed, config.dry_run, config.log.level) == (Path("elsewhere"), 4, True, "warning")
