@@ -1,0 +1,244 @@
+"""What fine-tuning trains on, one step at a time: a stream of tokenized rows, cut into steps and packed."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import log
+from prime_rl.trainer.packing import Costs, Document, HostBatch, collate, plan
+from prime_rl.trainer.parallel import World, agree
+from prime_rl.trainer.sft.render import Tokens, tokenize
+from prime_rl.trainer.sft.rows import Rows
+
+if TYPE_CHECKING:
+    from prime_rl.config.sft import SFTData
+
+logger = log.get(__name__)
+
+STREAMS = 1  # of the cross-entropy token loss: weight / (loss tokens of the whole step)
+
+Tokenizer = Callable[[int], Tokens]
+"""The tokens of a row, by its index."""
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step: this rank's micro-batches, and counts over all ranks.
+
+    Args:
+        drawn: Rows taken from the stream before the next step, since its very beginning: where to go on after a resume.
+        dropped: Rows passed over in this step, by reason.
+        capacity: Tokens that the step could have held.
+    """
+
+    batches: list[HostBatch]
+    lengths: list[int]
+    loss_tokens: int
+    drawn: int
+    dropped: dict[str, int]
+    capacity: int
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+def row_order(rows: int, drawn: int, shuffle: bool, seed: int) -> Iterator[int]:
+    """Row indices without end, one permutation per epoch, beginning after the first `drawn` of them."""
+    epoch, offset = divmod(drawn, rows)
+    while True:
+        order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
+        yield from order[offset:].tolist()
+        epoch, offset = epoch + 1, 0
+
+
+class RowStream:
+    """Tokenized rows in the order of `row_order`, without those that cannot be trained on, which are counted.
+
+    Nothing is truncated: half a conversation would teach to break off. `peek` and `take` let a step leave the row that no longer fits.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, rows: int, seq_len: int, *, shuffle: bool, seed: int, drawn: int) -> None:
+        self._tokenizer, self._rows, self._seq_len = tokenizer, rows, seq_len
+        self._order = row_order(rows, drawn, shuffle, seed)
+        self._next: Tokens | None = None
+        self.drawn = drawn
+        self._skipped = 0  # of the next row: drawn, but not yet part of a step
+        self.dropped: Counter[str] = Counter()
+
+    def peek(self) -> Tokens:
+        """The next row that can be trained on.
+
+        Raises:
+            UserError: a whole epoch went by without one, or a row is malformed (says which).
+        """
+        while self._next is None:
+            index = next(self._order)
+            try:
+                tokens = self._tokenizer(index)
+            except UserError as error:
+                raise UserError(f"dataset row {index}: {error}") from error
+            reason = self._unfit(tokens)
+            if reason is None:
+                self._next = tokens
+                break
+            self._count(reason, index, len(tokens.input_ids))
+        return self._next
+
+    def take(self) -> Tokens:
+        """The same, and go on to the one after it."""
+        tokens = self.peek()
+        self._next = None
+        self.drawn += self._skipped + 1
+        self._skipped = 0
+        return tokens
+
+    def _unfit(self, tokens: Tokens) -> str | None:
+        if len(tokens.input_ids) > self._seq_len:
+            return "too_long"
+        return None if tokens.loss_mask[1:].any() else "untrained"
+
+    def _count(self, reason: str, index: int, length: int) -> None:
+        if not self.dropped[reason]:
+            why = (
+                f"its {length} tokens exceed seq_len {self._seq_len}"
+                if reason == "too_long"
+                else "no token of it is trained"
+            )
+            logger.warning("dropped row %d: %s (further ones are counted as data/dropped_%s)", index, why, reason)
+        self.dropped[reason] += 1
+        self._skipped += 1
+        if self._skipped >= self._rows:
+            raise UserError(
+                f"no row of the dataset can be trained on: of the last {self._rows} some exceed data.seq_len {self._seq_len} "
+                f"({self.dropped['too_long']}), others have no trained token ({self.dropped['untrained']}; see data.loss_mask)"
+            )
+
+
+def fill(stream: RowStream, rows: int, seq_len: int) -> list[Tokens]:
+    """Take what fits into `rows` rows of `seq_len` tokens, first fit. The first sample that fits nowhere is left for the next step."""
+    room = np.full(rows, seq_len)
+    taken = []
+    while (fits := np.flatnonzero(room >= len(stream.peek().input_ids))).size:
+        tokens = stream.take()
+        room[fits[0]] -= len(tokens.input_ids)
+        taken.append(tokens)
+    return taken
+
+
+def pack(
+    samples: Sequence[Tokens],
+    config: "SFTData",
+    world: World,
+    costs: Costs,
+    multiple_of: int,
+    drawn: int,
+    dropped: dict[str, int],
+) -> StepData:
+    """A step of these samples. Every rank packs the same ones, and keeps its own share."""
+    loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+    lengths = [len(sample.input_ids) for sample in samples]
+    mine = plan(lengths, config.micro_batch_size * config.seq_len, world.size, costs)[world.rank]
+    batches = [collate([_document(samples[i], loss_tokens) for i in indices], STREAMS, multiple_of) for indices in mine]
+    return StepData(batches, lengths, loss_tokens, drawn, dropped, config.batch_size * config.seq_len)
+
+
+def _document(sample: Tokens, loss_tokens: int) -> Document:
+    weights = np.full((STREAMS, len(sample.input_ids)), 1.0 / loss_tokens, dtype=np.float32)
+    return Document(sample.input_ids, sample.loss_mask, 1.0, weights)
+
+
+class RowData:
+    """Steps of a dataset. Rank for rank the same stream is read, so the number of ranks changes neither the steps nor where a resumed run goes on.
+
+    The next step is tokenized by a thread while this one is trained.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        tokenizer: PreTrainedTokenizerBase,
+        config: "SFTData",
+        world: World,
+        *,
+        vocabulary: int,
+        seed: int,
+        drawn: int,
+        costs: Costs,
+        multiple_of: int,
+    ) -> None:
+        def tokens(index: int) -> Tokens:
+            found = tokenize(rows[index], tokenizer, config.loss_mask)
+            check_vocabulary(found, vocabulary, tokenizer)
+            return found
+
+        self._stream = RowStream(tokens, len(rows), config.seq_len, shuffle=config.shuffle, seed=seed, drawn=drawn)
+        self._config, self._world, self._costs, self._multiple_of = config, world, costs, multiple_of
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sft-data")
+        self._next: Future[StepData] = self._thread.submit(self._prepare)
+
+    def read(self, step: int) -> StepData:
+        """
+        Raises:
+            UserError: a row is malformed, or none can be trained on.
+        """
+        data = agree(self._world, self._next.result)
+        self._next = self._thread.submit(self._prepare)
+        return data
+
+    def close(self) -> None:
+        """End the thread, once it has finished the step that it is at."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _prepare(self) -> StepData:
+        before = self._stream.dropped.copy()
+        samples = fill(self._stream, self._config.batch_size, self._config.seq_len)
+        dropped = {reason: self._stream.dropped[reason] - before[reason] for reason in ("too_long", "untrained")}
+        return pack(samples, self._config, self._world, self._costs, self._multiple_of, self._stream.drawn, dropped)
+
+
+def check_vocabulary(tokens: Tokens, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a token that the model has no embedding of."""
+    if len(tokens.input_ids) and tokens.input_ids.max() >= vocabulary:
+        worst = int(tokens.input_ids.max())
+        raise UserError(
+            f"token {worst} ({tokenizer.decode([worst])!r}), but the model has only {vocabulary}: whose tokenizer is this?"
+        )
+
+
+class FakeRows:
+    """Random tokens, every one trained, the same for one seed on any number of ranks. Needs no dataset.
+
+    Lengths are `seq_len` each (`fixed`), or uniform in [seq_len / 8, seq_len] (`variable`).
+    """
+
+    def __init__(
+        self, config: "SFTData", world: World, *, vocabulary: int, costs: Costs, multiple_of: int, seed: int
+    ) -> None:
+        self._config, self._world, self._costs = config, world, costs
+        self._vocabulary, self._multiple_of, self._seed = vocabulary, multiple_of, seed
+
+    def read(self, step: int) -> StepData:
+        config = self._config
+        draws = np.random.default_rng([self._seed, step])
+        samples: list[Tokens] = []
+        room = config.batch_size * config.seq_len
+        while (length := self._length(draws)) <= room:
+            samples.append(Tokens(draws.integers(0, self._vocabulary, length), np.ones(length, dtype=np.bool_)))
+            room -= length
+        return pack(samples, config, self._world, self._costs, self._multiple_of, drawn=0, dropped={})
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+    def _length(self, draws: np.random.Generator) -> int:
+        seq_len, fake = self._config.seq_len, self._config.fake
+        if fake is None or fake.type == "fixed":
+            return seq_len
+        return int(draws.integers(max(2, seq_len // 8), seq_len, endpoint=True))

@@ -1,0 +1,176 @@
+"""Supervised fine-tuning: the loop of the RL trainer with rows of a dataset and cross-entropy.
+
+Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`.
+"""
+
+import time
+
+import torch
+
+from prime_rl.config import SFTConfig
+from prime_rl.config.sft import FakeSFTData
+from prime_rl.config.trainer import ConstantScheduler
+from prime_rl.trainer import ckpt, perf, weights
+from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.model import Source, build_policy, find_model
+from prime_rl.trainer.optim import build_optimizer, learning_rate
+from prime_rl.trainer.packing import Costs
+from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
+from prime_rl.trainer.report import Report, bench_table
+from prime_rl.trainer.rl.train import BENCH_STEPS, load_tokenizer
+from prime_rl.trainer.sft.data import FakeRows, RowData
+from prime_rl.trainer.sft.rows import load_rows
+from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
+from prime_rl.trainer.stop import StopSignal
+
+
+def train(config: SFTConfig) -> None:
+    """Train until `max_steps`, or until a signal asks to stop.
+
+    Raises:
+        UserError: anything the user can mend, on every rank.
+    """
+    stop = StopSignal()
+    if config.bench:
+        config = bench_config(config)
+    world = init_world(config.device, config.dist_timeout)
+    report = Report(config, "sft", world)
+    torch.manual_seed(config.seed)
+
+    report.phase("loading the model")
+    source = locate_model(config, world)
+    policy = build_policy(source, config.model, world, config.seed)
+    optimizer = build_optimizer(policy, config.optim)
+    checkpoints = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
+    progress = ckpt.Progress()
+    if config.ckpt is not None and config.ckpt.resume_step is not None:
+        resume_step, max_steps = config.ckpt.resume_step, config.max_steps
+        step = on_main(world, lambda: ckpt.find(checkpoints, resume_step, max_steps))
+        report.phase(f"loading checkpoint {step}")
+        progress = ckpt.load(checkpoints, step, policy, optimizer, world)
+    start = exported = progress.step
+
+    report.phase("loading the data")
+    matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
+    data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
+    dtype = weights.export_dtype(config.weights.dtype, source)
+    versions = weights.Versions(config.output_dir / "weights", policy, source, world, dtype)
+    if not config.bench:
+        versions.open(start, config.output_dir / "incarnations")
+    report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
+
+    step = start
+    while config.max_steps is None or step < config.max_steps:
+        if sum_over_ranks(world, [stop()])[0]:
+            break
+        started = time.perf_counter()
+        report.step(step)
+        report.phase("training")
+        perf.reset_peak_memory(world.device)
+        batch = data.read(step)
+        read = time.perf_counter()
+
+        lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+        sums = forward_backward(policy, batch.batches, cross_entropy, world)
+        norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
+        (loss, entropy), grad_norm = read_sums(world, sums, norm)
+        trained = time.perf_counter()
+
+        progress = ckpt.Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
+        interval = config.ckpt and config.ckpt.interval
+        if config.ckpt is not None and interval and (step + 1) % interval == 0:
+            report.phase("saving weights and checkpoint")
+            versions.commit(step + 1)
+            ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
+            exported = step + 1
+            if world.is_main and config.ckpt.keep is not None:
+                versions.prune(step + 1, kept=set(ckpt.saved_steps(checkpoints)))
+        ended = time.perf_counter()
+
+        peak = perf.peak_flops(world.device)
+        done = perf.flops(matmul, width, batch.lengths)
+        metrics = {
+            "loss/mean": loss,
+            "entropy/mean": entropy,
+            "optim/grad_norm": grad_norm,
+            "optim/lr": lr,
+            "perf/throughput": batch.tokens / (ended - started),
+            "perf/peak_memory": perf.peak_memory_gib(world.device),
+            **({"perf/mfu": 100 * done / (trained - read) / world.size / peak} if peak else {}),
+            "time/step": ended - started,
+            "time/wait_for_batch": read - started,
+            "time/forward_backward": trained - read,
+            "time/save_ckpt": ended - trained,
+            "data/samples": len(batch.lengths),
+            "data/loss_tokens": batch.loss_tokens,
+            "data/packing_efficiency": batch.tokens / batch.capacity,
+            **{f"data/dropped_{reason}": count for reason, count in batch.dropped.items()},
+            "progress/tokens": progress.tokens,
+            "progress/samples": progress.samples,
+        }
+        report.metrics(step, config.max_steps, metrics)
+        step += 1
+
+    data.close()
+    if step > exported and not config.bench:
+        report.phase("saving weights")
+        versions.commit(step)
+        if config.ckpt is not None:
+            ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
+    if config.bench:
+        report.text(bench_table(report.history))
+    report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
+    close_world()
+
+
+def bench_config(config: SFTConfig) -> SFTConfig:
+    """A few steps on fake data, nothing saved."""
+    data = config.data.model_copy(update={"fake": config.data.fake or FakeSFTData()})
+    steps = min(config.max_steps or BENCH_STEPS, BENCH_STEPS)
+    scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
+    return config.model_copy(update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler})
+
+
+def locate_model(config: SFTConfig, world: World) -> Source:
+    """Find the model, rank 0 first: it downloads what is missing."""
+
+    def find() -> Source:
+        return find_model(
+            config.model.name,
+            trust_remote_code=config.model.trust_remote_code,
+            random_weights=config.data.fake is not None,
+        )
+
+    on_main(world, find)
+    return agree(world, find)
+
+
+def make_data(config: SFTConfig, world: World, source: Source, costs: Costs, drawn: int) -> RowData | FakeRows:
+    """The source of steps that the config names, after `drawn` rows of it."""
+    vocabulary = source.config.get_text_config().vocab_size
+    # Compiled CUDA kernels are fastest on whole tiles; a CPU would compute the padding.
+    multiple_of = 128 if world.device.type == "cuda" else 1
+    if config.data.fake is not None:
+        return FakeRows(
+            config.data, world, vocabulary=vocabulary, costs=costs, multiple_of=multiple_of, seed=config.seed
+        )
+    tokenizer = agree(world, lambda: load_tokenizer(source))
+    on_main(world, lambda: len(load_rows(config.data)))  # downloads what is missing, and fills the cache
+    rows = agree(world, lambda: load_rows(config.data))
+    return RowData(
+        rows,
+        tokenizer,
+        config.data,
+        world,
+        vocabulary=vocabulary,
+        seed=config.seed,
+        drawn=drawn,
+        costs=costs,
+        multiple_of=multiple_of,
+    )
+
+
+if __name__ == "__main__":
+    from prime_rl.entrypoints.sft import main
+
+    main()
