@@ -105,7 +105,7 @@ def describe(error: ValidationError, root: type[Section], origins: Origins, inco
             continue
         keys = plain_keys(root, details["loc"])
         keys += ("type",) if details["type"] == "union_tag_invalid" else ()
-        found += [(origins.given(keys), fault, line) for fault, line in _lines(details, root, keys, origins)]
+        found += [(origins.given(keys), *line) for line in _lines(details, root, keys, origins, incomplete)]
     told = {fault for given, fault, _ in found if given}
     lines = []
     for given, fault, line in found:
@@ -115,11 +115,15 @@ def describe(error: ValidationError, root: type[Section], origins: Origins, inco
     return lines
 
 
-def _lines(details: Any, root: type[Section], keys: Keys, origins: Origins) -> Iterator[tuple[tuple[str, str], str]]:
+def _lines(
+    details: Any, root: type[Section], keys: Keys, origins: Origins, incomplete: bool
+) -> Iterator[tuple[tuple[str, str], str]]:
     cause = details.get("ctx", {}).get("error")
     if isinstance(cause, Problem | Problems):
         for problem in cause.problems if isinstance(cause, Problems) else [cause]:
-            yield (str(problem), ""), _problem_line(problem, keys, origins)
+            given = any(origins.exact((*keys, *key.split("."))) is not None for key in problem.keys)
+            if given or not incomplete:
+                yield (str(problem), ""), _problem_line(problem, keys, origins)
         return
     origin = origins.of(keys)
     message = _message(details)

@@ -163,7 +163,8 @@ def test_missing_files(write: Write, tmp_path: Path) -> None:
     assert problems(TrainerConfig, ["@", "no/x.toml"]) == ["no such file: no/x.toml (nor is there a directory no)"]
     assert problems(TrainerConfig, ["@", str(tmp_path)])[0].endswith("cannot be read: Is a directory")
     # What the file would have given is not complained about.
-    assert problems(RLConfig, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
+    for cls in (RLConfig, OrchestratorConfig, EvalConfig):
+        assert problems(cls, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
 
 
 def test_at_without_a_file() -> None:
