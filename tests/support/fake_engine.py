@@ -83,9 +83,9 @@ class FakeEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/inference/v1/generate", self._generate)
         # A client that goes away cancels its request, as vLLM aborts it.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port, shutdown_timeout=0.1)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self

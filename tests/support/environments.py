@@ -1,0 +1,75 @@
+"""Small verifiers packages that misbehave in one way each, written into a directory for a worker's path."""
+
+from pathlib import Path
+
+TASKSET = """
+import os, sys, time
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    pass
+
+class Task(vf.Task[Data]):
+    @vf.reward(weight=1.0)
+    async def marks(self, trace: vf.Trace) -> float:
+        {reward}
+
+class Config(vf.TasksetConfig):
+    num_tasks: int = 2
+    prompt: str = "hello"
+
+class TestTaskset(vf.Taskset[Task, Config]):
+    def load(self):
+        {load}
+        for index in range(self.config.num_tasks):
+            yield Task(Data(prompt=self.config.prompt, system_prompt="s"), self.config.task)
+
+__all__ = ["TestTaskset"]
+"""
+
+TWO_TURN = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    words: list[str]
+
+class Task(vf.Task[Data]):
+    @vf.reward(weight=1.0)
+    async def marks(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+class TwoTurnTaskset(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        yield Task(Data(words=["first", "second"], system_prompt="s"), self.config.task)
+
+class TwoTurnEnv(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as chat:
+            for word in task.data.words:
+                if (await chat.turn(f"Say {word}")).terminated:
+                    break
+
+__all__ = ["TwoTurnTaskset", "TwoTurnEnv"]
+"""
+
+SOURCES = {
+    "env_good": TASKSET.format(reward="return 1.0", load=""),
+    "env_bad_reward": TASKSET.format(reward="print('chatter from a reward'); return 1 / 0", load=""),
+    "env_blocking": TASKSET.format(reward="time.sleep(600)", load=""),
+    "env_exits": TASKSET.format(reward="print('about to exit', flush=True); os._exit(3)", load=""),
+    "env_raises_in_load": TASKSET.format(reward="return 1.0", load="raise OSError('the data is not there')"),
+    "env_empty": TASKSET.format(reward="return 1.0", load="return"),
+    "env_raises_on_import": "value = 1 / 0\n",
+    "env_needs_missing": "import surely_not_installed\n",
+    "env_classic": "def load_environment():\n    return None\n__all__ = []\n",
+    "env_exports_nothing": "__all__ = []\n",
+    "env_two_turn": TWO_TURN,
+}
+
+
+def write_environments(directory: Path) -> Path:
+    """Every package as a module in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, source in SOURCES.items():
+        (directory / f"{name}.py").write_text(source)
+    return directory

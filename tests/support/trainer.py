@@ -1,0 +1,107 @@
+"""For trainer tests: a world of one rank, tiny models on disk, rollouts for them. Take a fixture into a test module with `world = support.world`."""
+
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import make_tiny_model
+from prime_rl.config import TrainerConfig
+from prime_rl.config.trainer import TrainerModel
+from prime_rl.trainer.model import Policy, build_policy, find_model
+from prime_rl.trainer.packing import Document
+from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.rl.train import train
+from prime_rl.transport.rollouts import Sample, write_batch
+
+VOCABULARY = 288
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("tied"), tied=True)
+
+
+@pytest.fixture(scope="session")
+def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    torch.set_num_threads(1)
+    yield init_world("cpu", 60)
+    close_world()
+
+
+@pytest.fixture
+def make_policy(world: World) -> Callable[..., Policy]:
+    def make(directory: Path, **settings: object) -> Policy:
+        return build_policy(find_model(str(directory)), TrainerModel(**settings), world)
+
+    return make
+
+
+@pytest.fixture
+def run_training() -> Iterator[Callable[[TrainerConfig], None]]:
+    """`train` in this process, whose signal handlers and process group are put back in order."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch.set_num_threads(1)
+
+    def run(config: TrainerConfig) -> None:
+        try:
+            train(config)
+        finally:
+            close_world()
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def make_sample(rng: np.random.Generator, name: str, tokens: int, temperature: float = 0.7) -> Sample:
+    """A sample of random tokens, the second half of which was sampled by some policy."""
+    mask = np.arange(tokens) >= tokens // 2
+    return Sample(
+        sample_id=name,
+        group_id=f"group-{name}",
+        task_id=f"task-{name}",
+        env="test",
+        policy_versions=[0],
+        input_ids=rng.integers(0, VOCABULARY, tokens).tolist(),
+        loss_mask=mask.tolist(),
+        logprobs=(mask * -rng.uniform(1, 6, tokens)).tolist(),
+        advantages=(mask * rng.standard_normal()).tolist(),
+        temperature=temperature,
+        reward=float(rng.uniform()),
+    )
+
+
+def write_rollouts(output_dir: Path, steps: int, samples: int = 6) -> list[list[Sample]]:
+    """Commit batches for steps 0 … steps - 1."""
+    rng = np.random.default_rng(7)
+    batches = [[make_sample(rng, f"{s}-{i}", int(rng.integers(5, 60))) for i in range(samples)] for s in range(steps)]
+    for step, batch in enumerate(batches):
+        write_batch(output_dir / "rollouts", step, batch)
+    return batches
+
+
+def make_config(output_dir: Path, model: Path, **settings: object) -> TrainerConfig:
+    base = {"output_dir": output_dir, "model": {"name": str(model)}, "device": "cpu", "seq_len": 128}
+    return TrainerConfig.model_validate({**base, "optim": {"lr": 1e-3}, "rollout_timeout": 5.0, **settings})
+
+
+def random_documents(lengths: tuple[int, ...], streams: int = 1) -> list[Document]:
+    rng = np.random.default_rng(3)
+    return [
+        Document(
+            rng.integers(0, VOCABULARY, n),
+            rng.uniform(size=n) < 0.6,
+            float(rng.uniform(0.5, 1.5)),
+            rng.standard_normal((streams, n)).astype(np.float32),
+        )
+        for n in lengths
+    ]

@@ -1,0 +1,81 @@
+"""Loading an environment: whatever is wrong, one line that names the real cause."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+from environments import write_environments
+from fake_engine import make_tokenizer
+
+from prime_rl.envs.protocol import Setup
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(write_environments(tmp_path / "environments")))
+
+
+def load(env_id: str, model: Path, **args: Any) -> Any:
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    return VerifiersEnv(Setup(env_id, env_id, args, str(model), "http://127.0.0.1:9/v1", "auto", 4, "info"))
+
+
+@pytest.mark.parametrize(
+    ("env_id", "message"),
+    [
+        ("no-such-env", "environment 'no-such-env' not found: there is no Python module 'no_such_env'"),
+        ("owner/no-such-env@1.0", "not found: there is no Python module 'no_such_env'"),
+        ("env-needs-missing", "failed to import: ModuleNotFoundError: No module named 'surely_not_installed'"),
+        ("env-raises-on-import", "failed to import: ZeroDivisionError: division by zero"),
+        ("env-raises-in-load", "failed to load: OSError: the data is not there"),
+        ("env-empty", "failed to load: ValueError: it has no tasks"),
+        ("env-classic", "uses the classic verifiers API"),
+        ("env-exports-nothing", "exports no Taskset subclass"),
+    ],
+)
+def test_what_is_wrong_is_named(env_id: str, message: str, model: Path) -> None:
+    """Not found, a missing dependency, an error on import or in load, an old or empty package: told apart."""
+    from prime_rl.envs.verifiers_v1 import LoadError
+
+    with pytest.raises(LoadError) as caught:
+        load(env_id, model)
+    assert message in str(caught.value)
+    assert env_id in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"num_task": 3}, "has no argument 'num_task'; did you mean 'num_tasks'?"),
+        ({"split": "test"}, "argument split"),
+        ({"num_tasks": "many"}, "argument num_tasks"),
+        ({"min_words": 3, "max_words": 2}, "need 1 <= min_words <= max_words"),
+    ],
+)
+def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Path) -> None:
+    """An unknown name, a value of the wrong kind, a value the environment refuses."""
+    from prime_rl.envs.verifiers_v1 import LoadError
+
+    with pytest.raises(LoadError) as caught:
+        load("reverse-text", model, **args)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_task_ids_name_one_task_each(model: Path) -> None:
+    """Arguments reach the taskset; ids are durable and distinct."""
+    env = load("reverse-text", model, split="eval", num_tasks=5)
+    assert len(set(env.task_ids)) == 5
+    assert all(task_id.startswith("reverse-text/") for task_id in env.task_ids)
+    assert env.arguments == ["max_words", "min_words", "num_tasks", "seed", "split", "system_prompt", "task"]
