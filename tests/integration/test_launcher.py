@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launcher.procs import identify
+from prime_rl.monitor import read_status
 
 PORT = 8250
 
@@ -72,7 +73,7 @@ if kind == "steps":
     from prime_rl.monitor.monitor import JsonlWriter, metrics_path
     status = Status(root, name)
     status.phase("training")
-    time.sleep(0.5)
+    time.sleep(2)
     out = JsonlWriter(metrics_path(root, name))
     for step in range(3):
         out.write(step, {"reward/mean": 0.5, "loss/mean": 0.1, "time/step": 0.1})
@@ -310,3 +311,12 @@ def test_a_process_can_wait_for_anothers_first_report(launch: Callable[..., Laun
     """`after`: the later process starts once the earlier one has written its status."""
     status, out = launch("trainer=steps", "orchestrator=late").wait()
     assert status == 0, out
+
+
+def test_a_closed_pipe_does_not_end_the_run(launch: Callable[..., Launch]) -> None:
+    """`rl … | head` and a closed terminal lose the console, not the training."""
+    run = launch("trainer=steps", "orchestrator=steps")
+    assert run.popen.stdout is not None
+    run.popen.stdout.close()
+    assert run.popen.wait(30) == 0
+    assert read_status(run.base / "run")["trainer"].outcome == "finished"

@@ -1,8 +1,11 @@
 """What the person at the terminal sees: start-up phases, a line per step, a summary. Plain lines when it is no terminal."""
 
+import errno
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -54,10 +57,11 @@ class Console:
 
     def say(self, text: str) -> None:
         line = f"{time.strftime('%H:%M:%S')} {text}"
-        if self._live is None:
-            print(line, flush=True)
-        else:
-            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        with self._terminal_may_go():
+            if self._live is None:
+                print(line, flush=True)
+            else:
+                self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def tick(self) -> None:
         """Call it as often as you like: it looks at the files four times a second."""
@@ -80,9 +84,22 @@ class Console:
         if self._live is not None:
             from rich.text import Text
 
-            self._live.update(
-                Text(self._status_line(statuses), style="dim", overflow="ellipsis", no_wrap=True), refresh=True
-            )
+            text = Text(self._status_line(statuses), style="dim", overflow="ellipsis", no_wrap=True)
+            with self._terminal_may_go():
+                self._live.update(text, refresh=True)
+
+    @contextmanager
+    def _terminal_may_go(self) -> Iterator[None]:
+        """A closed terminal or pipe (`rl … | head`) must not end the run: what is left to say is dropped."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            self._live = None
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
     def _tell_phase(self, status: ProcessStatus) -> None:
         """Phases are told while the run starts and as it ends; in between there is the line per step."""

@@ -88,7 +88,9 @@ class Supervisor:
 
     def run(self) -> Outcome:
         """Blocks until the run is over. Afterwards no process of it is alive."""
-        numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
+            numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
             with Lifeline() as lifeline:

@@ -1,0 +1,118 @@
+"""The `rl` command before anything is started: dry runs and refusals leave nothing behind. And W&B without a network."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config.shared import MonitorConfig, WandbConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor import Monitor
+
+PORT = 8260
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Looks like a model to the checks; nothing here loads it."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (directory / name).touch()
+    return directory
+
+
+def rl(model: Path, output_dir: Path, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    given = ("--inference.server.port", str(PORT), "--model.name", str(model), "--output-dir", str(output_dir))
+    environment = ("--orchestrator.environment.id", "reverse-text")
+    return subprocess.run(
+        [sys.executable, "-m", "prime_rl.entrypoints.rl", *given, *environment, *options],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+        timeout=60,
+    )
+
+
+def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: Path) -> None:
+    """COMMANDS: validates, prints processes, ports and directories, writes resolved TOMLs, touches nothing else."""
+    done = rl(model, tmp_path / "run", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert f"port {PORT}" in done.stdout
+    written = sorted(
+        str(path.relative_to(tmp_path / "run")) for path in (tmp_path / "run").rglob("*") if path.is_file()
+    )
+    assert written == [f"configs/{name}.toml" for name in ("inference", "orchestrator", "rl", "trainer")]
+    again = subprocess.run(
+        [sys.executable, "-m", "prime_rl.entrypoints.rl", "@", str(tmp_path / "run/configs/rl.toml"), "--dry-run"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (again.returncode, again.stdout) == (0, done.stdout)
+
+
+def test_dry_run_of_a_run_on_several_gpus(model: Path, tmp_path: Path) -> None:
+    """Placement is planned for the visible devices; too few are refused with the arithmetic, exit 1."""
+    asked = ("--dry-run", "--trainer-gpus", "2", "--inference-gpus", "2")
+    done = rl(model, tmp_path / "run", *asked, CUDA_VISIBLE_DEVICES="4,5,6,7")
+    assert done.returncode == 0, done.stderr
+    assert "inference      GPU 4,5" in done.stdout
+    assert "trainer        GPU 6,7" in done.stdout
+    few = rl(model, tmp_path / "few", *asked, CUDA_VISIBLE_DEVICES="4,5,6")
+    assert few.returncode == 1
+    assert few.stderr.startswith(
+        "error: the run needs 4 GPUs (2 for inference + 2 for trainer), but 3 visible (4, 5, 6)"
+    )
+    assert not (tmp_path / "few").exists()
+
+
+def test_port_in_use_is_refused_before_anything_starts(model: Path, tmp_path: Path) -> None:
+    """One clear line, exit 1, no directory left."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", PORT))
+        taken.listen()
+        done = rl(model, tmp_path / "run")
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: port {PORT} ")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_earlier_run_is_refused(model: Path, tmp_path: Path) -> None:
+    """Results are neither overwritten nor mixed with."""
+    (tmp_path / "run" / "rollouts" / "step_0").mkdir(parents=True)
+    done = rl(model, tmp_path / "run")
+    assert done.returncode == 1
+    assert "holds an earlier run (rollouts)" in done.stderr
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["rollouts"]
+
+
+def test_missing_model_is_refused(tmp_path: Path) -> None:
+    """A model directory that is not there is named."""
+    done = rl(tmp_path / "none", tmp_path / "run")
+    assert (done.returncode, done.stderr) == (1, f"error: model directory {tmp_path / 'none'} does not exist\n")
+
+
+def test_bad_configuration_exits_with_2(model: Path, tmp_path: Path) -> None:
+    """Told apart from a failure."""
+    assert rl(model, tmp_path / "run", "--max-step", "3").returncode == 2
+
+
+def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offline runs are written below the run directory; online without a key is one readable error and no file."""
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monitor = Monitor(tmp_path, "trainer", MonitorConfig(wandb=WandbConfig(id="abc-trainer", offline=True)), {})
+    monitor.log(0, {"loss/mean": 1.0})
+    monitor.close()
+    assert list((tmp_path / "logs" / "wandb").glob("offline-run-*-abc-trainer/*.wandb"))
+    with pytest.raises(UserError, match=r"W&B did not start.*--monitor\.wandb\.offline"):
+        Monitor(tmp_path / "online", "trainer", MonitorConfig(wandb=WandbConfig()), {})
+    assert not (tmp_path / "online" / "metrics").exists()
