@@ -5,7 +5,6 @@ Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU.
 """
 
 import json
-import logging
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -231,7 +230,6 @@ def _checkpointed(layer: nn.Module, level: str, kept: set[Any]) -> nn.Module:
     def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it warns about the context function at every compile
     contexts = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint_wrapper(layer, preserve_rng_state=False, context_fn=contexts)
 

@@ -1,0 +1,160 @@
+"""Committed versions: exactly the trained weights, loadable, complete or absent."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.model import Policy, find_model, named_parameters
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.weights import Versions, export, export_dtype
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import verify_weights
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+tied_model, untied_model = support.tied_model, support.untied_model
+
+
+@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_what_was_trained(
+    which: str,
+    dtype: torch.dtype,
+    world: World,
+    make_policy: Callable[..., Policy],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+) -> None:
+    """transformers loads the directory bit-equal to the masters rounded to its dtype; the manifest verifies; a tied head is written once."""
+    directory = request.getfixturevalue(which)
+    policy = make_policy(directory)
+    with torch.no_grad():
+        for _, p in named_parameters(policy):
+            p.to_local().add_(0.001)
+    final = tmp_path / "step_3"
+    export(policy, find_model(str(directory)), world, final, version=3, incarnation=2, dtype=dtype)
+    manifest = verify_weights(final)
+    assert (manifest.version, manifest.incarnation, manifest.base) == (3, 2, None)
+    loaded = AutoModelForCausalLM.from_pretrained(final)
+    assert loaded.dtype == dtype
+    for name, p in named_parameters(policy):
+        assert torch.equal(loaded.get_parameter(name), p.full_tensor().to(dtype)), name
+    with safe_open(final / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) == (which == "untied_model")  # noqa: SIM118
+    assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(directory).chat_template
+
+
+def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) -> None:
+    """`auto` keeps the dtype that the base model was published in."""
+    AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
+    assert export_dtype("auto", find_model(str(tmp_path))) == torch.bfloat16
+    assert export_dtype("auto", find_model(str(tied_model))) == torch.float32
+    assert export_dtype("bfloat16", find_model(str(tied_model))) == torch.bfloat16
+
+
+@pytest.mark.parametrize("call", ["pwrite", "truncate"])
+def test_disk_full(
+    call: str,
+    world: World,
+    make_policy: Callable[..., Policy],
+    tied_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A full disk is one clear line and leaves neither a final name nor a stage behind."""
+    policy = make_policy(tied_model)
+
+    def full(*args: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if call == "pwrite":
+        monkeypatch.setattr(os, "pwrite", full)
+    else:
+        monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(UserError, match="disk full while writing"):
+        export(
+            policy,
+            find_model(str(tied_model)),
+            world,
+            tmp_path / "step_1",
+            version=1,
+            incarnation=0,
+            dtype=torch.float32,
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def versions(
+    world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
+) -> Callable[[], Versions]:
+    """One life of a trainer each call, all on the same run directory."""
+    policy, source = make_policy(tied_model), find_model(str(tied_model))
+    return lambda: Versions(tmp_path / "weights", policy, source, world, torch.float32)
+
+
+def test_life_and_resume(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """Version 0 is the base by reference; a resumed life retires later versions and is told apart by its incarnation."""
+    first = versions()
+    first.open(0, tmp_path / "incarnations")
+    base = verify_weights(tmp_path / "weights" / "step_0")
+    assert base.base is not None
+    for version in (1, 2, 3):
+        first.commit(version)
+    second = versions()
+    second.open(1, tmp_path / "incarnations")
+    assert list_steps(tmp_path / "weights") == [0, 1]
+    second.commit(2)
+    manifests = [verify_weights(tmp_path / "weights" / f"step_{v}") for v in (1, 2)]
+    assert [m.incarnation for m in manifests] == [0, 1]
+    assert manifests[0].hash == base.hash  # nothing was trained here
+
+
+def test_resume_brings_back_a_pruned_version(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """The version that a resumed trainer starts from is committed again when it is gone."""
+    versions().open(4, tmp_path / "incarnations")
+    assert list_steps(tmp_path / "weights") == [0, 4]
+
+
+def test_fresh_start_refuses_an_earlier_run(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """Starting anew on a directory with versions of another run is refused, and leaves them alone."""
+    first = versions()
+    first.open(0, tmp_path / "incarnations")
+    first.commit(1)
+    with pytest.raises(UserError, match="earlier run"):
+        versions().open(0, tmp_path / "incarnations")
+    assert list_steps(tmp_path / "weights") == [0, 1]
+
+
+def test_another_base_is_refused(
+    versions: Callable[[], Versions],
+    world: World,
+    make_policy: Callable[..., Policy],
+    untied_model: Path,
+    tmp_path: Path,
+) -> None:
+    """A run directory belongs to one base model."""
+    versions().open(0, tmp_path / "incarnations")
+    other = Versions(
+        tmp_path / "weights", make_policy(untied_model), find_model(str(untied_model)), world, torch.float32
+    )
+    with pytest.raises(UserError, match="another base model"):
+        other.open(0, tmp_path / "incarnations")
+
+
+def test_prune(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """The base, what is young enough and what checkpoints need stay."""
+    life = versions()
+    life.open(0, tmp_path / "incarnations")
+    for version in range(1, 6):
+        life.commit(version)
+    life.prune(4, kept={2})
+    assert list_steps(tmp_path / "weights") == [0, 2, 4, 5]

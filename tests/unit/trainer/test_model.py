@@ -1,0 +1,207 @@
+"""The policy: packing, checkpointing and compiling change nothing; what does not fit is refused in one line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from prime_rl.config.trainer import TrainerModel
+from prime_rl.errors import UserError
+from prime_rl.trainer import attention
+from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.model import Policy, build_policy, find_model, named_parameters, to_device
+from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.parallel import World, choose_device
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+tied_model, untied_model = support.tied_model, support.untied_model
+
+CPU = torch.device("cpu")
+LENGTHS = (17, 2, 40, 1, 9)
+
+
+def gradients(policy: Policy, groups: list[list[Document]]) -> dict[str, Tensor]:
+    """Gradients of the cross-entropy over several micro-batches."""
+    policy.zero_grad()
+    for group in groups:
+        policy(to_device(collate(group, 1), CPU), cross_entropy)[0].backward()
+    return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
+
+
+@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
+def test_packed_equals_unpacked_equals_transformers(
+    which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
+) -> None:
+    """Packed documents give the log-probabilities and gradients of one document at a time, and those of transformers' own model."""
+    directory = request.getfixturevalue(which)
+    policy = make_policy(directory, head_chunk=7)
+    documents = support.random_documents(LENGTHS)
+    packed = policy(to_device(collate(documents, 1), CPU))
+    single = [policy(to_device(collate([d], 1), CPU)) for d in documents]
+    for a, b in zip(packed, zip(*single, strict=True), strict=True):
+        torch.testing.assert_close(a, torch.cat(b), atol=1e-5, rtol=1e-5)
+
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    logprobs = []
+    for document in documents:
+        ids = torch.tensor(document.input_ids)
+        logits = theirs(ids[None]).logits[0, :-1] / document.temperature
+        logp = torch.log_softmax(logits, -1).gather(1, ids[1:, None]).squeeze(1)
+        logprobs.append(logp[torch.tensor(document.loss_mask[1:])])
+    torch.testing.assert_close(packed[0], torch.cat(logprobs), atol=1e-5, rtol=1e-5)
+
+    together, apart = gradients(policy, [documents]), gradients(policy, [[d] for d in documents])
+    for name, gradient in together.items():
+        torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "attention"},
+        {"reshard_after_forward": False},
+        {"head_chunk": 5},
+    ],
+    ids=str,
+)
+def test_memory_settings_change_no_number(
+    settings: dict[str, object], make_policy: Callable[..., Policy], tied_model: Path
+) -> None:
+    """Recomputation, resharding and chunking trade memory for time, not results."""
+    groups = [support.random_documents((17, 30)), support.random_documents((25,))]
+    want = gradients(make_policy(tied_model), groups)
+    got = gradients(make_policy(tied_model, **settings), groups)
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_empty_micro_batch_has_zero_gradients(make_policy: Callable[..., Policy], tied_model: Path) -> None:
+    """A rank without work runs forward and backward all the same, and adds nothing."""
+    assert not any(g.any() for g in gradients(make_policy(tied_model), [[]]).values())
+
+
+@pytest.mark.parametrize("window", [None, 3, 100])
+@pytest.mark.parametrize("lengths", [(1,), (5, 7, 1, 12)])
+def test_sdpa_equals_the_mask(lengths: tuple[int, ...], window: int | None) -> None:
+    """Document by document, and with the mask used while compiling, attention equals softmax written out, windows included."""
+    total = sum(lengths)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(total, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    got = attention.sdpa(q, k, v, cu_seqlens, max(lengths), 0.3, window)
+    want = torch.zeros_like(q)
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        for row in range(start, end):
+            first = start if window is None else max(start, row - window + 1)
+            for head in range(4):
+                keys, values = k[first : row + 1, head // 2], v[first : row + 1, head // 2]
+                want[row, head] = torch.softmax(0.3 * keys @ q[row, head], 0) @ values
+    torch.testing.assert_close(got, want)
+    mask = attention._document_mask(cu_seqlens, total, window)
+    scores = 0.3 * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)).masked_fill(~mask, -torch.inf)
+    masked = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, 1))
+    torch.testing.assert_close(masked, want)
+
+
+@pytest.mark.parametrize("backend", ["varlen", "flash_attention_2", "flash_attention_3", "cudnn"])
+def test_absent_backend(backend: str) -> None:
+    """A named backend that cannot run is refused, never replaced silently."""
+    with pytest.raises(UserError, match=backend):
+        attention.choose(backend, "cpu")
+    assert attention.choose("auto", "cpu") == "sdpa"
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is asked for and not there is an error; auto falls back."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="no GPU"):
+        choose_device("cuda")
+    assert choose_device("auto") == "cpu"
+
+
+def broken(directory: Path, model: Path, change: Callable[[Path], None]) -> str:
+    shutil.copytree(model, directory)
+    change(directory)
+    return str(directory)
+
+
+def retensor(directory: Path, change: Callable[[dict[str, Tensor]], None]) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
+    "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be used"),
+    "unknown architecture": (lambda d: (d / "config.json").write_text('{"model_type": "x"}'), "cannot be used"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"no \*.safetensors"),
+    "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1\0\0"), "damaged or unreadable"),
+    "missing tensor": (
+        lambda d: retensor(d, lambda t: t.pop("model.norm.weight")),
+        "no tensor model.norm.weight",
+    ),
+    "wrong shape": (
+        lambda d: retensor(d, lambda t: t.update({"model.norm.weight": torch.ones(3)})),
+        r"model.norm.weight has shape \[3\], config.json says \[64\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKAGES)
+def test_broken_model_directory(name: str, world: World, tied_model: Path, tmp_path: Path) -> None:
+    """Each way a model directory can be broken is one clear line."""
+    change, message = BREAKAGES[name]
+    directory = broken(tmp_path / "model", tied_model, change)
+    with pytest.raises(UserError, match=message) as caught:
+        build_policy(find_model(directory), TrainerModel(), world)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./no-such-model", "outputs/weights/step_3"])
+def test_missing_model_directory(name: str) -> None:
+    """A path that is not there is said to be missing, not looked up on the hub."""
+    with pytest.raises(UserError, match=f"{name} does not exist"):
+        find_model(name)
+
+
+def test_random_weights_need_no_download(tied_model: Path, tmp_path: Path) -> None:
+    """Fake data knows the shape of the default model; an unknown name is refused; a directory's config is enough."""
+    source = find_model("Qwen/Qwen3-0.6B", random_weights=True)
+    assert source.directory is None
+    assert (source.config.hidden_size, source.config.num_hidden_layers, source.config.vocab_size) == (1024, 28, 151936)
+    with pytest.raises(UserError, match="needs the shape of nobody/nothing"):
+        find_model("nobody/nothing", random_weights=True)
+    (tmp_path / "config.json").write_text((tied_model / "config.json").read_text())
+    assert find_model(str(tmp_path), random_weights=True).directory is None
+
+
+def test_random_weights_follow_the_seed(world: World, tied_model: Path, tmp_path: Path) -> None:
+    """The same seed gives the same random model, another seed another one, and norms are 1."""
+    (tmp_path / "config.json").write_text((tied_model / "config.json").read_text())
+    source = find_model(str(tmp_path), random_weights=True)
+    a, b, c = (
+        {n: p.full_tensor() for n, p in named_parameters(build_policy(source, TrainerModel(), world, seed))}
+        for seed in (0, 0, 1)
+    )
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not torch.equal(a["model.embed_tokens.weight"], c["model.embed_tokens.weight"])
+    assert (a["model.norm.weight"] == 1).all()
+
+
+def test_sharded_checkpoint(make_policy: Callable[..., Policy], untied_model: Path, tmp_path: Path) -> None:
+    """A model in several files with an index loads like the one in a single file."""
+    model = AutoModelForCausalLM.from_pretrained(untied_model)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 10
+    one, several = dict(named_parameters(make_policy(untied_model))), dict(named_parameters(make_policy(tmp_path)))
+    assert all(torch.equal(one[name].full_tensor(), several[name].full_tensor()) for name in one)

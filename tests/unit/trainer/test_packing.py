@@ -1,0 +1,72 @@
+"""Packing: every sample once, no micro-batch over its limits, as many on every rank; collation keeps tokens, labels and boundaries."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.packing import Costs, Document, collate, plan
+
+
+@given(
+    lengths=st.lists(st.integers(1, 64), max_size=60),
+    ranks=st.integers(1, 5),
+    quadratic=st.sampled_from([0.0, 0.1]),
+    most=st.sampled_from([None, 1, 3]),
+)
+def test_plan(lengths: list[int], ranks: int, quadratic: float, most: int | None) -> None:
+    """Every sample exactly once; no bin over seq_len or over the document limit; equal counts; the same for every caller."""
+    result = plan(lengths, 64, ranks, Costs(1.0, quadratic), most)
+    bins = [members for of_rank in result for members in of_rank]
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= 64 for members in bins)
+    assert all(len(members) <= (most or len(lengths) + 1) for members in bins)
+    assert len({len(of_rank) for of_rank in result}) == 1
+    assert len(result) == ranks
+    assert len(result[0]) >= 1
+    assert plan(np.array(lengths, dtype=np.int64), 64, ranks, Costs(1.0, quadratic), most) == result
+
+
+def test_micro_steps_are_balanced() -> None:
+    """The micro-batches of one micro-step cost about the same: ranks wait for the dearest of them."""
+    lengths = np.random.default_rng(0).lognormal(6, 0.8, 400).astype(np.int64).clip(16, 4096)
+    costs = Costs(1.0, 1e-4)  # about the ratio of a 0.6B model
+    result = plan(lengths, 4096, 8, costs)
+    price = np.array([[costs.of(lengths[members]).sum() for members in of_rank] for of_rank in result])
+    assert price.sum() / (8 * price.max(axis=0).sum()) > 0.9
+
+
+def test_too_long() -> None:
+    """A sample that fits no micro-batch is an error that names both lengths."""
+    with pytest.raises(UserError, match=r"sample 1 has 65 tokens.*seq_len 64"):
+        plan([3, 65], 64, 1)
+
+
+def make(tokens: list[int], mask: list[bool], temperature: float = 1.0) -> Document:
+    return Document(np.array(tokens), np.array(mask), temperature, np.array([tokens], dtype=np.float32) * 10)
+
+
+def test_collate() -> None:
+    """Positions restart, the loss index points at the predecessor of each trained token, streams are the trained token's own."""
+    documents = [make([1, 2, 3], [True, False, True], 0.5), make([4, 5], [False, True])]
+    batch = collate(documents, 1)
+    assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
+    assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5]
+    assert batch.max_seqlen == 3
+    assert batch.loss_index.tolist() == [1, 3]  # the first document's first token is predicted from nothing
+    assert batch.labels.tolist() == [3, 5]
+    assert batch.inv_temperature.tolist() == [2.0, 1.0]
+    assert batch.streams.tolist() == [[30.0, 50.0]]
+
+
+@pytest.mark.parametrize(("documents", "multiple", "tokens"), [(0, 1, 2), (0, 8, 8), (1, 8, 8), (3, 8, 16)])
+def test_padding(documents: int, multiple: int, tokens: int) -> None:
+    """Padding is a document of its own without loss tokens; an empty micro-batch is padding only."""
+    batch = collate([make([1, 2, 3], [True, True, True])] * documents, 1, multiple)
+    assert len(batch.input_ids) == len(batch.position_ids) == batch.cu_seqlens[-1] == tokens
+    assert batch.lengths.tolist() == [3] * documents
+    assert len(batch.labels) == 2 * documents
+    assert batch.streams.shape == (1, 2 * documents)
+    assert (np.diff(batch.cu_seqlens) > 0).all()

@@ -1,0 +1,149 @@
+"""The stream of samples, its steps, and their packing."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from prime_rl.config.sft import FakeSFTData, SFTData
+from prime_rl.errors import UserError
+from prime_rl.trainer.packing import Costs
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.sft.data import FakeRows, RowData, RowStream, check_vocabulary, fill, row_order
+from prime_rl.trainer.sft.render import Tokens
+from support import trainer as support
+
+tied_model, world = support.tied_model, support.world
+
+
+def sample(length: int, trained: int = 1) -> Tokens:
+    return Tokens(np.full(length, length), np.arange(length) >= length - trained)
+
+
+def stream(lengths: list[int], seq_len: int = 10, drawn: int = 0) -> RowStream:
+    """Rows of these lengths in order; a negative length is a row without trained tokens."""
+    rows = [sample(n) if n > 0 else sample(-n, 0) for n in lengths]
+    return RowStream(lambda i: rows[i], len(rows), seq_len, shuffle=False, seed=0, drawn=drawn)
+
+
+def test_order() -> None:
+    """Every epoch is a permutation of its own, decided by the seed; without shuffling, the order of the file."""
+    first, second = (list(itertools.islice(row_order(6, 0, True, 3), 12))[i : i + 6] for i in (0, 6))
+    assert sorted(first) == sorted(second) == list(range(6))
+    assert first != second
+    assert list(itertools.islice(row_order(6, 0, True, 3), 6)) == first
+    assert list(itertools.islice(row_order(6, 0, True, 4), 6)) != first
+    assert list(itertools.islice(row_order(2, 0, False, 3), 5)) == [0, 1, 0, 1, 0]
+
+
+@given(st.integers(1, 9), st.integers(0, 40), st.booleans())
+def test_order_resumes(rows: int, drawn: int, shuffle: bool) -> None:
+    """Going on after `drawn` rows is the undivided order from there."""
+    whole = list(itertools.islice(row_order(rows, 0, shuffle, 1), drawn + 12))
+    assert list(itertools.islice(row_order(rows, drawn, shuffle, 1), 12)) == whole[drawn:]
+
+
+def test_fill() -> None:
+    """A step ends with the first sample that fits in none of its rows; the next step begins with that one."""
+    source = stream([6, 5, 4, 5, 3, 10, 9])
+    assert [len(s.input_ids) for s in fill(source, 2, 10)] == [6, 5, 4, 5]  # rows 6+4, 5+5
+    assert source.drawn == 4
+    assert [len(s.input_ids) for s in fill(source, 2, 10)] == [3, 10]
+    assert [len(s.input_ids) for s in fill(source, 2, 10)] == [9, 6]  # over the end of the epoch
+    assert source.drawn == 8
+
+
+@given(st.lists(st.integers(-12, 12).filter(bool), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
+def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
+    """Steps take the usable rows in order, leave none out, and a stream begun at `drawn` goes on with the very next one."""
+    usable = [n for n in lengths if 2 <= n <= 10]
+    if not usable:
+        return
+    source = stream(lengths)
+    taken = [[len(s.input_ids) for s in fill(source, rows, 10)] for _ in range(steps)]
+    flat = sum(taken, [])
+    assert flat == list(itertools.islice(itertools.cycle(usable), len(flat)))
+    assert all(sum(step) <= rows * 10 for step in taken)
+    resumed = stream(lengths, drawn=source.drawn)
+    assert [len(s.input_ids) for s in fill(resumed, rows, 10)] == [len(s.input_ids) for s in fill(source, rows, 10)]
+
+
+def test_dropped_rows_are_counted() -> None:
+    """Too long and untrained samples are passed over and counted, never cut; a row whose only trained token is its first counts as untrained."""
+    source = stream([11, 4, -5, 1, 12, 3])
+    assert [len(source.take().input_ids) for _ in range(2)] == [4, 3]
+    assert source.dropped == {"too_long": 2, "untrained": 2}
+    assert source.drawn == 6
+
+
+def test_nothing_to_train_on() -> None:
+    """A dataset without a single usable row is refused after one look at each, with the reasons."""
+    with pytest.raises(UserError, match=r"no row .* exceed data.seq_len 10 \(2\), others have no trained token \(1"):
+        stream([11, -5, 12]).peek()
+
+
+def data(
+    name: Path, model: Path, world: World, micro_batch_size: int = 1, drawn: int = 0, vocabulary: int = 288
+) -> RowData:
+    config = SFTData(name=str(name), seq_len=64, batch_size=4, micro_batch_size=micro_batch_size, shuffle=False)
+    rows = [{"prompt": "a" * i, "completion": "b" * (i % 5 + 1)} for i in range(1, 20)]
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return RowData(
+        rows, tokenizer, config, world, vocabulary=vocabulary, seed=0, drawn=drawn, costs=Costs(), multiple_of=1
+    )
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_weights_of_a_step_sum_to_one(micro_batch_size: int, tied_model: Path, tmp_path: Path, world: World) -> None:
+    """Every loss token of a step weighs the same, whatever micro-batch it is in; nothing is lost in packing."""
+    source = data(tmp_path, tied_model, world, micro_batch_size)
+    step = source.read(0)
+    source.close()
+    weights = np.concatenate([batch.streams[0] for batch in step.batches])
+    assert weights.size == step.loss_tokens
+    np.testing.assert_allclose(weights, 1 / step.loss_tokens, rtol=1e-6)
+    assert sum(int(batch.lengths.sum()) for batch in step.batches) == step.tokens <= step.capacity == 256
+    assert max(len(batch.input_ids) for batch in step.batches) <= 64 * micro_batch_size
+    # Completions of i % 5 + 1 letters, each with the end of its turn.
+    assert step.loss_tokens == sum(i % 5 + 2 for i in range(1, step.drawn + 1))
+
+
+def test_a_bad_row_is_named(tied_model: Path, tmp_path: Path, world: World) -> None:
+    """An error in the thread that prepares steps reaches the reader, with the row's number."""
+    config = SFTData(name=str(tmp_path), seq_len=64, batch_size=1, shuffle=False)
+    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 7}]
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    source = RowData(rows, tokenizer, config, world, vocabulary=288, seed=0, drawn=0, costs=Costs(), multiple_of=1)
+    with pytest.raises(UserError, match="dataset row 1: `completion` is 7"):
+        source.read(0)
+    source.close()
+
+
+def test_another_models_tokenizer(tied_model: Path) -> None:
+    """A token without an embedding is refused before it reaches the device."""
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    check_vocabulary(sample(258), 259, tokenizer)
+    with pytest.raises(UserError, match=r"token 258 \('<\|im_end\|>'\), but the model has only 258"):
+        check_vocabulary(sample(258), 258, tokenizer)
+
+
+@pytest.mark.parametrize(("kind", "lengths"), [("fixed", {32}), ("variable", set(range(4, 33)))])
+def test_fake_rows(kind: str, lengths: set[int], world: World) -> None:
+    """Fake steps are the same for one seed, differ between steps, and have the lengths asked for."""
+    config = SFTData(seq_len=32, batch_size=8, fake=FakeSFTData.model_validate({"type": kind}))
+    make = FakeRows(config, world, vocabulary=9, costs=Costs(), multiple_of=1, seed=1)
+    one, again, other = make.read(0), make.read(0), make.read(1)
+    assert set(one.lengths) <= lengths
+    assert one.tokens <= one.capacity == 256
+    for a, b in zip(one.batches, again.batches, strict=True):
+        np.testing.assert_array_equal(a.input_ids, b.input_ids)
+    assert not np.array_equal(one.batches[0].input_ids, other.batches[0].input_ids)
+    if kind == "fixed":
+        assert one.tokens == 256
+        assert one.loss_tokens == 8 * 31
+    else:
+        assert len(set(one.lengths)) > 1

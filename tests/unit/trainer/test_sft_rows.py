@@ -1,0 +1,131 @@
+"""Where rows may be stored, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from prime_rl.config.sft import SFTData
+from prime_rl.errors import UserError
+from prime_rl.trainer.sft.rows import load_rows
+
+ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(3)]
+
+
+def write_jsonl(directory: Path) -> Path:
+    path = directory / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def write_json(directory: Path) -> Path:
+    path = directory / "a.json"
+    path.write_text(json.dumps(ROWS))
+    return path
+
+
+def write_parquet(directory: Path) -> Path:
+    Dataset.from_list(ROWS).to_parquet(str(directory / "a.parquet"))
+    return directory / "a.parquet"
+
+
+def write_files(directory: Path) -> Path:
+    for i, row in enumerate(ROWS):
+        (directory / f"{i}.jsonl").write_text(json.dumps(row))
+    return directory
+
+
+def write_saved(directory: Path) -> Path:
+    Dataset.from_list(ROWS).save_to_disk(str(directory / "saved"))
+    return directory / "saved"
+
+
+def write_saved_splits(directory: Path) -> Path:
+    both = DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:1])})
+    both.save_to_disk(str(directory / "saved"))
+    return directory / "saved"
+
+
+@pytest.mark.parametrize(
+    "write", [write_jsonl, write_json, write_parquet, write_files, write_saved, write_saved_splits]
+)
+def test_stores(write: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every local form gives the same rows in the same order."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = load_rows(SFTData(name=str(write(tmp_path))))
+    assert [dict(rows[i]) for i in range(len(rows))] == ROWS
+
+
+def test_split_of_a_saved_dataset(tmp_path: Path) -> None:
+    """A saved dataset with splits gives the one asked for, and names those it has."""
+    path = str(write_saved_splits(tmp_path))
+    assert len(load_rows(SFTData(name=path, split="test"))) == 1
+    with pytest.raises(UserError, match="no split 'validation'; it has train, test"):
+        load_rows(SFTData(name=path, split="validation"))
+
+
+def test_tool_arguments_stay_apart(tmp_path: Path) -> None:
+    """Rows of a JSON file do not get the keys of each other's tool arguments."""
+    rows = [
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {key: 1}}}]}]}
+        for key in ("a", "b")
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert list(load_rows(SFTData(name=str(path)))) == rows
+
+
+def refused(name: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_rows(SFTData(name=name))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is empty"),
+        ("\n\n", "is empty"),
+        (
+            '{"text": "a", "label": 1}',
+            "has the columns text, label; fine-tuning needs a column `messages`, or two columns",
+        ),
+        ('{"prompt": "a"}', "has the columns prompt; fine-tuning needs"),
+        ('{"prompt": "a", "completion": "b"}\n{', "line 2 is not JSON"),
+        ('{"prompt": "a", "completion": "b"}\n7', "row 1 is a int, not an object"),
+        ("[1", "is not JSON"),
+    ],
+)
+def test_bad_files(content: str, message: str, tmp_path: Path) -> None:
+    """A bad file is one clear line with its name."""
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    found = refused(str(path))
+    assert message in found
+    assert str(path) in found
+
+
+@pytest.mark.parametrize("name", ["./none", "/none/at/all", "~/none", "none.jsonl", "none.parquet", "a/b/c"])
+def test_missing(name: str) -> None:
+    """What looks like a path and is not there is not asked of the hub."""
+    assert refused(name) == f"dataset {name} does not exist"
+
+
+def test_other_local_mistakes(tmp_path: Path) -> None:
+    """A directory without data, a file of an unknown kind, mixed kinds, and damaged parquet are named."""
+    assert "no saved dataset and holds no" in refused(str(tmp_path))
+    (tmp_path / "a.txt").write_text("a")
+    assert "the ending must be" in refused(str(tmp_path / "a.txt"))
+    write_jsonl(tmp_path)
+    (tmp_path / "b.parquet").write_text("no parquet")
+    assert "several kinds" in refused(str(tmp_path))
+    assert "cannot be read" in refused(str(tmp_path / "b.parquet"))
+
+
+def test_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub name that cannot be fetched is one clear line."""
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert "is no local path, and the hub did not give it" in refused("nobody/nothing")

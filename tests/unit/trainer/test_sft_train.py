@@ -1,0 +1,200 @@
+"""The fine-tuning loop in one process: values, determinism, checkpoints, and refusals."""
+
+import json
+import logging
+import math
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prime_rl.config import SFTConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor import read_metrics
+from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer import ckpt
+from prime_rl.trainer.parallel import close_world
+from prime_rl.trainer.sft.train import train
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import verify_weights, weights_manifest
+from support import trainer as support
+
+tied_model = support.tied_model
+Run = Callable[[SFTConfig], None]
+ROWS = [{"prompt": f"say {'a' * (i % 7 + 1)}", "completion": "b" * (i % 5 + 1)} for i in range(40)]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    """`train` in this process, whose signal handlers and process group are put back in order."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch.set_num_threads(1)
+
+    def run(config: SFTConfig) -> None:
+        try:
+            train(config)
+        finally:
+            close_world()
+
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def make_config(
+    output_dir: Path, model: Path, dataset: Path, data: dict[str, Any] | None = None, **settings: Any
+) -> SFTConfig:
+    base = {"output_dir": output_dir, "model": {"name": str(model)}, "device": "cpu", "optim": {"lr": 1e-3}}
+    rows = {"name": str(dataset), "seq_len": 64, "batch_size": 2, **(data or {})}
+    return SFTConfig.model_validate({**base, "data": rows, **settings})
+
+
+def metrics(output_dir: Path) -> list[dict[str, float]]:
+    return read_metrics(metrics_path(output_dir, "sft"))
+
+
+def hash_of(output_dir: Path, step: int) -> str:
+    return weights_manifest(output_dir / "weights" / f"step_{step}").hash
+
+
+def expected_first_step(model: Path, rows: list[dict[str, str]]) -> tuple[float, float]:
+    """Mean loss per trained token and gradient norm, in float64, one conversation at a time, with full logits and autograd."""
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for row in rows:
+        head = f"<|im_start|>user\n{row['prompt']}<|im_end|>\n<|im_start|>assistant\n"
+        before, after = (tokenizer(text).input_ids for text in (head, f"{row['completion']}<|im_end|>"))
+        ids = torch.tensor([before + after])
+        logp = torch.log_softmax(theirs(ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        total, count = total - logp[-len(after) :].sum(), count + len(after)
+    (total / count).backward()
+    return total.item() / count, math.sqrt(sum(p.grad.square().sum().item() for p in theirs.parameters()))
+
+
+def test_first_step_values(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+    """Loss and gradient norm equal an independent float64 computation, packed and averaged over the trained tokens of the step."""
+    run(make_config(tmp_path, tied_model, dataset, {"shuffle": False, "batch_size": 4}, max_steps=1))
+    row = metrics(tmp_path)[0]
+    loss, norm = expected_first_step(tied_model, ROWS[: int(row["data/samples"])])
+    assert row["loss/mean"] == pytest.approx(loss, rel=2e-4)
+    assert row["optim/grad_norm"] == pytest.approx(norm, rel=2e-4)
+    names = {"entropy/mean", "optim/lr", "perf/throughput", "perf/peak_memory", "time/step", "data/loss_tokens"}
+    assert names | {"data/packing_efficiency", "data/dropped_too_long", "progress/tokens"} <= row.keys()
+
+
+def test_loss_falls_and_transformers_loads(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+    """A few steps lower the loss; the weights of the last step are committed, load in transformers with their tokenizer, and are not the base's."""
+    run(make_config(tmp_path, tied_model, dataset, {"batch_size": 8}, max_steps=8))
+    losses = [row["loss/mean"] for row in metrics(tmp_path)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert list_steps(tmp_path / "weights") == [0, 8]
+    final = tmp_path / "weights" / "step_8"
+    verify_weights(final)
+    trained, base = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (final, tied_model))
+    assert not torch.equal(trained["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(tied_model).chat_template
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
+def test_micro_batches_change_no_number(
+    micro_batch_size: int, run: Run, tied_model: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """How many rows go through at a time changes neither losses nor norms, to float32 rounding."""
+    data = {"batch_size": 4}
+    run(make_config(tmp_path / "one", tied_model, dataset, data, max_steps=2))
+    run(
+        make_config(
+            tmp_path / "other", tied_model, dataset, {**data, "micro_batch_size": micro_batch_size}, max_steps=2
+        )
+    )
+    for a, b in zip(metrics(tmp_path / "one"), metrics(tmp_path / "other"), strict=True):
+        assert b["loss/mean"] == pytest.approx(a["loss/mean"], rel=1e-5)
+        assert b["optim/grad_norm"] == pytest.approx(a["optim/grad_norm"], rel=1e-4)
+
+
+def test_repeatable_and_seeded(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+    """The same seed gives the same weights bit for bit, another seed another order."""
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        run(make_config(tmp_path / name, tied_model, dataset, max_steps=3, seed=seed))
+    assert hash_of(tmp_path / "a", 3) == hash_of(tmp_path / "b", 3) != hash_of(tmp_path / "c", 3)
+
+
+def test_resume_is_bit_exact(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+    """A run cut into two, over the end of an epoch, gives the weights and the losses of an undivided one; every checkpoint has its weights."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    data = {"batch_size": 12}  # some 19 rows a step: the second epoch begins in step 2
+    run(make_config(whole, tied_model, dataset, data, max_steps=4))
+    run(make_config(parts, tied_model, dataset, data, max_steps=3, ckpt={"interval": 1}))
+    assert list_steps(parts / "weights") == [0, 1, 2, 3]
+    assert metrics(parts)[-1]["progress/samples"] > len(ROWS)
+    run(make_config(parts, tied_model, dataset, data, max_steps=4, ckpt={"interval": 1, "resume_step": 2}))
+    assert hash_of(parts, 4) == hash_of(whole, 4)
+    for a, b in zip(metrics(whole), metrics(parts), strict=True):
+        assert (a["loss/mean"], a["progress/samples"]) == (b["loss/mean"], b["progress/samples"])
+
+
+def test_weights_go_with_their_checkpoints(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+    """Beyond ckpt.keep, checkpoints and their weights go; the base's manifest, those of kept checkpoints and the last ones stay."""
+    run(make_config(tmp_path, tied_model, dataset, max_steps=5, ckpt={"interval": 2, "keep": 1}))
+    assert ckpt.saved_steps(tmp_path / "checkpoints") == [5]
+    assert list_steps(tmp_path / "weights") == [0, 5]
+
+
+def test_fake_data_and_bench(
+    run: Run,
+    tied_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """--bench runs four steps on random tokens, prints the table and saves nothing; fake data alone commits its last weights."""
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    caplog.set_level(logging.INFO, "prime_rl")
+    nowhere = tmp_path / "nowhere.jsonl"
+    run(make_config(tmp_path / "bench", tied_model, nowhere, {"fake": {"type": "variable"}}, bench=True, max_steps=100))
+    assert len(metrics(tmp_path / "bench")) == 4
+    assert "perf/throughput" in caplog.text
+    assert not (tmp_path / "bench" / "weights").exists()
+    run(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))
+    assert list_steps(tmp_path / "fake" / "weights") == [0, 2]
+    assert metrics(tmp_path / "fake")[1]["progress/tokens"] == 2 * 2 * 64
+
+
+def without_template(model: Path, directory: Path) -> Path:
+    shutil.copytree(model, directory)
+    (directory / "chat_template.jinja").unlink()
+    return directory
+
+
+def test_no_chat_template(run: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Messages need a chat template: one clear line, and nothing is trained. Text does without."""
+    bare, rows = without_template(tied_model, tmp_path / "bare"), tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    with pytest.raises(UserError, match="dataset row 0: the tokenizer of .* has no chat template"):
+        run(make_config(tmp_path / "refused", bare, rows, max_steps=1))
+    assert metrics(tmp_path / "refused") == []
+    assert list_steps(tmp_path / "refused" / "weights") in ([], [0])
+    rows.write_text(json.dumps({"prompt": "a", "completion": "b"}))
+    run(make_config(tmp_path / "text", bare, rows, max_steps=1))
+    assert list_steps(tmp_path / "text" / "weights") == [0, 1]
+
+
+def test_wrong_columns_write_nothing(run: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A dataset of another form is refused before any weights are committed."""
+    (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}')
+    with pytest.raises(UserError, match="has the columns question, answer; fine-tuning needs"):
+        run(make_config(tmp_path / "run", tied_model, tmp_path / "rows.jsonl", max_steps=1))
+    assert not (tmp_path / "run" / "weights").exists()

@@ -1,0 +1,261 @@
+"""The whole loop in one process: values, determinism, resumption, waits, and refusals."""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl.config import TrainerConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor import read_metrics
+from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer import ckpt
+from prime_rl.transport.commit import WaitTimeout, list_steps
+from prime_rl.transport.rollouts import Sample, write_batch
+from prime_rl.transport.weights import weights_manifest
+from support import trainer as support
+
+tied_model, run_training = support.tied_model, support.run_training
+Run = Callable[[TrainerConfig], None]
+
+
+def metrics(output_dir: Path) -> list[dict[str, float]]:
+    return read_metrics(metrics_path(output_dir, "trainer"))
+
+
+def hashes(output_dir: Path) -> dict[int, str]:
+    weights = output_dir / "weights"
+    return {step: weights_manifest(weights / f"step_{step}").hash for step in list_steps(weights)}
+
+
+def expected_first_step(model: Path, samples: list[Sample]) -> dict[str, float]:
+    """Loss, entropy, mismatch KL and gradient norm of the default loss, in float64, with full logits and autograd."""
+    theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64)
+    loss, entropy, kl, count = torch.zeros((), dtype=torch.float64), 0.0, 0.0, 0
+    for sample in samples:
+        ids = torch.tensor(sample.input_ids)
+        logp_all = torch.log_softmax(theirs(ids[None]).logits[0, :-1] / sample.temperature, -1)
+        logp = logp_all.gather(1, ids[1:, None]).squeeze(1)
+        for t in range(1, len(ids)):
+            if not sample.loss_mask[t]:
+                continue
+            pi, mu, advantage = logp[t - 1], sample.logprobs[t], sample.advantages[t]
+            change = pi.exp().item() - math.exp(mu)
+            dropped = change > 0.2 if advantage > 0 else change < -0.2
+            ratio = (pi - mu).exp()
+            loss = loss + (0.0 if dropped else -advantage * ratio) + 1e-3 * (pi - mu) ** 2
+            entropy -= (logp_all[t - 1].exp() * logp_all[t - 1]).sum().item()
+            kl += ratio.item() - (pi.item() - mu) - 1
+            count += 1
+    (loss / count).backward()
+    norm = math.sqrt(sum(p.grad.square().sum().item() for p in theirs.parameters()))
+    mean = loss.item() / count
+    return {"loss/mean": mean, "entropy/mean": entropy / count, "mismatch_kl/mean": kl / count, "optim/grad_norm": norm}
+
+
+def test_first_step_values(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Metrics of a step equal an independent float64 computation, packed and normalised by the global token count."""
+    batches = support.write_rollouts(tmp_path, 1)
+    run_training(support.make_config(tmp_path, tied_model, max_steps=1))
+    row = metrics(tmp_path)[0]
+    for name, value in expected_first_step(tied_model, batches[0]).items():
+        assert row[name] == pytest.approx(value, rel=2e-4), name
+    assert row["optim/lr"] == 1e-3
+    names = {"is_masked/mean", "perf/throughput", "perf/peak_memory", "time/step", "time/wait_for_batch"}
+    assert names | {"time/forward_backward", "time/export"} <= row.keys()
+    assert row["progress/tokens"] == sum(len(sample.input_ids) for sample in batches[0])
+
+
+def test_bit_exact(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """The same rollouts and seed give the same bytes of weights at every version."""
+    for name in ("a", "b"):
+        support.write_rollouts(tmp_path / name, 3)
+        run_training(support.make_config(tmp_path / name, tied_model, max_steps=3, async_level=5))
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+    assert len(set(hashes(tmp_path / "a").values())) == 4  # each step moved the weights
+
+
+def test_versions_kept(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """[n - async_level - 1, n], the base, and what checkpoints need stay; the rest goes."""
+    support.write_rollouts(tmp_path, 6)
+    config = support.make_config(tmp_path, tied_model, max_steps=6, async_level=1, ckpt={"interval": 2})
+    run_training(config)
+    assert list_steps(tmp_path / "weights") == [0, 2, 4, 5, 6]
+    assert ckpt.saved_steps(tmp_path / "checkpoints") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("resume_step", [2, -1])
+def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Two steps, then two resumed ones, give the bytes of four at once: optimizer, schedule and progress are restored."""
+    extra: dict[str, Any] = {"scheduler": {"type": "constant", "warmup_steps": 2}, "weights": {"keep": None}}
+    for name in ("whole", "parts"):
+        support.write_rollouts(tmp_path / name, 4)
+    run_training(support.make_config(tmp_path / "whole", tied_model, max_steps=4, **extra))
+    parts = tmp_path / "parts"
+    run_training(support.make_config(parts, tied_model, max_steps=2, ckpt={"interval": None}, **extra))
+    assert list_steps(parts / "weights") == [0, 1, 2]
+    run_training(support.make_config(parts, tied_model, max_steps=4, ckpt={"resume_step": resume_step}, **extra))
+    assert hashes(parts) == hashes(tmp_path / "whole")
+    assert [row["progress/samples"] for row in metrics(parts)] == [6, 12, 18, 24]
+    assert json.loads((parts / "incarnations" / "1.json").read_text()) == {"step": 2}
+
+
+def test_checkpoints_beyond_keep_go(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """`ckpt.keep` newest checkpoints stay, and the weights of the others with them no longer."""
+    support.write_rollouts(tmp_path, 6)
+    settings = {"interval": 1, "keep": 2}
+    run_training(support.make_config(tmp_path, tied_model, max_steps=6, async_level=0, ckpt=settings))
+    assert ckpt.saved_steps(tmp_path / "checkpoints") == [5, 6]
+    assert list_steps(tmp_path / "checkpoints") == [5, 6]
+    assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
+
+
+def test_nothing_to_resume(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Resuming without a checkpoint, from one that is not there, or beyond max_steps says so."""
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        run_training(support.make_config(tmp_path, tied_model, ckpt={"resume_step": -1}))
+    support.write_rollouts(tmp_path, 3)
+    run_training(support.make_config(tmp_path, tied_model, max_steps=3, ckpt={}))
+    with pytest.raises(UserError, match=r"ckpt.resume_step 1: not in .*, which has 3"):
+        run_training(support.make_config(tmp_path, tied_model, ckpt={"resume_step": 1}))
+    with pytest.raises(UserError, match="max_steps 2 is below the checkpoint's step 3"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt={"resume_step": -1}))
+
+
+def test_damaged_checkpoint(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A checkpoint whose bytes changed is refused."""
+    support.write_rollouts(tmp_path, 1)
+    run_training(support.make_config(tmp_path, tied_model, max_steps=1, ckpt={}))
+    state = next((tmp_path / "checkpoints" / "step_1" / "trainer" / "state").glob("*.distcp"))
+    state.write_bytes(state.read_bytes()[:-1] + b"x")
+    with pytest.raises(UserError, match="other bytes"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt={"resume_step": -1}))
+
+
+def test_wait_is_bounded(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A batch that never comes ends in a line that says what was owed by whom."""
+    with pytest.raises(WaitTimeout, match=r"no rollouts/step_0 from orchestrator after 0 s"):
+        run_training(support.make_config(tmp_path, tied_model, rollout_timeout=0.1))
+
+
+def write_one(output_dir: Path, **changes: Any) -> None:
+    fields = {
+        "sample_id": "s",
+        "group_id": "g",
+        "task_id": "t",
+        "env": "test",
+        "policy_versions": [0],
+        "input_ids": [1, 2, 3],
+        "loss_mask": [False, True, True],
+        "logprobs": [0.0, -1.0, -1.0],
+        "advantages": [0.0, 1.0, 1.0],
+        "temperature": 1.0,
+        "reward": 0.25,
+    }
+    write_batch(output_dir / "rollouts", 0, [Sample(**{**fields, **changes})])
+
+
+LONG = {
+    name: [value] * 200
+    for name, value in {"input_ids": 1, "loss_mask": True, "logprobs": -1.0, "advantages": 1.0}.items()
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (LONG, "200 tokens, more than the trainer's seq_len 128"),
+        ({"input_ids": [1, 2, 288]}, "token 288, the trainer's model has 288 tokens"),
+        ({"input_ids": [1, 2, -1]}, "token -1"),
+        ({"temperature": 0.0}, "temperature 0"),
+        ({"ref_kl_weight": [0.0, 1.0, 1.0]}, "no ref_logprobs"),
+    ],
+    ids=["too long", "beyond the vocabulary", "negative", "greedy", "no reference"],
+)
+def test_samples_that_do_not_fit(
+    changes: dict[str, Any], message: str, run_training: Run, tied_model: Path, tmp_path: Path
+) -> None:
+    """Samples that this trainer cannot have produced are refused, and no version comes of them."""
+    write_one(tmp_path, **changes)
+    with pytest.raises(UserError, match=message):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=1))
+    assert list_steps(tmp_path / "weights") == [0]
+
+
+def test_weight_streams(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A zero RL weight takes a token out of loss and denominator; a cross-entropy weight brings in tokens off the mask."""
+    values = {}
+    for name, streams in {
+        "both": {},
+        "first": {"rl_weight": [0.0, 1.0, 0.0]},
+        "ce": {"rl_weight": [0.0, 0.0, 0.0], "ce_weight": [0.0, 1.0, 1.0]},
+    }.items():
+        write_one(tmp_path / name, **streams)
+        run_training(support.make_config(tmp_path / name, tied_model, max_steps=1, loss={"kl_tau": 0.0}))
+        values[name] = metrics(tmp_path / name)[0]["loss/mean"]
+    theirs = AutoModelForCausalLM.from_pretrained(tied_model)
+    logp = torch.log_softmax(theirs(torch.tensor([[1, 2, 3]])).logits[0], -1)[[0, 1], [2, 3]]
+    terms = -(logp + 1).exp()
+    assert values["both"] == pytest.approx(terms.mean().item(), rel=1e-4)
+    assert values["first"] == pytest.approx(terms[0].item(), rel=1e-4)
+    assert values["ce"] == pytest.approx(-logp.mean().item(), rel=1e-4)
+
+
+def test_readable_sample(
+    run_training: Run,
+    tied_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every few steps one rollout is logged, decoded, with its reward; and each step has one line."""
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    caplog.set_level(logging.INFO, "prime_rl")
+    write_one(tmp_path, input_ids=[10, 11, 12])
+    run_training(support.make_config(tmp_path, tied_model, max_steps=1))
+    text = caplog.text
+    assert "reward 0.250" in text
+    assert "prompt:" in text
+    assert "completion:" in text
+    assert text.count("step 0/1 | loss") == 1
+
+
+def test_broken_tokenizer(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A tokenizer that cannot be loaded is one clear line, before anything is trained or written."""
+    shutil.copytree(tied_model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="the tokenizer in .* cannot be loaded"):
+        run_training(support.make_config(tmp_path / "run", tmp_path / "model"))
+    assert not (tmp_path / "run" / "weights").exists()
+
+
+def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Fake data needs no orchestrator; the final weights and a checkpoint are committed."""
+    fake = {"batch_size": 5, "micro_batch_size": 2, "seq_len": 16}
+    run_training(support.make_config(tmp_path, tied_model, max_steps=2, data={"fake": fake}, ckpt={}))
+    assert list_steps(tmp_path / "weights") == [0, 2]
+    assert ckpt.saved_steps(tmp_path / "checkpoints") == [2]
+    assert metrics(tmp_path)[1]["progress/tokens"] == 2 * 5 * 16
+
+
+def test_bench(
+    run_training: Run,
+    tied_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """--bench runs four steps on fake data, prints the table and saves nothing."""
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    caplog.set_level(logging.INFO, "prime_rl")
+    run_training(support.make_config(tmp_path, tied_model, bench=True, data={"fake": {"batch_size": 4}}))
+    assert len(metrics(tmp_path)) == 4
+    assert "perf/throughput" in caplog.text
+    assert not (tmp_path / "weights").exists()
