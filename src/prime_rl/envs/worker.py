@@ -57,6 +57,7 @@ class Worker:
         self._socket.setsockopt(zmq.IDENTITY, identity.encode())
         self._socket.setsockopt(zmq.LINGER, 1000)
         self._ticked = time.monotonic()
+        self._loaded = False  # until then the loop is blocked by imports and downloads, and rightly so
         self._stop = asyncio.Event()
         self._stopped = threading.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -98,6 +99,7 @@ class Worker:
             return
         async with env:
             self._ticked = time.monotonic()
+            self._loaded = True
             slots = asyncio.Semaphore(setup.max_concurrent)
             await self._send(Ready(env.renderer, env.arguments))
             stop = asyncio.create_task(self._stop.wait())
@@ -161,7 +163,7 @@ class Worker:
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._address)
         while not self._stopped.wait(HEARTBEAT_SECONDS):
-            lag = time.monotonic() - self._ticked
+            lag = time.monotonic() - self._ticked if self._loaded else 0.0
             where = _innermost(main_thread) if lag > LAG_SECONDS else ""
             try:
                 socket.send(encode(Heartbeat(lag, where, len(self._running), self._finished)), zmq.NOBLOCK)
