@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from prime_rl.config import RLConfig, child_env
 from prime_rl.launcher.plan import Process, Server
 from prime_rl.launcher.procs import children_of, descendants, identify, send
 from prime_rl.lifeline import Lifeline
@@ -151,7 +152,8 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **process.env, **lifeline.env},
+                # Children read complete files: a setting meant for `rl` may name nothing in theirs.
+                env={**child_env(os.environ, RLConfig), **process.env, **lifeline.env},
                 pass_fds=lifeline.pass_fds,
                 start_new_session=True,  # Ctrl-C reaches only us: we decide who is told, and how
             )

@@ -1,0 +1,176 @@
+"""The whole of `rl`: one command starts, watches and ends everything."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from conftest import free_port
+from support.processes import Command
+
+from prime_rl.monitor import read_metrics
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import verify_weights
+
+TIMEOUT = 400.0
+SMALL = [
+    "--orchestrator.batch-size", 16, "--orchestrator.rollouts-per-example", 4, "--orchestrator.eval.num-examples", 8,
+]  # fmt: skip
+
+
+def arguments(directory: Path, port: int, *more: object) -> list[object]:
+    return [
+        "@", "examples/reverse_text/cpu.toml", "--output-dir", directory, "--inference.server.port", port, *SMALL, *more,
+    ]  # fmt: skip
+
+
+def test_one_command_trains_evaluates_and_leaves_a_model(tmp_path, monkeypatch):
+    """The first command of the README, shortened: exit 0, a line per step, evals before and after, weights that transformers loads."""
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setenv("PRIME_TRAINER__OPTIM__WEIGHT_DECAY", "0.5")
+    with Command(
+        "rl", *arguments(tmp_path / "run", free_port(), "--max-steps", 3, "--seed", 3), log=tmp_path / "rl.log"
+    ) as rl:
+        rl.succeed(TIMEOUT)
+        console = rl.tail(80)
+    run = tmp_path / "run"
+    for step in range(3):
+        assert f"Step {step} [{step + 1}/3] | reward" in console
+    assert "Eval reverse-text at step 0" in console
+    assert "Eval reverse-text at step 3" in console
+    assert list_steps(run / "rollouts") == [0, 1, 2]
+    manifest = verify_weights(run / "weights" / "step_3")
+    model = AutoModelForCausalLM.from_pretrained(run / "weights" / "step_3")
+    assert {name for name, _ in model.named_parameters()} == manifest.tensors.keys()
+    assert {"rl", "trainer", "orchestrator", "inference"} == {path.stem for path in (run / "configs").iterdir()}
+    assert "seed = 3" in (run / "configs" / "trainer.toml").read_text()
+    assert "weight_decay = 0.0" in (run / "configs" / "trainer.toml").read_text()  # the file beats the environment
+    assert len(read_metrics(run / "metrics" / "trainer.jsonl")) == 3
+    assert remains(rl.process.pid) == []
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_leaves_no_process_behind(tmp_path):
+    """kill -9 of `rl` in the middle of a run: server, engine, trainer, orchestrator and workers are gone within seconds."""
+    port = free_port()
+    with Command("rl", *arguments(tmp_path / "run", port, "--max-steps", 200), log=tmp_path / "rl.log") as rl:
+        wait_until(lambda: len(list_steps(tmp_path / "run" / "rollouts")) >= 1, rl)
+        family = descendants(rl.process.pid)
+        assert len(family) >= 5
+        rl.process.kill()
+        rl.process.wait(10)
+        deadline = time.monotonic() + 30
+        while (alive := [pid for pid in family if is_alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert alive == []
+
+
+@pytest.mark.slow
+def test_interrupting_once_finishes_the_step_and_says_so(tmp_path):
+    """Ctrl-C drains: exit status 130, what is committed verifies, nothing is left running."""
+    with Command("rl", *arguments(tmp_path / "run", free_port(), "--max-steps", 200), log=tmp_path / "rl.log") as rl:
+        wait_until(lambda: len(list_steps(tmp_path / "run" / "weights")) >= 3, rl)
+        family = descendants(rl.process.pid)
+        rl.process.send_signal(signal.SIGINT)
+        assert rl.wait(120) == 130
+        assert "draining" in rl.tail()
+        assert [pid for pid in family if is_alive(pid)] == []
+    newest = max(list_steps(tmp_path / "run" / "weights"))
+    verify_weights(tmp_path / "run" / "weights" / f"step_{newest}")
+
+
+def test_without_an_inference_section_a_running_server_is_used_and_left_running(inference_server, tmp_path):
+    """`rl --trainer @ … --orchestrator @ …`: three files without the server's; the server serves on afterwards."""
+    inference_server.reset()
+    trainer, orchestrator = tmp_path / "train.toml", tmp_path / "orch.toml"
+    trainer.write_text('seq_len = 256\ndevice = "cpu"\n[optim]\nlr = 1e-3\n')
+    orchestrator.write_text(
+        "batch_size = 8\nrollouts_per_example = 4\nseq_len = 256\nfilter_zero_advantage = false\n"
+        f'[sampling]\nmax_tokens = 24\n[client]\nbase_url = "{inference_server.base_url}"\n[environment]\nid = "reverse-text"\n'
+    )
+    command = [
+        "--trainer", "@", trainer, "--orchestrator", "@", orchestrator, "--model.name", inference_server.model,
+        "--max-steps", 2, "--output-dir", tmp_path / "run",
+    ]  # fmt: skip
+    with Command("rl", *command, log=tmp_path / "rl.log") as rl:
+        rl.succeed(TIMEOUT)
+    served = inference_server.get("/weights").json()
+    assert served["version"] in (1, 2)  # the last version is only served when somebody still samples from it
+    assert not (tmp_path / "run" / "logs" / "inference.log").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--model.name", "nowhere/at/all"], "nowhere/at/all"),
+        (["--orchestrator.environment.id", "no-such-environment"], "no-such-environment"),
+        (["--trainer-gpus", 2, "--device", "cuda"], "GPU"),
+        (["--max-steps", 5, "--ckpt.resume-step", 10], "below ckpt.resume_step 10"),
+        (["--orchestrator.sampling.max-token", 5], "max_tokens"),
+    ],
+)
+def test_bad_input_ends_in_one_line_before_anything_starts(tmp_path, more, message):
+    """Nothing is spawned, nothing is written but the refusal."""
+    with Command("rl", *arguments(tmp_path / "run", free_port()), *more, log=tmp_path / "rl.log") as rl:
+        assert rl.wait(60) in (1, 2)
+        assert message in rl.tail()
+        assert "Traceback" not in rl.tail()
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_a_dry_run_writes_configs_that_give_the_identical_run(tmp_path):
+    """`--dry-run` prints the plan; its files, fed back with `@`, resolve to the very same files."""
+    port = free_port()
+    with Command("rl", *arguments(tmp_path / "a", port), "--dry-run", log=tmp_path / "a.log") as rl:
+        rl.succeed(60)
+        assert str(port) in rl.tail()
+    assert os.listdir(tmp_path / "a") == ["configs"]
+    first = {path.name: path.read_text() for path in (tmp_path / "a" / "configs").iterdir()}
+    with Command("rl", "@", tmp_path / "a" / "configs" / "rl.toml", "--dry-run", log=tmp_path / "b.log") as rl:
+        rl.succeed(60)
+    assert {path.name: path.read_text() for path in (tmp_path / "a" / "configs").iterdir()} == first
+
+
+def wait_until(condition, rl: Command, timeout: float = TIMEOUT) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert rl.process.poll() is None, f"rl ended early:\n{rl.tail()}"
+        assert time.monotonic() < deadline, f"not reached in {timeout:.0f} s:\n{rl.tail()}"
+        time.sleep(0.2)
+
+
+def descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            children.setdefault(int(stat.read_text().rpartition(")")[2].split()[1]), []).append(int(stat.parent.name))
+        except OSError:
+            continue
+    found, queue = [], list(children.get(root, []))
+    while queue:
+        pid = queue.pop()
+        found.append(pid)
+        queue += children.get(pid, [])
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def remains(group: int) -> list[int]:
+    """Processes whose parent is gone and that still belong to the command's session."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == group and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
