@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import free_port
-from support.processes import Command
 
+from conftest import free_port
 from prime_rl.monitor import read_metrics
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights
+from support.processes import Command
 
 TIMEOUT = 400.0
 SMALL = [
@@ -48,7 +48,7 @@ def test_one_command_trains_evaluates_and_leaves_a_model(tmp_path, monkeypatch):
     assert "seed = 3" in (run / "configs" / "trainer.toml").read_text()
     assert "weight_decay = 0.0" in (run / "configs" / "trainer.toml").read_text()  # the file beats the environment
     assert len(read_metrics(run / "metrics" / "trainer.jsonl")) == 3
-    assert remains(rl.process.pid) == []
+    assert remains(run) == []
 
 
 @pytest.mark.slow
@@ -163,14 +163,12 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def remains(group: int) -> list[int]:
-    """Processes whose parent is gone and that still belong to the command's session."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
+def remains(run: Path) -> list[str]:
+    """Command lines of living processes that belong to the run: each is given a path inside its directory."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            fields = stat.read_text().rpartition(")")[2].split()
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
         except OSError:
             continue
-        if int(fields[3]) == group and fields[0] != "Z":
-            found.append(int(stat.parent.name))
-    return found
+    return [line for line in lines if str(run) in line]
