@@ -108,7 +108,7 @@ def test_without_an_inference_section_a_running_server_is_used_and_left_running(
         (["--orchestrator.environment.id", "no-such-environment"], "no-such-environment"),
         (["--trainer-gpus", 2, "--device", "cuda"], "GPU"),
         (["--max-steps", 5, "--ckpt.resume-step", 10], "below ckpt.resume_step 10"),
-        (["--orchestrator.sampling.max-token", 5], "max_tokens"),
+        (["--orchestrator.sampling.max-token", 5], "did you mean --orchestrator.sampling.max-tokens"),
     ],
 )
 def test_bad_input_ends_in_one_line_before_anything_starts(tmp_path, more, message):
