@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import signal
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -367,3 +370,28 @@ def test_the_model_is_served_under_its_configured_name(server: InferenceServer) 
     assert [entry["id"] for entry in server.get("/v1/models").json()["data"]] == [str(server.model)]
     status = json.loads((server.output_dir / "status" / "inference.json").read_text())
     assert (status["phase"], status["pid"]) == ("serving", server.pid)
+
+
+@pytest.mark.slow
+def test_a_killed_server_leaves_no_engine(start_server: LaunchServer, tiny_model: Path) -> None:
+    """Contract: the engine ends with its server, even one killed with SIGKILL by hand, without a launcher that watches."""
+    server = start_server(tiny_model)
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    engines = [int(pid) for pid in children if b"multiprocessing.resource_tracker" not in cmdline(int(pid))]
+    assert engines
+    os.kill(server.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any(running(pid) for pid in engines):
+        assert time.monotonic() < deadline, "an engine outlived its server"
+        time.sleep(0.1)
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

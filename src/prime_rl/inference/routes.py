@@ -121,6 +121,7 @@ class PrimeRoutes:
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
         )
+        await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
         Status(settings.output_dir, "inference").phase("serving")
         log.get(__name__).info("serving %s on port %s", args.model, args.port)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from prime_rl.inference.orphans import follow
+
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server calls these weights
 
 
@@ -51,6 +53,10 @@ class WeightsExtension:
     def prime_served(self) -> Identity | None:
         """What this rank serves; None for the weights it was started with."""
         return self.prime_identity
+
+    def prime_follow(self, server: int) -> bool:
+        """End with the server, process id `server`, even if that is killed."""
+        return follow(server)
 
     def prime_reload(self, directory: str) -> None:
         from vllm.config import set_current_vllm_config
