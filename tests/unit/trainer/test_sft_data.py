@@ -65,7 +65,7 @@ def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
         return
     source = stream(lengths)
     taken = [[len(s.input_ids) for s in fill(source, rows, 10)] for _ in range(steps)]
-    flat = sum(taken, [])
+    flat = list(itertools.chain(*taken))
     assert flat == list(itertools.islice(itertools.cycle(usable), len(flat)))
     assert all(sum(step) <= rows * 10 for step in taken)
     resumed = stream(lengths, drawn=source.drawn)

@@ -71,7 +71,7 @@ def test_messages(tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"messages": [system, user("Hi you"), assistant("Yo"), user("B"), assistant("C")]}
     found = tokenize(row, tokenizer, LossMask())
     turns = [("system", "Be."), ("user", "Hi you"), ("assistant", "Yo"), ("user", "B"), ("assistant", "C")]
-    assert found.input_ids.tolist() == sum((turn(*item) for item in turns), [])
+    assert found.input_ids.tolist() == [token for item in turns for token in turn(*item)]
     assert trained(found) == [[*ids("Yo"), END], [*ids("C"), END]]
 
 

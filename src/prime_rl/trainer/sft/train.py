@@ -4,11 +4,13 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`
 """
 
 import time
+from pathlib import Path
 
 import torch
 
 from prime_rl.config import SFTConfig
 from prime_rl.config.sft import FakeSFTData
+from prime_rl.config.shared import CkptConfig
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.trainer import ckpt, perf, weights
 from prime_rl.trainer.loss import cross_entropy
@@ -22,6 +24,7 @@ from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
 from prime_rl.trainer.stop import StopSignal
+from prime_rl.transport.commit import prune
 
 
 def train(config: SFTConfig) -> None:
@@ -48,6 +51,7 @@ def train(config: SFTConfig) -> None:
         step = on_main(world, lambda: ckpt.find(checkpoints, resume_step, max_steps))
         report.phase(f"loading checkpoint {step}")
         progress = ckpt.load(checkpoints, step, policy, optimizer, world)
+        on_main(world, lambda: retire_after(checkpoints, step))
     start = exported = progress.step
 
     report.phase("loading the data")
@@ -80,11 +84,8 @@ def train(config: SFTConfig) -> None:
         interval = config.ckpt and config.ckpt.interval
         if config.ckpt is not None and interval and (step + 1) % interval == 0:
             report.phase("saving weights and checkpoint")
-            versions.commit(step + 1)
-            ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
+            save(versions, checkpoints, optimizer, progress, config.ckpt)
             exported = step + 1
-            if world.is_main and config.ckpt.keep is not None:
-                versions.prune(step + 1, kept=set(ckpt.saved_steps(checkpoints)))
         ended = time.perf_counter()
 
         peak = perf.peak_flops(world.device)
@@ -114,13 +115,34 @@ def train(config: SFTConfig) -> None:
     data.close()
     if step > exported and not config.bench:
         report.phase("saving weights")
-        versions.commit(step)
-        if config.ckpt is not None:
-            ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
+        save(versions, checkpoints, optimizer, progress, config.ckpt)
     if config.bench:
         report.text(bench_table(report.history))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
     close_world()
+
+
+def retire_after(checkpoints: Path, step: int) -> None:
+    """Remove the checkpoints of an earlier life beyond `step`, the state that is gone on from."""
+    for later in ckpt.saved_steps(checkpoints):
+        if later > step:
+            prune(checkpoints / f"step_{later}")
+
+
+def save(
+    versions: weights.Versions,
+    checkpoints: Path,
+    optimizer: torch.optim.Optimizer,
+    progress: ckpt.Progress,
+    config: CkptConfig | None,
+) -> None:
+    """Commit the weights, and with a checkpoint section the training state. Weights go with the checkpoint that they belong to."""
+    versions.commit(progress.step)
+    if config is None:
+        return
+    ckpt.save(checkpoints, versions.policy, optimizer, progress, versions.world, config.keep)
+    if versions.world.is_main and config.keep is not None:
+        versions.prune(progress.step, kept=set(ckpt.saved_steps(checkpoints)))
 
 
 def bench_config(config: SFTConfig) -> SFTConfig:

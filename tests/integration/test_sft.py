@@ -1,0 +1,119 @@
+"""`sft` as real processes: the command line, two ranks, signals, bad input."""
+
+import json
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prime_rl.monitor import read_metrics, read_status
+from prime_rl.monitor.monitor import metrics_path
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import verify_weights
+from support import trainer as support
+from support.processes import REPOSITORY, Command
+
+tied_model = support.tied_model
+TRAIN = REPOSITORY / "src" / "prime_rl" / "trainer" / "sft" / "train.py"
+SECONDS = 120.0
+
+
+def write_config(output_dir: Path, model: Path, **settings: object) -> Path:
+    """A config and its dataset: conversations of two turns, of which the second one varies in length."""
+    output_dir.mkdir(parents=True, exist_ok=True)
+    rows = output_dir / "rows.jsonl"
+    turns = [("a", "b"), ("c", "d")]
+    rows.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "messages": [
+                        {"role": r, "content": t * (i % 9 + 1)}
+                        for pair in turns
+                        for r, t in zip(("user", "assistant"), pair, strict=True)
+                    ]
+                }
+            )
+            + "\n"
+            for i in range(50)
+        )
+    )
+    data = {"name": str(rows), "seq_len": 128, "batch_size": 3}
+    base = {"output_dir": str(output_dir), "model": {"name": str(model)}, "device": "cpu", "data": data}
+    path = output_dir / "given.toml"
+    path.write_text(tomli_w.dumps({**base, "optim": {"lr": 1e-3}, **settings}))
+    return path
+
+
+def torchrun(ranks: int, config: Path, log: Path) -> Command:
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
+    return Command(
+        "torchrun", "--nproc-per-node", ranks, *rendezvous, TRAIN, "@", config, log=log, module="torch.distributed.run"
+    )
+
+
+def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
+    """The `sft` command and torchrun with two gloo ranks (an odd number of rows) give the same losses and weights, to float32 rounding,
+    and transformers loads them."""
+    with Command("sft", "@", write_config(tmp_path / "1", tied_model, max_steps=3), log=tmp_path / "a") as command:
+        command.succeed(SECONDS)
+    with torchrun(2, write_config(tmp_path / "2", tied_model, max_steps=3), tmp_path / "b") as command:
+        command.succeed(SECONDS)
+    one, two = (read_metrics(metrics_path(tmp_path / ranks, "sft")) for ranks in ("1", "2"))
+    assert len(one) == len(two) == 3
+    for a, b in zip(one, two, strict=True):
+        for name in ("loss/mean", "entropy/mean", "optim/grad_norm", "data/loss_tokens", "progress/samples"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+    for ranks in ("1", "2"):
+        verify_weights(tmp_path / ranks / "weights" / "step_3")
+    first, second = (load_file(tmp_path / ranks / "weights" / "step_3" / "model.safetensors") for ranks in ("1", "2"))
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "2" / "weights" / "step_3")
+    prompt = AutoTokenizer.from_pretrained(tmp_path / "2" / "weights" / "step_3")("hi", return_tensors="pt").input_ids
+    assert model(prompt).logits.isfinite().all()
+
+
+def test_signal(tied_model: Path, tmp_path: Path) -> None:
+    """SIGINT ends the run after the current step: weights and checkpoint of the last step are committed, exit status 0."""
+    config = write_config(tmp_path, tied_model, ckpt={"interval": "None"})
+    with Command("sft", "@", config, log=tmp_path / "log") as command:
+        path = metrics_path(tmp_path, "sft")
+        deadline = time.monotonic() + SECONDS
+        while not path.exists() or len(read_metrics(path)) < 2:
+            assert time.monotonic() < deadline, f"not two steps within {SECONDS:.0f} s:\n{command.tail()}"
+            time.sleep(0.05)
+        command.process.send_signal(signal.SIGINT)
+        command.succeed(SECONDS)
+    steps = len(read_metrics(path))
+    assert list_steps(tmp_path / "weights") == [0, steps]
+    assert list_steps(tmp_path / "checkpoints") == [steps]
+    verify_weights(tmp_path / "weights" / f"step_{steps}")
+    assert read_status(tmp_path)["sft"].outcome == "stopped"
+
+
+def test_bad_dataset_on_two_ranks(tied_model: Path, tmp_path: Path) -> None:
+    """A missing dataset ends every rank with one error line and a non-zero status."""
+    data = {"name": str(tmp_path / "none.jsonl"), "seq_len": 128, "batch_size": 3}
+    with torchrun(2, write_config(tmp_path, tied_model, data=data), tmp_path / "log") as command:
+        assert command.wait(SECONDS) != 0
+    text = (tmp_path / "log").read_text()
+    assert text.count("error: dataset") == 1
+    assert "none.jsonl does not exist" in text
+    assert not (tmp_path / "weights").exists()
+
+
+def test_dry_run_writes_a_config_that_runs(tied_model: Path, tmp_path: Path) -> None:
+    """--dry-run writes the resolved config and touches nothing else; that file, given back, is the run."""
+    config = write_config(tmp_path / "given", tied_model, max_steps=1)
+    with Command("sft", "@", config, "--output-dir", tmp_path / "run", "--dry-run", log=tmp_path / "a") as command:
+        command.succeed(SECONDS)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["configs"]
+    with Command("sft", "@", tmp_path / "run" / "configs" / "sft.toml", log=tmp_path / "b") as command:
+        command.succeed(SECONDS)
+    assert list_steps(tmp_path / "run" / "weights") == [0, 1]
