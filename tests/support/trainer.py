@@ -80,10 +80,14 @@ def make_sample(rng: np.random.Generator, name: str, tokens: int, temperature: f
     )
 
 
-def write_rollouts(output_dir: Path, steps: int, samples: int = 6) -> list[list[Sample]]:
-    """Commit batches for steps 0 … steps - 1."""
+def write_rollouts(output_dir: Path, steps: int, samples: tuple[int, ...] = (6,)) -> list[list[Sample]]:
+    """Commit batches for steps 0 … steps - 1, of so many samples each (the last number repeats)."""
     rng = np.random.default_rng(7)
-    batches = [[make_sample(rng, f"{s}-{i}", int(rng.integers(5, 60))) for i in range(samples)] for s in range(steps)]
+    counts = [samples[min(step, len(samples) - 1)] for step in range(steps)]
+    batches = [
+        [make_sample(rng, f"{step}-{i}", int(rng.integers(5, 60))) for i in range(count)]
+        for step, count in enumerate(counts)
+    ]
     for step, batch in enumerate(batches):
         write_batch(output_dir / "rollouts", step, batch)
     return batches

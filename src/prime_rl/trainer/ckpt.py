@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, broadcast, on_main
-from prime_rl.transport.commit import CommitError, Stage, disk_errors, list_steps, prune, verify
+from prime_rl.transport.commit import Stage, disk_errors, list_steps, prune, verify
 
 PART = "trainer"
 _STATE = "state"
@@ -55,6 +55,21 @@ def find(root: Path, resume_step: int, max_steps: int | None) -> int:
     return step
 
 
+def refuse_earlier(root: Path) -> None:
+    """Raise UserError where a new run would mix its checkpoints with those of an earlier one."""
+    if saved := saved_steps(root):
+        raise UserError(
+            f"{root} holds checkpoints of an earlier run (up to step_{saved[-1]}): go on from one with "
+            "--ckpt.resume-step, or choose another --output-dir"
+        )
+
+
+def retire_after(root: Path, step: int) -> None:
+    """Remove our part of checkpoints beyond `step`: a run that goes on from there gives them up. Rank 0 only."""
+    for later in [saved for saved in saved_steps(root) if saved > step]:
+        _prune_part(root / f"step_{later}")
+
+
 def save(
     root: Path, policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress, world: World, keep: int | None
 ) -> None:
@@ -86,10 +101,7 @@ def load(root: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer
         UserError: the checkpoint is damaged or belongs to another model.
     """
     directory = root / f"step_{step}" / PART
-    try:
-        manifest = on_main(world, lambda: verify(directory))
-    except CommitError as error:  # pragma: no cover - on_main turns it into a UserError
-        raise UserError(str(error)) from error
+    manifest = on_main(world, lambda: verify(directory))
     state = _state(policy, optimizer)
     same_ranks = manifest.extra["ranks"] == world.size
     if same_ranks:  # on another number of ranks there is no state to continue; the seed's own then stands

@@ -1,8 +1,10 @@
 """The whole loop in one process: values, determinism, resumption, waits, and refusals."""
 
+import errno
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -118,15 +120,33 @@ def test_checkpoints_beyond_keep_go(run_training: Run, tied_model: Path, tmp_pat
 
 
 def test_nothing_to_resume(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Resuming without a checkpoint, from one that is not there, or beyond max_steps says so."""
+    """Resuming without a checkpoint, from one that is not there or beyond max_steps, or starting anew among checkpoints, says so."""
     with pytest.raises(UserError, match="holds no checkpoint"):
         run_training(support.make_config(tmp_path, tied_model, ckpt={"resume_step": -1}))
     support.write_rollouts(tmp_path, 3)
     run_training(support.make_config(tmp_path, tied_model, max_steps=3, ckpt={}))
     with pytest.raises(UserError, match=r"ckpt.resume_step 1: not in .*, which has 3"):
         run_training(support.make_config(tmp_path, tied_model, ckpt={"resume_step": 1}))
+    with pytest.raises(UserError, match="checkpoints of an earlier run"):
+        run_training(support.make_config(tmp_path, tied_model, ckpt={}))
     with pytest.raises(UserError, match="max_steps 2 is below the checkpoint's step 3"):
         run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt={"resume_step": -1}))
+
+
+def test_disk_full_while_saving(
+    run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that fills up during a checkpoint is one clear line, and no checkpoint is left."""
+
+    def full(descriptor: int) -> None:
+        if ".distcp" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    support.write_rollouts(tmp_path, 1)
+    with pytest.raises(UserError, match="disk full while writing"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=1, ckpt={}))
+    assert [path.name for path in (tmp_path / "checkpoints").rglob("*")] == ["step_1"]
 
 
 def test_damaged_checkpoint(run_training: Run, tied_model: Path, tmp_path: Path) -> None:

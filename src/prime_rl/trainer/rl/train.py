@@ -49,11 +49,14 @@ def train(config: TrainerConfig) -> None:
     token_loss = make_token_loss(config.loss)
     checkpoints = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
     progress = ckpt.Progress()
-    if config.ckpt is not None and config.ckpt.resume_step is not None:
-        resume_step, max_steps = config.ckpt.resume_step, config.max_steps
-        step = on_main(world, lambda: ckpt.find(checkpoints, resume_step, max_steps))
-        report.phase(f"loading checkpoint {step}")
-        progress = ckpt.load(checkpoints, step, policy, optimizer, world)
+    resume = config.ckpt.resume_step if config.ckpt is not None else None
+    if resume is not None:
+        found = on_main(world, lambda: ckpt.find(checkpoints, resume, config.max_steps))
+        report.phase(f"loading checkpoint {found}")
+        progress = ckpt.load(checkpoints, found, policy, optimizer, world)
+        on_main(world, lambda: ckpt.retire_after(checkpoints, found))
+    elif config.ckpt is not None:
+        on_main(world, lambda: ckpt.refuse_earlier(checkpoints))
     start = saved = progress.step
 
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
