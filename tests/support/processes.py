@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -56,3 +58,18 @@ class Command:
     ) -> None:
         self._line.close()  # kills the whole group
         self.process.wait(30)
+
+
+def wait_for_all(commands: Sequence[Command], timeout: float) -> None:
+    """Every command exits with 0 within `timeout` seconds; the first that fails fails the test at once."""
+    deadline = time.monotonic() + timeout
+    while any(command.process.poll() is None for command in commands):
+        failed = [command for command in commands if command.process.poll() not in (None, 0)]
+        late = (
+            [command for command in commands if command.process.poll() is None] if time.monotonic() > deadline else []
+        )
+        for command in failed + late:
+            raise AssertionError(f"{command.name} exited with {command.process.poll()}:\n{command.tail()}")
+        time.sleep(0.1)
+    for command in commands:
+        command.succeed(0)

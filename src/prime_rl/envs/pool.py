@@ -385,8 +385,9 @@ class EnvPool:
         elif isinstance(message, Tasks):
             self._welcome(life, message)
         elif isinstance(message, LoadFailed):
-            log = self._envs[self._setups[life.identity].name].log
-            self._fail(UserError(f"{message.message} (log: {log})"))
+            env = self._envs[self._setups[life.identity].name]
+            if env.info is None:  # it never loaded: no use trying again
+                self._fail(UserError(f"{message.message} (log: {env.log})"))
             life.lose(message.message)
         else:
             life.lose(f"sent an unexpected {message.kind!r}")

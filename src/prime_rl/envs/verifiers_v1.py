@@ -17,6 +17,7 @@ from verifiers.v1.utils.loaders import default_harness_id, import_taskset, tasks
 
 from prime_rl.envs import renderer
 from prime_rl.envs.convert import convert
+from prime_rl.envs.engine import lean_client
 from prime_rl.envs.harness import HARNESS_ID, close_session
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Setup
 
@@ -64,6 +65,11 @@ class VerifiersEnv:
 
     async def __aenter__(self) -> Self:
         await self._serving.enter_async_context(self._env.serving())
+        # The interception server makes the clients it does not have; this one is made for it, and it closes it.
+        interception = self._env._interception
+        client = lean_client(self._client)
+        interception.clients[self._client.model_dump_json()] = client
+        interception.stack.push_async_callback(client.close)
         return self
 
     async def __aexit__(

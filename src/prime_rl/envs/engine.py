@@ -1,0 +1,69 @@
+"""A lean stand-in for the OpenAI SDK inside verifiers' train client: the two requests it makes, over aiohttp.
+
+The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`).
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import httpx
+from openai import APIConnectionError, APIStatusError
+from verifiers.v1.clients.train import TrainClient
+from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+
+CONNECT_SECONDS = 30.0
+# uvicorn closes an idle connection after 5 s: one that may be closing must not be used again.
+KEEPALIVE_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Reply:
+    content: bytes
+
+
+class EngineConnection:
+    """What `renderers.client.generate` needs of an AsyncOpenAI client: `base_url`, `get`, `post`, `close`.
+
+    Raises the SDK's errors, because verifiers tells an engine that is down from one that refuses by them.
+    """
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self.base_url = base_url
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
+            # Bounded by the episode's deadline, which cancels the request.
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+        )
+
+    async def get(self, path: str, cast_to: Any = None) -> Any:
+        reply = await self._request("GET", f"{self.base_url}{path}", None, {})
+        return json.loads(reply.content)
+
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
+        headers = (options or {}).get("headers", {})
+        return await self._request("POST", url, json.dumps(body, separators=(",", ":")).encode(), headers)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _request(self, method: str, url: str, data: bytes | None, headers: dict[str, str]) -> Reply:
+        try:
+            async with self._session.request(method, url, data=data, headers=headers) as response:
+                content = await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            message = f"{type(error).__name__}: {error}"
+            raise APIConnectionError(message=message, request=httpx.Request(method, url)) from error
+        if not response.ok:
+            answer = httpx.Response(response.status, content=content, request=httpx.Request(method, url))
+            raise APIStatusError(content.decode(errors="replace")[:1000], response=answer, body=None)
+        return Reply(content)
+
+
+def lean_client(config: TrainClientConfig) -> TrainClient:
+    """verifiers' own train client over an `EngineConnection`. Needs a running event loop."""
+    client = TrainClient(config)
+    client.client = EngineConnection(config.base_url, resolve_api_key(config))
+    return client
