@@ -57,8 +57,9 @@ def default(
     with torch.no_grad():
         change = logprob.exp() - old.exp()
         dropped = torch.where(advantage > 0, change > mask_high, change < -mask_low)
-    gain = torch.where(dropped, 0.0, adv_tau * advantage) * log_ratio.exp()
-    return kl_tau * log_ratio.square() - gain, dropped
+    # A dropped token's ratio may overflow, and 0 · inf is not 0: it is taken out before the exponential.
+    ratio = torch.where(dropped, 0.0, log_ratio).exp()
+    return kl_tau * log_ratio.square() - torch.where(dropped, 0.0, adv_tau * advantage) * ratio, dropped
 
 
 def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
@@ -66,9 +67,14 @@ def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, clip_low: float, clip_
 
     `dropped` are the tokens where the clip is active, which get no gradient.
     """
-    ratio = (logprob - old).exp()
-    free, held = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
-    return -torch.minimum(free, held), free.detach() > held.detach()
+    log_ratio = logprob - old
+    with torch.no_grad():
+        ratio = log_ratio.exp()
+        held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
+        clipped = ratio * advantage > held
+    # As above: a clipped token's ratio may overflow.
+    free = torch.where(clipped, 0.0, log_ratio).exp() * advantage
+    return -torch.where(clipped, held, free), clipped
 
 
 def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
@@ -80,7 +86,7 @@ def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
     with torch.no_grad():
         dropped = logprob.exp() - old.exp() < -0.2
         advantage = torch.where(dropped, 0.0, reference - logprob)
-    return 1e-3 * log_ratio.square() - advantage * log_ratio.exp()
+    return 1e-3 * log_ratio.square() - advantage * torch.where(dropped, 0.0, log_ratio).exp()
 
 
 def mismatch_kl(logprob: Tensor, old: Tensor) -> Tensor:

@@ -70,11 +70,6 @@ def close_world() -> None:
         dist.destroy_process_group()
 
 
-def barrier(world: World) -> None:
-    """Wait for every rank, on the host."""
-    sum_over_ranks(world, [0.0])
-
-
 def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
     """Sum host numbers over the ranks, in float64 (exact for counts)."""
     total = torch.tensor(values, dtype=torch.float64)

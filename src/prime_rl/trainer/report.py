@@ -29,13 +29,14 @@ _BENCH = ("perf/throughput", "perf/mfu", "time/step", "time/forward_backward", "
 
 
 class Report:
-    """Status file, metrics file (and W&B) and console lines of rank 0; silent on the others. `history` keeps every step's metrics."""
+    """Status file, metrics file (and W&B) and console lines of rank 0; silent on the others. `history` keeps the
+    steps' metrics of a benchmark."""
 
     def __init__(self, config: "TrainingConfig", process: str, world: World) -> None:
         self.main = world.is_main
+        self._bench = config.bench
         self.history: list[Mapping[str, float]] = []
         self._said_wait: str | None = None
-        self._timeout = 0.0
         if self.main:
             self._status = Status(config.output_dir, process)
             self._monitor = Monitor(config.output_dir, process, config.monitor, config.model_dump(mode="json"))
@@ -69,7 +70,8 @@ class Report:
         """Record a step's numbers and print its line."""
         if not self.main:
             return
-        self.history.append(metrics)
+        if self._bench:
+            self.history.append(metrics)
         self._monitor.log(step, metrics)
         parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
         logger.info("step %s | %s", f"{step}/{max_steps}" if max_steps else step, " | ".join(parts))

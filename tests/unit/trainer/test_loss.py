@@ -44,6 +44,19 @@ def test_grpo_by_hand() -> None:
     assert clipped.tolist() == [True, False, False, True]
 
 
+def test_overflowing_ratio_of_a_dropped_token() -> None:
+    """A token that the sampler held to be impossible has an infinite ratio: dropped or clipped, it harms neither value nor gradient."""
+    logprob = torch.tensor([-0.5, -0.5], requires_grad=True)
+    old, advantage = torch.tensor([-500.0, -0.5]), torch.tensor([1.0, 1.0])
+    for value, dropped in (
+        losses.default(logprob, old, advantage, 0.2, 0.2, 1.0, 0.0),
+        losses.grpo(logprob, old, advantage, 0.2, 0.2),
+    ):
+        assert dropped.tolist() == [True, False]
+        assert torch.autograd.grad(value.sum(), logprob)[0].tolist() == [0.0, -1.0]
+        assert value.isfinite().all()
+
+
 def test_mismatch_kl_by_hand() -> None:
     """k3: r - log r - 1, zero for equal policies."""
     got = losses.mismatch_kl(tensor(0.0, math.log(2), -1.0), tensor(0.0, 0.0, -1.0))

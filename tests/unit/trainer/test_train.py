@@ -209,6 +209,14 @@ def test_samples_that_do_not_fit(
     assert list_steps(tmp_path / "weights") == [0]
 
 
+def test_diverged_step_is_not_committed(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A gradient that is not finite stops the run before a broken version can be served."""
+    write_one(tmp_path, logprobs=[0.0, -500.0, -1.0], advantages=[0.0, -1.0, -1.0])
+    with pytest.raises(UserError, match="step 0: the gradient norm is (nan|inf)"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=1))
+    assert list_steps(tmp_path / "weights") == [0]
+
+
 def test_weight_streams(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     """A zero RL weight takes a token out of loss and denominator; a cross-entropy weight brings in tokens off the mask."""
     values = {}

@@ -3,6 +3,7 @@
 Also runs as a file: `torchrun … src/prime_rl/trainer/rl/train.py @ train.toml`.
 """
 
+import math
 import time
 
 import torch
@@ -84,6 +85,8 @@ def train(config: TrainerConfig) -> None:
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
         values, grad_norm = read_sums(world, sums, norm)
         trained = time.perf_counter()
+        if not math.isfinite(grad_norm):
+            raise UserError(f"step {step}: the gradient norm is {grad_norm}, so version {step + 1} is not committed")
 
         if fake is None:
             report.phase("exporting weights")
