@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from prime_rl.transport.commit import list_steps
-from reverse_text.data import Split, texts
+from reverse_text.data import WORDS, Split, split_of, texts
 
 WORK = Path("outputs/tiny-reverse")
 ASSET = Path("assets/tiny-reverse")
@@ -35,6 +35,7 @@ SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <re
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<reversed_text>", "</reversed_text>")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
+SINGLE_SHARE = 0.4  # of demonstrations on a single word
 DATA_SEED = 1_000_000  # far from the seeds of runs, which draw their tasks from the same texts
 
 CHAT_TEMPLATE = """\
@@ -52,9 +53,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     init = commands.add_parser("init", help="random model, tokenizer and demonstrations")
     init.add_argument("--out", type=Path, default=WORK)
-    init.add_argument("--samples", type=int, default=17_000, help="demonstrations")
+    init.add_argument("--samples", type=int, default=18_000, help="demonstrations")
     init.add_argument("--careful", type=int, default=13_000, help="of them, the first ones without mistakes")
-    init.add_argument("--carelessness", type=float, default=0.45, help="share of wrong letters in the others")
+    init.add_argument("--carelessness", type=float, default=0.4, help="share of wrong letters in the others")
     init.add_argument("--seed", type=int, default=0)
     publish = commands.add_parser("publish", help="measure the trained model and write its card")
     publish.add_argument("--run", type=Path, default=WORK / "sft")
@@ -123,9 +124,15 @@ def make_generation_config(tokenizer: PreTrainedTokenizerFast) -> GenerationConf
 def demonstrations(
     samples: int, careful: int, carelessness: float, seed: int
 ) -> Iterator[dict[str, list[dict[str, str]]]]:
-    """Prompt/completion rows on training texts only: `careful` correct ones first, then careless ones."""
+    """Prompt/completion rows on training texts only: `careful` correct ones first, then careless ones.
+
+    There are only some 400 single words, so they come back again and again; pairs of words do not.
+    """
     rng = random.Random(seed)
-    for index, text in enumerate(texts("train", samples, DATA_SEED + seed)):
+    words = [word for word in WORDS if split_of(word) == "train"]
+    pairs = iter(texts("train", samples, DATA_SEED + seed, min_words=2, max_words=2))
+    for index in range(samples):
+        text = words[int(rng.random() * len(words))] if rng.random() < SINGLE_SHARE else next(pairs)
         share = 0.0 if index < careful else carelessness
         answer = "".join(careless(letter, rng, share) for letter in reversed(text))
         yield {

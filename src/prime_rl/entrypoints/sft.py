@@ -6,7 +6,7 @@ import sys
 from prime_rl import lifeline
 from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
+from prime_rl.monitor import Status, log
 
 
 def main() -> None:
@@ -31,6 +31,8 @@ def main() -> None:
         train(config)
     except UserError as error:
         # Every rank fails alike: one of them says why.
+        if rank == 0:
+            Status(config.output_dir, "sft").done(f"failed: {error}")
         sys.exit(f"error: {error}" if rank == 0 else 1)
 
 

@@ -3,6 +3,7 @@
 Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`.
 """
 
+import math
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from prime_rl.config import SFTConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.shared import CkptConfig
 from prime_rl.config.trainer import ConstantScheduler
+from prime_rl.errors import UserError
 from prime_rl.trainer import ckpt, perf, weights
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Source, build_policy, find_model
@@ -24,7 +26,6 @@ from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
 from prime_rl.trainer.stop import StopSignal
-from prime_rl.transport.commit import prune
 
 
 def train(config: SFTConfig) -> None:
@@ -42,22 +43,24 @@ def train(config: SFTConfig) -> None:
 
     report.phase("loading the model")
     source = locate_model(config, world)
+    dtype = weights.export_dtype(config.weights.dtype, source)  # before transformers writes its own into the config
     policy = build_policy(source, config.model, world, config.seed)
     optimizer = build_optimizer(policy, config.optim)
     checkpoints = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
     progress = ckpt.Progress()
-    if config.ckpt is not None and config.ckpt.resume_step is not None:
-        resume_step, max_steps = config.ckpt.resume_step, config.max_steps
-        step = on_main(world, lambda: ckpt.find(checkpoints, resume_step, max_steps))
-        report.phase(f"loading checkpoint {step}")
-        progress = ckpt.load(checkpoints, step, policy, optimizer, world)
-        on_main(world, lambda: retire_after(checkpoints, step))
+    resume = config.ckpt.resume_step if config.ckpt is not None else None
+    if resume is not None:
+        found = on_main(world, lambda: ckpt.find(checkpoints, resume, config.max_steps))
+        report.phase(f"loading checkpoint {found}")
+        progress = ckpt.load(checkpoints, found, policy, optimizer, world)
+        on_main(world, lambda: ckpt.retire_after(checkpoints, found))
+    elif config.ckpt is not None:
+        on_main(world, lambda: ckpt.refuse_earlier(checkpoints))
     start = exported = progress.step
 
     report.phase("loading the data")
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
-    dtype = weights.export_dtype(config.weights.dtype, source)
     versions = weights.Versions(config.output_dir / "weights", policy, source, world, dtype)
     if not config.bench:
         versions.open(start, config.output_dir / "incarnations")
@@ -79,6 +82,8 @@ def train(config: SFTConfig) -> None:
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
         (loss, entropy), grad_norm = read_sums(world, sums, norm)
         trained = time.perf_counter()
+        if not math.isfinite(grad_norm):
+            raise UserError(f"step {step}: the gradient norm is {grad_norm}; nothing of this step is saved")
 
         progress = ckpt.Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
         interval = config.ckpt and config.ckpt.interval
@@ -120,13 +125,6 @@ def train(config: SFTConfig) -> None:
         report.text(bench_table(report.history))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
     close_world()
-
-
-def retire_after(checkpoints: Path, step: int) -> None:
-    """Remove the checkpoints of an earlier life beyond `step`, the state that is gone on from."""
-    for later in ckpt.saved_steps(checkpoints):
-        if later > step:
-            prune(checkpoints / f"step_{later}")
 
 
 def save(
