@@ -1,17 +1,18 @@
 """Orchestrator and trainer as processes of their own against one real server: the loop, started by hand."""
 
 import json
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from support.processes import Command
 
 from prime_rl.monitor import read_metrics
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.weights import verify_weights
+from support.processes import Command, wait_for_all
 
 STEPS = 3
 TIMEOUT = 240.0
@@ -21,6 +22,12 @@ ORCHESTRATOR = [
     "--batch-size", 8, "--rollouts-per-example", 4, "--seq-len", 256, "--sampling.max-tokens", 24, "--no-filter-zero-advantage",
 ]  # fmt: skip
 TRAINER = ["--seq-len", 256, "--optim.lr", "1e-3", "--device", "cpu"]
+
+
+@pytest.fixture
+def tmp_path(inference_server) -> Path:
+    """Runs live below the shared server's weights root: it takes weights from nowhere else."""
+    return Path(tempfile.mkdtemp(prefix="run-", dir=inference_server.weights_root))
 
 
 class Run:
@@ -42,8 +49,7 @@ class Run:
     def complete(self, order=("trainer", "orchestrator")) -> None:
         with ExitStack() as stack:
             commands = [stack.enter_context(self.start(name)) for name in order]
-            for command in commands:
-                command.succeed(TIMEOUT)
+            wait_for_all(commands, TIMEOUT)
 
     def metrics(self, process: str) -> list[dict]:
         return read_metrics(self.directory / "metrics" / f"{process}.jsonl")
@@ -179,9 +185,10 @@ def test_a_reward_that_raises_is_counted_and_stops_the_run_only_beyond_the_limit
     package.mkdir(parents=True)
     (package / "__init__.py").write_text(FAULTY)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "env"))
-    run = Run(inference_server, tmp_path / "run", steps=2, orchestrator=["--environment.id", "faulty-reverse"])
+    lenient = ["--environment.id", "faulty-reverse", "--max-error-rate", "0.95"]
+    run = Run(inference_server, tmp_path / "run", steps=2, orchestrator=lenient)
     run.complete()
-    assert 0 < sum(row.get("errors/errored", 0) for row in run.metrics("orchestrator"))
+    assert sum(row.get("errors/errored", 0) for row in run.metrics("orchestrator")) > 0
 
     inference_server.reset()
     run = Run(

@@ -84,6 +84,7 @@ def test_interrupting_once_finishes_the_step_and_says_so(tmp_path):
 def test_without_an_inference_section_a_running_server_is_used_and_left_running(inference_server, tmp_path):
     """`rl --trainer @ … --orchestrator @ …`: three files without the server's; the server serves on afterwards."""
     inference_server.reset()
+    run = inference_server.weights_root / "rl-without-inference"
     trainer, orchestrator = tmp_path / "train.toml", tmp_path / "orch.toml"
     trainer.write_text('seq_len = 256\ndevice = "cpu"\n[optim]\nlr = 1e-3\n')
     orchestrator.write_text(
@@ -92,13 +93,13 @@ def test_without_an_inference_section_a_running_server_is_used_and_left_running(
     )
     command = [
         "--trainer", "@", trainer, "--orchestrator", "@", orchestrator, "--model.name", inference_server.model,
-        "--max-steps", 2, "--output-dir", tmp_path / "run",
+        "--max-steps", 2, "--output-dir", run,
     ]  # fmt: skip
     with Command("rl", *command, log=tmp_path / "rl.log") as rl:
         rl.succeed(TIMEOUT)
     served = inference_server.get("/weights").json()
     assert served["version"] in (1, 2)  # the last version is only served when somebody still samples from it
-    assert not (tmp_path / "run" / "logs" / "inference.log").exists()
+    assert not (run / "logs" / "inference.log").exists()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
 
 logger = log.get("eval")
+
+_LOG_WIDTH = 140
 
 
 async def run_evals(config: "EvalConfig") -> list[EvalReport]:
@@ -111,7 +114,8 @@ def print_table(reports: list[EvalReport], model: str) -> None:
             _number(metrics.get(f"{prefix}/num_output_tokens/mean")),
             f"{report.seconds:.1f}",
         )
-    Console().print(table)
+    # A log file has no width: rich would cut the columns to 80.
+    Console(width=None if sys.stdout.isatty() else _LOG_WIDTH).print(table)
 
 
 def confidence(report: EvalReport) -> float | None:
