@@ -14,11 +14,12 @@ def main() -> None:
     lifeline.watch()
     config = load(EvalConfig, prog="eval")
     log.setup(config.log.level, "eval")
-    write_toml(config, config.output_dir / "configs" / "eval.toml")
+    path = config.output_dir / "configs" / "eval.toml"
+    write_toml(config, path)
     if config.dry_run:
-        print(
-            f"would evaluate {', '.join(env.name for env in config.environments)} with {config.model.name} at {config.client.base_url}"
-        )
+        names = ", ".join(env.name for env in config.environments)
+        print(f"eval: {names} with {config.model.name} at {config.client.base_url}")
+        print(f"config: {path}")
         return
     from prime_rl.orchestrator.eval_run import run_evals
 
