@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import suppress
 
 from prime_rl import lifeline
 from prime_rl.config import TrainerConfig, load, write_toml
@@ -31,7 +32,8 @@ def main() -> None:
     except UserError as error:
         # Every rank fails alike: one of them says why.
         if rank == 0:
-            Status(config.output_dir, "trainer").done(f"failed: {error}")
+            with suppress(OSError):  # the disk may be what is full
+                Status(config.output_dir, "trainer").done(f"failed: {error}")
         sys.exit(f"error: {error}" if rank == 0 else 1)
 
 

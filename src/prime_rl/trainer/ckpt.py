@@ -6,6 +6,7 @@ ranks. The learning rate is a function of the step, so there is no scheduler sta
 
 import errno
 import secrets
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from prime_rl.transport.commit import Stage, disk_errors, list_steps, prune, ver
 
 PART = "trainer"
 _STATE = "state"
+_NO_ROOM_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -126,8 +128,10 @@ def _save_distributed(state: dict[str, Any], directory: Path) -> None:
         with disk_errors(directory):
             dcp.save(state, checkpoint_id=directory)
     except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values() if isinstance(cause, OSError)]
-        if any(cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes):
+        causes = [cause for cause, _ in error.failures.values()]
+        full = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
+        # torch's archive writer turns the system's error into one about positions: then ask the file system.
+        if full or shutil.disk_usage(directory.parent).free < _NO_ROOM_BYTES:
             raise UserError(f"disk full while writing {directory}: nothing was committed") from error
         raise
 
