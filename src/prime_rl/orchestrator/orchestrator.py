@@ -375,13 +375,12 @@ class Orchestrator:
         for start in self.core.abandon():
             self._cancel(start, Drop.CANCELLED)
         self.core.check_conservation()
-        if self.stopping or self.config.bench:
+        if self.config.bench:
             return
-        if not (self.config.eval and self.config.eval.at_end):
-            return
+        # The run ends with its last version served: for the final evaluation, and for whoever uses a server that stays up.
         while self.core.version < self.core.step and not self.stopping:
             await self._next_event(follower)
-        if not self.stopping:
+        if self.config.eval and self.config.eval.at_end and not self.stopping:
             await self._evaluate()
 
 
