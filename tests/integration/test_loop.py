@@ -8,11 +8,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 
 from prime_rl.monitor import read_metrics
+from prime_rl.trainer.model import to_device
+from prime_rl.trainer.packing import Document, collate
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.weights import verify_weights
+from support import trainer as support
 from support.processes import Command, wait_for_all
+
+world, make_policy = support.world, support.make_policy
 
 STEPS = 3
 TIMEOUT = 240.0
@@ -21,13 +27,41 @@ ORCHESTRATOR = [
     "--environment.id", "reverse-text", "--environment.args", '{"max_words": 1, "num_tasks": 40}',
     "--batch-size", 8, "--rollouts-per-example", 4, "--seq-len", 256, "--sampling.max-tokens", 24, "--no-filter-zero-advantage",
 ]  # fmt: skip
-TRAINER = ["--seq-len", 256, "--optim.lr", "1e-3", "--device", "cpu"]
+TRAINER = [
+    "--seq-len",
+    256,
+    "--optim.lr",
+    "1e-3",
+    "--device",
+    "cpu",
+    "--weights.dtype",
+    "float32",
+    "--weights.keep",
+    10,
+]
 
 
 @pytest.fixture
 def tmp_path(inference_server) -> Path:
     """Runs live below the shared server's weights root: it takes weights from nowhere else."""
     return Path(tempfile.mkdtemp(prefix="run-", dir=inference_server.weights_root))
+
+
+def both_logprobs(rows: list[dict], policy) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probabilities of all sampled tokens of a batch: as the engine recorded them, and as the trainer computes them, packed."""
+    documents = [
+        Document(
+            np.array(row["input_ids"]),
+            np.array(row["loss_mask"]),
+            row["temperature"],
+            np.array([row["logprobs"]], np.float32),
+        )
+        for row in rows
+    ]
+    batch = to_device(collate(documents, 1), torch.device("cpu"))
+    with torch.no_grad():
+        logprobs, _ = policy(batch)
+    return batch.streams[0].numpy(), logprobs.numpy()
 
 
 class Run:
@@ -85,8 +119,9 @@ def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_pa
         assert set(names) <= set(row)
 
 
-def test_a_synchronous_run_trains_on_the_very_policy_that_sampled(inference_server, tmp_path):
-    """async_level 0: every sample comes from the version it updates, and the mismatch KL stays below 1e-3 (fp32 on CPU)."""
+def test_a_synchronous_run_trains_on_the_very_policy_that_sampled(inference_server, tmp_path, make_policy):
+    """async_level 0: every sample comes from the version it updates, the mismatch KL stays below 1e-3, and the trainer's
+    log-probabilities of the sampled tokens are the engine's to 1e-4, before and after updates (fp32 on CPU)."""
     inference_server.reset()
     run = Run(inference_server, tmp_path, async_level=0)
     run.complete()
@@ -94,6 +129,13 @@ def test_a_synchronous_run_trains_on_the_very_policy_that_sampled(inference_serv
         assert all(row["policy_versions"] == [step] for row in run.batch(step))
     assert [row["step"] for row in run.metrics("trainer")] == list(range(STEPS))
     assert all(abs(row["mismatch_kl/mean"]) < 1e-3 for row in run.metrics("trainer"))
+    for step, weights in [
+        (0, inference_server.model),
+        *((n, tmp_path / "weights" / f"step_{n}") for n in range(1, STEPS)),
+    ]:
+        recorded, computed = both_logprobs(run.batch(step), make_policy(weights))
+        assert len(recorded) > 50
+        assert np.abs(recorded - computed).max() <= 1e-4
 
 
 def test_an_asynchronous_run_respects_the_start_gate(inference_server, tmp_path):
