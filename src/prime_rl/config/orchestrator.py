@@ -79,6 +79,7 @@ class OrchestratorConfig(BaseConfig, Environments):
             self._whole_groups(),
             self._off_policy_bound(),
             self._reply_fits(),
+            *(self._can_be_trained(sampling, key) for sampling, key in self._training_sampling()),
             resume_within(self.max_steps, self.ckpt),
         )
         return self
@@ -94,6 +95,20 @@ class OrchestratorConfig(BaseConfig, Environments):
             return None
         message = f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
         return Problem(message, "max_off_policy_steps", "async_level")
+
+    def _training_sampling(self) -> list[tuple[SamplingConfig, str]]:
+        own = [
+            (env.sampling.over(self.sampling), f"environments.{env.name}.sampling")
+            for env in self.environments
+            if env.sampling
+        ]
+        return [(self.sampling, "sampling"), *own]
+
+    def _can_be_trained(self, sampling: SamplingConfig, key: str) -> Problem | None:
+        if sampling.temperature > 0:
+            return None
+        message = "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)"
+        return Problem(message, f"{key}.temperature")
 
     def _reply_fits(self) -> Problem | None:
         longest = self.sampling.max_tokens

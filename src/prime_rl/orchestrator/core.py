@@ -133,6 +133,7 @@ class Core(Generic[Result]):
         self.limits = limits
         self.step = step
         self.version = version
+        self.announced = version
         self.groups_opened = groups_opened
         self.issued = 0
         self.trained = 0
@@ -180,7 +181,7 @@ class Core(Generic[Result]):
     def finish(self, episode: int, result: Result) -> None:
         """An episode ended with a result that can be trained."""
         start, group = self._land(episode)
-        group.finished.append(Finished(start, start.version, self.version, result))
+        group.finished.append(Finished(start, start.version, self.announced, result))
         self._settle(group)
 
     def fail(self, episode: int, reason: Drop, retry: bool = False) -> bool:
@@ -196,10 +197,15 @@ class Core(Generic[Result]):
         self._settle(group)
         return again
 
-    def serve(self, version: int) -> None:
-        """The engines serve `version` from now on."""
+    def announce(self, version: int) -> None:
+        """An update to `version` begins: tokens sampled from now on may be of it, though `serve` has not been called yet."""
         if version < self.version:
             raise ValueError(f"version {version} is older than the served {self.version}")
+        self.announced = max(self.announced, version)
+
+    def serve(self, version: int) -> None:
+        """The engines serve `version` from now on."""
+        self.announce(version)
         self.version = version
 
     def stale(self) -> list[Start]:

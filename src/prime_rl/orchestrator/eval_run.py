@@ -53,7 +53,9 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
             version = (await engine.served()).version
             for env in config.environments:
                 sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
-                plan = EvalPlan(env.name, env.name, sampling, config.num_examples, config.rollouts_per_example)
+                plan = EvalPlan(
+                    env.name, env.name, sampling, config.num_examples, config.rollouts_per_example, config.seq_len
+                )
                 status.phase(f"evaluating {env.name}")
                 report = await evaluate(
                     pool, plan, version=version, seed=config.seed, max_concurrent=config.max_concurrent, timeout=config.rollout_timeout

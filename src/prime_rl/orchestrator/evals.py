@@ -25,6 +25,7 @@ class EvalPlan:
     sampling: "SamplingConfig"
     num_examples: int
     rollouts_per_example: int
+    seq_len: int
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,9 @@ async def evaluate(
             result = await pool.run(
                 env=plan.worker,
                 task_index=index,
-                sampling=wire_sampling(sampling, request_seed(seed, f"eval/{plan.env}/{version}/{index}", number)),
+                sampling=wire_sampling(
+                    sampling, request_seed(seed, f"eval/{plan.env}/{version}/{index}", number), plan.seq_len
+                ),
                 policy_version=version,
                 episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
                 deadline=time.monotonic() + timeout,
@@ -119,17 +122,19 @@ async def evaluate(
     return EvalReport(plan.env, version, time.monotonic() - begin, by_task)
 
 
-def wire_sampling(sampling: "SamplingConfig", seed: int) -> dict[str, float | int]:
-    """Sampling parameters as the engine takes them. Every field is sent, so that no server-side default applies."""
+def wire_sampling(sampling: "SamplingConfig", seed: int, seq_len: int) -> dict[str, float | int]:
+    """Sampling parameters as the engine takes them. Every field is sent, so that no server-side default applies.
+
+    Without `max_tokens` a reply is bounded by `seq_len`; the engine bounds prompt and reply by its context besides.
+    """
     wire: dict[str, float | int] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
         "min_tokens": sampling.min_tokens,
+        "max_tokens": sampling.max_tokens or seq_len,
     }
-    if sampling.max_tokens is not None:
-        wire["max_tokens"] = sampling.max_tokens
     if sampling.seeded:
         wire["seed"] = seed
     return wire

@@ -4,11 +4,10 @@
 """
 
 import asyncio
-import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
@@ -16,27 +15,26 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.ckpt import Progress, resume_progress, save_progress
-from prime_rl.orchestrator.core import Batch, Core, Drop, Limits, Start, Task
+from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
-from prime_rl.orchestrator.evals import EvalPlan, evaluate, wire_sampling
+from prime_rl.orchestrator.evals import evaluate, wire_sampling
 from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.plans import eval_plans, limits, make_pool
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.tasks import task_stream
-from prime_rl.transport.commit import clean_stages, list_steps
+from prime_rl.transport.commit import CommitError, clean_stages, list_steps
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.weights import newest, version_dir, weights_manifest
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-    from prime_rl.config.shared import EnvConfig
 
 logger = log.get("orchestrator")
 
 _POLL_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
 _MAX_EMPTY_BATCHES = 10
-_BENCH_STEPS = 4
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
 _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE}
@@ -60,7 +58,7 @@ class Orchestrator:
             for env in config.environments
         }
         self.progress = resume_progress(config.output_dir, config.ckpt)
-        self.stopping = False
+        self.started = self.stopping = False
         self.tally = Tally()
         self.core: Core[EpisodeResult]
         self._wake = asyncio.Event()
@@ -116,6 +114,7 @@ class Orchestrator:
             group.create_task(self.pool.start(config.client.ready_timeout))
             group.create_task(self.engine.wait_ready(self.status.waiting))
         version = await self._first_version()
+        self.started = True
         tasks = {
             env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
             for env in config.environments
@@ -140,7 +139,8 @@ class Orchestrator:
             return 0
         version = self.progress.version
         directory = version_dir(self.weights_dir, version)
-        await self._wait_for_version(version)
+        if not await self._wait_for_version(version):
+            return version
         manifest = weights_manifest(directory)
         served = await self.engine.served()
         if (served.version, served.hash) != (version, manifest.hash):
@@ -188,7 +188,9 @@ class Orchestrator:
         result = await self.pool.run(
             env=start.task.env,
             task_index=start.task.index,
-            sampling=wire_sampling(sampling, request_seed(self.config.seed, str(start.group), start.number)),
+            sampling=wire_sampling(
+                sampling, request_seed(self.config.seed, str(start.group), start.number), self.config.seq_len
+            ),
             policy_version=start.version,
             episode_id=f"{start.group}.{start.number}.{start.attempt}",
             deadline=time.monotonic() + self.config.rollout_timeout,
@@ -327,9 +329,10 @@ class Orchestrator:
     async def _serve(self, version: int) -> None:
         async with self._serving:
             began = time.monotonic()
+            self.core.announce(version)
             try:
                 await self.engine.update(weights_manifest(version_dir(self.weights_dir, version)))
-            except UserError:
+            except (UserError, CommitError):
                 # The trainer may have pruned this version while it was loaded: then there is a newer one, and only then go on.
                 if newest(self.weights_dir) == version:
                     raise
@@ -352,11 +355,12 @@ class Orchestrator:
         async with self._serving:
             version = self.core.version
             for plan in eval_plans(self.config):
-                self.status.phase(f"evaluating {plan.env} on version {version}")
+                where = f"evaluating {plan.env} on version {version}"
+                self.status.phase(where)
                 report = await evaluate(
                     self.pool, plan, version=version, seed=self.config.seed,
                     max_concurrent=limits(self.config).max_concurrent, timeout=self.config.rollout_timeout,
-                    on_progress=lambda done, total: self.status.phase(f"evaluating on version {version}: {done}/{total}"),
+                    on_progress=partial(self._tell_progress, where),
                 )  # fmt: skip
                 metrics = report.metrics()
                 self.monitor.log(version, metrics)
@@ -371,6 +375,9 @@ class Orchestrator:
                     dict(report.errors),
                 )
 
+    def _tell_progress(self, where: str, done: int, total: int) -> None:
+        self.status.phase(f"{where}: {done}/{total}")
+
     async def _finish(self, follower: asyncio.Task[None]) -> None:
         for start in self.core.abandon():
             self._cancel(start, Drop.CANCELLED)
@@ -382,44 +389,6 @@ class Orchestrator:
             await self._next_event(follower)
         if self.config.eval and self.config.eval.at_end and not self.stopping:
             await self._evaluate()
-
-
-def limits(config: "OrchestratorConfig") -> Limits:
-    """The core's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
-    level = _BENCH_STEPS if config.bench else config.async_level
-    return Limits(
-        batch_size=config.batch_size,
-        group_size=config.rollouts_per_example,
-        async_level=level,
-        max_off_policy_steps=max(config.max_off_policy_steps, level),
-        max_concurrent=config.max_concurrent or config.batch_size * (config.async_level + 1),
-        max_steps=_BENCH_STEPS if config.bench else config.max_steps,
-    )
-
-
-def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
-    """What is evaluated: the environments named for it, else the training ones with their argument `split` set to "eval"."""
-    if config.eval is None:
-        return []
-    if config.eval.environments:
-        return config.eval.environments
-    return [env.model_copy(update={"args": {**env.args, "split": "eval"}}) for env in config.environments]
-
-
-def eval_plans(config: "OrchestratorConfig") -> Iterator[EvalPlan]:
-    """One plan for each evaluation environment."""
-    section = config.eval
-    if section is None:
-        return
-    for env in eval_environments(config):
-        base = section.sampling.over(config.sampling)
-        sampling = env.sampling.over(base) if env.sampling else base
-        yield EvalPlan(env.name, eval_worker(env.name), sampling, section.num_examples, section.rollouts_per_example)
-
-
-def eval_worker(name: str) -> str:
-    """The pool's name of an evaluation environment, which may bear the same name as a training one."""
-    return f"{name}-eval"
 
 
 async def orchestrate(config: "OrchestratorConfig") -> None:
@@ -466,22 +435,8 @@ def _first(group: BaseExceptionGroup) -> BaseException:
 
 
 def _on_signal(orchestrator: Orchestrator, task: "asyncio.Task[None]") -> None:
-    if orchestrator.stopping:
-        task.cancel()
+    if orchestrator.stopping or not orchestrator.started:
+        task.cancel()  # nothing has been made that could be lost
         return
     logger.info("stopping: nothing new is issued (a second signal stops at once)")
     orchestrator.stop()
-
-
-def make_pool(config: "OrchestratorConfig") -> EnvPool:
-    """The worker pool of all training and evaluation environments."""
-    evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
-    return EnvPool(
-        [*config.environments, *evals],
-        model=config.model.name,
-        base_url=config.client.base_url,
-        api_key=os.environ.get(config.client.api_key_var),
-        renderer=config.renderer,
-        output_dir=config.output_dir,
-        log_level=config.log.level,
-    )

@@ -211,6 +211,17 @@ def test_versions_span_from_the_start_to_the_end_of_an_episode():
     assert (finished.first, finished.last) == (0, 1)
 
 
+def test_tokens_sampled_during_an_update_are_stamped_with_the_coming_version_too():
+    """Between the start of an update and the server's answer either version may have sampled: both are recorded."""
+    core = make_core(Limits(1, 1, 2, 2, 10, 10))
+    start = core.next_start()
+    core.announce(1)
+    core.finish(start.episode, 0.0)
+    (finished,) = core.ready_batch().groups[0].finished
+    assert (finished.first, finished.last) == (0, 1)
+    assert core.version == 0
+
+
 def test_versions_never_go_back():
     """Serving an older version than before is a fault of the caller, not something to go on from."""
     core = make_core(Limits(1, 1, 0, 0, 1), version=3, step=3)

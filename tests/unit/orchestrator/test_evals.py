@@ -57,7 +57,7 @@ class SlowPool:
 async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
     """Whatever finishes first: results[i] belongs to task i, and no more than max_concurrent run at once."""
     pool = SlowPool()
-    plan = EvalPlan("env", "env", SamplingConfig(), 3, 2)
+    plan = EvalPlan("env", "env", SamplingConfig(), 3, 2, 100)
     report = await evaluate(pool, plan, version=0, seed=0, max_concurrent=3, timeout=1)
     assert [[r.reward for r in attempts] for attempts in report.results] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     assert pool.most == 3
@@ -65,6 +65,7 @@ async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
 
 def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
     """Train and eval sample as configured; a seed travels only when asked for."""
-    wire = wire_sampling(SamplingConfig(temperature=0.5, max_tokens=9), 17)
+    wire = wire_sampling(SamplingConfig(temperature=0.5, max_tokens=9), 17, 100)
     assert wire == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "max_tokens": 9}
-    assert wire_sampling(SamplingConfig(seeded=True), 17)["seed"] == 17
+    assert wire_sampling(SamplingConfig(seeded=True), 17, 100)["seed"] == 17
+    assert wire_sampling(SamplingConfig(), 17, 100)["max_tokens"] == 100

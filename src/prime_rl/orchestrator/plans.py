@@ -1,0 +1,74 @@
+"""What the orchestrator's configuration means: the core's limits, which environments are evaluated, and the worker pool of them all."""
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prime_rl.envs.pool import EnvPool
+from prime_rl.orchestrator.core import Limits
+from prime_rl.orchestrator.evals import EvalPlan
+
+if TYPE_CHECKING:
+    from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.shared import EnvConfig
+
+BENCH_STEPS = 4
+
+
+def limits(config: "OrchestratorConfig") -> Limits:
+    """The core's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
+    level = BENCH_STEPS if config.bench else config.async_level
+    return Limits(
+        batch_size=config.batch_size,
+        group_size=config.rollouts_per_example,
+        async_level=level,
+        max_off_policy_steps=max(config.max_off_policy_steps, level),
+        max_concurrent=config.max_concurrent or config.batch_size * (config.async_level + 1),
+        max_steps=BENCH_STEPS if config.bench else config.max_steps,
+    )
+
+
+def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
+    """What is evaluated: the environments named for it, else the training ones with their argument `split` set to "eval"."""
+    if config.eval is None:
+        return []
+    if config.eval.environments:
+        return config.eval.environments
+    return [env.model_copy(update={"args": {**env.args, "split": "eval"}}) for env in config.environments]
+
+
+def eval_plans(config: "OrchestratorConfig") -> Iterator[EvalPlan]:
+    """One plan for each evaluation environment."""
+    section = config.eval
+    if section is None:
+        return
+    for env in eval_environments(config):
+        base = section.sampling.over(config.sampling)
+        sampling = env.sampling.over(base) if env.sampling else base
+        yield EvalPlan(
+            env.name,
+            eval_worker(env.name),
+            sampling,
+            section.num_examples,
+            section.rollouts_per_example,
+            config.seq_len,
+        )
+
+
+def eval_worker(name: str) -> str:
+    """The pool's name of an evaluation environment, which may bear the same name as a training one."""
+    return f"{name}-eval"
+
+
+def make_pool(config: "OrchestratorConfig") -> EnvPool:
+    """The worker pool of all training and evaluation environments."""
+    evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
+    return EnvPool(
+        [*config.environments, *evals],
+        model=config.model.name,
+        base_url=config.client.base_url,
+        api_key=os.environ.get(config.client.api_key_var),
+        renderer=config.renderer,
+        output_dir=config.output_dir,
+        log_level=config.log.level,
+    )
