@@ -1,7 +1,7 @@
 """The orchestrator's part of a checkpoint: how far it is. Everything else follows from the run directory and the seed."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ def save_progress(output_dir: Path, ckpt: "CkptConfig", progress: Progress) -> N
     if final.exists():
         return
     with stage(final, step=progress.step, producer="orchestrator") as path:
-        (path / _FILE).write_text(json.dumps(asdict(progress)))
+        (path / _FILE).write_text(json.dumps({"step": progress.step, "groups_opened": progress.groups_opened}))
     if ckpt.keep is not None:
         for step in [s for s in list_steps(root) if (root / f"step_{s}" / _PART).is_dir()][: -ckpt.keep]:
             prune(root / f"step_{step}" / _PART)

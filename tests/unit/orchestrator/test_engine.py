@@ -1,0 +1,119 @@
+"""The engine client: what it believes, and what it says when the server is not what it should be."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config.shared import ClientConfig
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.engine import Engine, Served
+from prime_rl.transport.weights import WeightsManifest
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers from a table of (method, path) -> (status, body) and remembers what was asked."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[tuple[str, str], tuple[int, object]] = {}
+        self.asked: list[tuple[str, str, object, str | None]] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Scripted
+
+    def answer(self) -> None:
+        length = int(self.headers.get("Content-Length", 0))
+        body = json.loads(self.rfile.read(length)) if length else None
+        self.server.asked.append((self.command, self.path, body, self.headers.get("Authorization")))
+        status, answer = self.server.answers.get((self.command, self.path), (404, {}))
+        data = json.dumps(answer).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST = answer
+
+    def log_message(self, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[Scripted]:
+    scripted = Scripted()
+    thread = threading.Thread(target=scripted.serve_forever)
+    thread.start()
+    yield scripted
+    scripted.shutdown()
+    thread.join()
+    scripted.server_close()
+
+
+def manifest(version: int = 3) -> WeightsManifest:
+    return WeightsManifest(version, 0, "abc", {}, None, Path("/runs/weights/step_3"))
+
+
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+async def test_the_base_url_works_with_and_without_v1(server, suffix):
+    """`client.base_url` may end in /v1 or not: the weight routes are found either way."""
+    server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "h"}
+    async with Engine(ClientConfig(base_url=server.url + suffix)) as engine:
+        assert await engine.served() == Served(2, "h")
+
+
+async def test_the_key_is_sent(server, monkeypatch):
+    """The key in the configured environment variable guards the weight routes too."""
+    monkeypatch.setenv("MY_KEY", "secret")
+    server.answers["GET", "/weights"] = 200, {"version": 0, "hash": "h"}
+    async with Engine(ClientConfig(base_url=server.url, api_key_var="MY_KEY")) as engine:
+        await engine.served()
+    assert server.asked[-1][3] == "Bearer secret"
+
+
+async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(server):
+    """What is served is proven to be what was committed: version and hash are asked for after every update."""
+    server.answers["POST", "/update_weights"] = 200, {}
+    server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
+    async with Engine(ClientConfig(base_url=server.url)) as engine:
+        assert await engine.update(manifest()) == Served(3, "abc")
+        assert server.asked[0][2] == {"weight_dir": "/runs/weights/step_3", "version": 3}
+        for lie in ({"version": 2, "hash": "abc"}, {"version": 3, "hash": "other"}):
+            server.answers["GET", "/weights"] = 200, lie
+            with pytest.raises(UserError, match="says it serves"):
+                await engine.update(manifest())
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (400, {"error": {"message": "manifest is broken"}}, "manifest is broken"),
+        (401, {}, r"refused the key in \$VLLM_API_KEY"),
+        (404, {}, "started with `inference`"),
+        (500, {"detail": "x"}, "HTTP 500"),
+    ],
+)
+async def test_refusals_name_their_cause(server, status, body, message):
+    """One clear line: what was refused, by whom, and why."""
+    server.answers["POST", "/update_weights"] = status, body
+    async with Engine(ClientConfig(base_url=server.url)) as engine:
+        with pytest.raises(UserError, match=message):
+            await engine.update(manifest())
+
+
+async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server):
+    """A wait has a subject, an owner and a deadline."""
+    waits = []
+    async with Engine(ClientConfig(base_url=server.url, ready_timeout=0.6)) as engine:
+        with pytest.raises(UserError, match="no inference server at"):
+            await engine.wait_ready(lambda *wait: waits.append(wait))
+    assert waits[0][0] == "a healthy server"
+    assert server.url in waits[0][1]
