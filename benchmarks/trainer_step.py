@@ -16,10 +16,11 @@ from transformers import Qwen3Config
 
 from prime_rl.trainer import perf
 from prime_rl.trainer.loss import STREAMS, make_token_loss
-from prime_rl.trainer.model import Source, build_policy, find_model, named_parameters, to_device
+from prime_rl.trainer.model import build_policy, named_parameters, to_device
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
 
 OPTIM = SimpleNamespace(lr=1e-6, betas1=0.9, betas2=0.999, weight_decay=0.01)

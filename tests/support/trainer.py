@@ -11,10 +11,11 @@ import torch
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.trainer.model import Policy, build_policy, find_model
+from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.packing import Document
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.rl.train import train
+from prime_rl.trainer.source import find_model
 from prime_rl.transport.rollouts import Sample, write_batch
 
 VOCABULARY = 288

@@ -4,6 +4,7 @@ Order of construction: meta device → activation checkpointing → per-block co
 Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU.
 """
 
+import copy
 import json
 import zlib
 from collections.abc import Callable, Iterator
@@ -19,37 +20,19 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention
 from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.packing import HostBatch
 from prime_rl.trainer.parallel import World, rows_of_rank
+from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainerModel
 
 _WRAPPED = "_checkpoint_wrapped_module."
-
-# Shapes that fake data can use without a download: hidden, layers, heads, key/value heads, feed-forward. Head size 128, vocabulary 151,936.
-_KNOWN = {
-    "Qwen/Qwen3-0.6B": (1024, 28, 16, 8, 3072, True),
-    "Qwen/Qwen3-1.7B": (2048, 28, 16, 8, 6144, True),
-    "Qwen/Qwen3-4B": (2560, 36, 32, 8, 9728, True),
-    "Qwen/Qwen3-8B": (4096, 36, 32, 8, 12288, False),
-}
-_HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a run's first weights come from. `directory` None: random weights of `config`'s shape."""
-
-    name: str
-    config: PretrainedConfig
-    directory: Path | None
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True)
@@ -88,71 +71,6 @@ class Policy(nn.Module):
         return fused_token_loss(*head, batch.streams, token_loss, self.head_chunk, self.compiled)
 
 
-def find_model(name: str, *, trust_remote_code: bool = False, random_weights: bool = False) -> Source:
-    """Locate a model: a local directory, or a hub name (downloaded into the hub's cache).
-
-    Args:
-        random_weights: The weights may be missing (fake data). A directory's are used when they are there; nothing is downloaded.
-
-    Raises:
-        UserError: not found, or not a model directory.
-    """
-    directory = Path(name).expanduser()
-    if not directory.is_dir():
-        if directory.exists():
-            raise UserError(f"model {name} is a file; a directory with config.json and *.safetensors is needed")
-        if name.startswith((".", "/", "~")) or name.count("/") > 1:
-            raise UserError(f"model directory {name} does not exist")
-        if random_weights:
-            return Source(name, _known_config(name), None)
-        directory = _download(name)
-    if not (directory / "config.json").is_file():
-        raise UserError(f"model directory {directory} has no config.json")
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{directory}/config.json cannot be used: {_one_line(error)}") from error
-    has_weights = any(directory.glob("*.safetensors"))
-    if not has_weights and not random_weights:
-        raise UserError(f"model directory {directory} has no *.safetensors (older formats must be converted first)")
-    return Source(name, config, directory if has_weights else None, trust_remote_code)
-
-
-def _known_config(name: str) -> PretrainedConfig:
-    if name not in _KNOWN:
-        known = ", ".join(_KNOWN)
-        raise UserError(f"fake data needs the shape of {name}: give a local model directory, or one of {known}")
-    hidden, layers, heads, kv_heads, feed_forward, tied = _KNOWN[name]
-    return Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        intermediate_size=feed_forward,
-        tie_word_embeddings=tied,
-        max_position_embeddings=131_072,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-    )
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(
-            f"model {name} is no local directory, and the hub did not give it: {_one_line(error)}"
-        ) from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
-
-
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:
     """The dtype of activations: `auto` is bfloat16 on CUDA and float32 on CPU, where it is as fast and exact."""
     if config_dtype == "auto":
@@ -171,11 +89,12 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
     compiled = world.device.type == "cuda" if config.compile is None else config.compile
     with torch.device("meta"):
         try:
+            # A copy: transformers writes the dtype into the config it is given, and exports ask for the checkpoint's.
             lm = AutoModelForCausalLM.from_config(
-                source.config, dtype=torch.float32, trust_remote_code=source.trust_remote_code
+                copy.deepcopy(source.config), dtype=torch.float32, trust_remote_code=source.trust_remote_code
             )
         except ValueError as error:
-            raise UserError(f"model {source.name} is not a causal language model: {_one_line(error)}") from error
+            raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
     lm.set_attn_implementation(attention.NAME)
     lm.train()
@@ -299,7 +218,7 @@ def load_weights(policy: Policy, directory: Path, world: World) -> None:
                     if local.numel():
                         local.copy_(rows[start : start + local.shape[0]])
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} is damaged or unreadable: {_one_line(error)}") from error
+            raise UserError(f"{path} is damaged or unreadable: {one_line(error)}") from error
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -314,7 +233,7 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
                 found |= dict.fromkeys(file.keys(), path)
         return found
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"the weights in {directory} are damaged or unreadable: {_one_line(error)}") from error
+        raise UserError(f"the weights in {directory} are damaged or unreadable: {one_line(error)}") from error
 
 
 def _name_finder(files: dict[str, Path], directory: Path) -> Callable[[str], str]:

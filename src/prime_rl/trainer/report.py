@@ -27,6 +27,8 @@ _LINE = (
 )
 _BENCH = ("perf/throughput", "perf/mfu", "time/step", "time/forward_backward", "perf/peak_memory")
 
+BENCH_STEPS = 4
+
 
 class Report:
     """Status file, metrics file (and W&B) and console lines of rank 0; silent on the others. `history` keeps the

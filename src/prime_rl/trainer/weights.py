@@ -16,8 +16,9 @@ import torch
 import xxhash
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.model import Policy, Source, local_rows, named_parameters
+from prime_rl.trainer.model import Policy, local_rows, named_parameters
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
+from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import Stage, clean_stages, disk_errors, list_steps, prune, write_atomically
 from prime_rl.transport.weights import (
     TensorEntry,

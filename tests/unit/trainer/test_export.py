@@ -12,8 +12,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.model import Policy, find_model, named_parameters
+from prime_rl.trainer.model import Policy, named_parameters
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weights import Versions, export, export_dtype
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights

@@ -15,9 +15,10 @@ from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.model import Policy, build_policy, find_model, named_parameters, to_device
+from prime_rl.trainer.model import Policy, build_policy, named_parameters, to_device
 from prime_rl.trainer.packing import Document, collate
 from prime_rl.trainer.parallel import World, choose_device
+from prime_rl.trainer.source import find_model
 from support import trainer as support
 
 world, make_policy = support.world, support.make_policy
@@ -205,3 +206,13 @@ def test_sharded_checkpoint(make_policy: Callable[..., Policy], untied_model: Pa
     assert len(json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]) > 10
     one, several = dict(named_parameters(make_policy(untied_model))), dict(named_parameters(make_policy(tmp_path)))
     assert all(torch.equal(one[name].full_tensor(), several[name].full_tensor()) for name in one)
+
+
+def test_building_leaves_the_dtype_of_the_source_alone(tied_model: Path, tmp_path: Path, world: World) -> None:
+    """Exports with dtype `auto` ask for the checkpoint's dtype after the float32 policy has been built."""
+    copied = Path(shutil.copytree(tied_model, tmp_path / "model"))
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    source = find_model(str(copied))
+    build_policy(source, TrainerModel(), world)
+    assert source.config.dtype == torch.bfloat16

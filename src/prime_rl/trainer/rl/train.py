@@ -7,7 +7,7 @@ import math
 import time
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import ConstantScheduler
@@ -15,17 +15,16 @@ from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import ckpt, perf, weights
 from prime_rl.trainer.loss import SUMS, make_token_loss
-from prime_rl.trainer.model import Source, build_policy, find_model
+from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main
-from prime_rl.trainer.report import Report, bench_table
+from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table
 from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
+from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
 from prime_rl.trainer.stop import StopSignal
 from prime_rl.transport.rollouts import Sample
-
-BENCH_STEPS = 4
 
 
 def train(config: TrainerConfig) -> None:
@@ -43,7 +42,7 @@ def train(config: TrainerConfig) -> None:
 
     report.phase("loading the model")
     fake = config.data.fake
-    source = locate_model(config, world)
+    source = locate_model(config.model, world, random_weights=fake is not None)
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
     policy = build_policy(source, config.model, world, config.seed)
     optimizer = build_optimizer(policy, config.optim)
@@ -149,20 +148,6 @@ def bench_config(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler})
 
 
-def locate_model(config: TrainerConfig, world: World) -> Source:
-    """Find the model, rank 0 first: it downloads what is missing."""
-
-    def find() -> Source:
-        return find_model(
-            config.model.name,
-            trust_remote_code=config.model.trust_remote_code,
-            random_weights=config.data.fake is not None,
-        )
-
-    on_main(world, find)
-    return agree(world, find)
-
-
 def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs, report: Report) -> Data:
     """The source of steps that the config names."""
     vocabulary = source.config.get_text_config().vocab_size
@@ -188,16 +173,6 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
         timeout=config.rollout_timeout,
         on_wait=lambda subject, waited: report.waiting(subject, "orchestrator", config.rollout_timeout, waited),
     )
-
-
-def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
-    """The model's tokenizer. Raises UserError when there is none that works."""
-    try:
-        return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"the tokenizer in {source.directory} cannot be loaded: {' '.join(str(error).split())[:300]}"
-        ) from error
 
 
 def readable(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -16,14 +16,14 @@ from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.errors import UserError
 from prime_rl.trainer import ckpt, perf, weights
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.model import Source, build_policy, find_model
+from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
-from prime_rl.trainer.report import Report, bench_table
-from prime_rl.trainer.rl.train import BENCH_STEPS, load_tokenizer
+from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table
 from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
+from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
 from prime_rl.trainer.stop import StopSignal
 
@@ -42,7 +42,7 @@ def train(config: SFTConfig) -> None:
     torch.manual_seed(config.seed)
 
     report.phase("loading the model")
-    source = locate_model(config, world)
+    source = locate_model(config.model, world, random_weights=config.data.fake is not None)
     dtype = weights.export_dtype(config.weights.dtype, source)  # before transformers writes its own into the config
     policy = build_policy(source, config.model, world, config.seed)
     optimizer = build_optimizer(policy, config.optim)
@@ -149,20 +149,6 @@ def bench_config(config: SFTConfig) -> SFTConfig:
     steps = min(config.max_steps or BENCH_STEPS, BENCH_STEPS)
     scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
     return config.model_copy(update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler})
-
-
-def locate_model(config: SFTConfig, world: World) -> Source:
-    """Find the model, rank 0 first: it downloads what is missing."""
-
-    def find() -> Source:
-        return find_model(
-            config.model.name,
-            trust_remote_code=config.model.trust_remote_code,
-            random_weights=config.data.fake is not None,
-        )
-
-    on_main(world, find)
-    return agree(world, find)
 
 
 def make_data(config: SFTConfig, world: World, source: Source, costs: Costs, drawn: int) -> RowData | FakeRows:
