@@ -67,7 +67,7 @@ def test_two_ranks_equal_one(tied_model: Path, tmp_path: Path) -> None:
     one, two = (read_metrics(metrics_path(tmp_path / ranks, "sft")) for ranks in ("1", "2"))
     assert len(one) == len(two) == 3
     for a, b in zip(one, two, strict=True):
-        for name in ("loss/mean", "entropy/mean", "optim/grad_norm", "data/loss_tokens", "progress/samples"):
+        for name in ("loss/mean", "entropy/mean", "optim/grad_norm", "data/loss_tokens", "progress/total_samples"):
             assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
     for ranks in ("1", "2"):
         verify_weights(tmp_path / ranks / "weights" / "step_3")

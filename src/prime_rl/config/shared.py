@@ -116,7 +116,7 @@ class EnvConfig(Section):
     sampling: SamplingOverride | None = Field(default=None, description="Sampling settings of this environment alone.")
     python: str | None = Field(default=None, description="Python interpreter of the worker processes (None: this one).")
     workers: PositiveInt = Field(default=1, description="Worker processes.")
-    max_concurrent: PositiveInt = Field(default=64, description="Most episodes that one worker runs at a time.")
+    max_concurrent: PositiveInt = Field(default=256, description="Most episodes that one worker runs at a time.")
 
     @model_validator(mode="after")
     def _name(self) -> Self:

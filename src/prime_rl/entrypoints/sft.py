@@ -6,6 +6,7 @@ import sys
 from prime_rl import lifeline
 from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
+from prime_rl.launcher.checks import check_model
 from prime_rl.monitor import Status, log
 
 
@@ -20,6 +21,10 @@ def main() -> None:
         # A file written by --dry-run is there to be run.
         write_toml(config.model_copy(update={"dry_run": False}), path)
     if config.dry_run:
+        try:
+            check_model(config.model.name, weights=config.data.fake is None)
+        except UserError as error:
+            sys.exit(f"error: {error}")
         if rank == 0:
             data = "fake data" if config.data.fake else config.data.name
             print(f"sft: {config.model.name} on {config.device}, {data}, weights to {config.output_dir / 'weights'}")

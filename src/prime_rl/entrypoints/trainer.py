@@ -7,6 +7,7 @@ from contextlib import suppress
 from prime_rl import lifeline
 from prime_rl.config import TrainerConfig, load, write_toml
 from prime_rl.errors import UserError
+from prime_rl.launcher.checks import check_model
 from prime_rl.monitor import Status, log
 
 
@@ -21,6 +22,10 @@ def main() -> None:
         # A file written by --dry-run is there to be run.
         write_toml(config.model_copy(update={"dry_run": False}), path)
     if config.dry_run:
+        try:
+            check_model(config.model.name, weights=config.data.fake is None)
+        except UserError as error:
+            sys.exit(f"error: {error}")
         data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
         print(f"trainer: {config.model.name} on {config.device}, {data}, versions to {config.output_dir / 'weights'}")
         print(f"config: {path}")

@@ -204,6 +204,8 @@ def _episode(data: Any) -> EpisodeResult:
         episode.outcome = Outcome(episode.outcome)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
+    if not isinstance(episode.samples, list):
+        raise ProtocolError(f"samples are a list, not {type(episode.samples).__name__}")
     episode.samples = [_build(SampleTokens, sample) for sample in episode.samples]
     return episode
 

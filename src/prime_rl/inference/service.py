@@ -216,8 +216,10 @@ class WeightService:
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise Refused(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
         self._broken = None
-        await self._label(target.version)
-        await self._go_on()
+        try:
+            await self._label(target.version)
+        finally:
+            await self._go_on()
         self._log.info("serving version %d (%s)", target.version, target.hash[:12])
         return target
 

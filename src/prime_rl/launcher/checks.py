@@ -11,8 +11,11 @@ from prime_rl.errors import UserError
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def check_model(name: str) -> None:
-    """Raises UserError for a local directory that is missing or is no model. Hub names are looked up by the processes."""
+def check_model(name: str, *, weights: bool = True) -> None:
+    """Raises UserError for a local directory that is missing or is no model. Hub names are looked up by the processes.
+
+    Without `weights` (fake data, which takes random ones) the directory need not hold any, nor a tokenizer.
+    """
     path = Path(name).expanduser()
     if not path.exists():
         if _is_path(name):
@@ -22,6 +25,8 @@ def check_model(name: str) -> None:
         raise UserError(f"model {name} is a file: give the directory that holds config.json")
     if not (path / "config.json").is_file():
         raise UserError(f"model directory {name} has no config.json")
+    if not weights:
+        return
     if not any(path.glob("*.safetensors")):
         raise UserError(f"model directory {name} has no *.safetensors")
     if not any((path / tokenizer).is_file() for tokenizer in _TOKENIZERS):

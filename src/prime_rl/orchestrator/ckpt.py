@@ -1,4 +1,6 @@
-"""The orchestrator's part of a checkpoint: how far it is. Everything else follows from the run directory and the seed."""
+"""Where the orchestrator goes on. It keeps no state of its own: the step follows from the trainer's checkpoint, everything else from the
+committed batches and the seed.
+"""
 
 import json
 from dataclasses import dataclass
@@ -6,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prime_rl.errors import UserError
-from prime_rl.transport.commit import list_steps, prune, read_manifest, stage
+from prime_rl.transport.commit import CommitError, list_steps, read_manifest
+from prime_rl.transport.weights import version_dir, weights_manifest
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import CkptConfig
 
-_PART = "orchestrator"
-_FILE = "progress.json"
+_TRAINER_PART = "trainer"
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,14 @@ class Progress:
     groups_opened: int = 0
     version: int = 0
     resumed: bool = False
+
+
+@dataclass(frozen=True)
+class Incarnation:
+    """One life of the trainer: its number, and the step it started from. -1 before the first."""
+
+    number: int = -1
+    start: int = 0
 
 
 def resume_progress(output_dir: Path, ckpt: "CkptConfig | None") -> Progress:
@@ -36,31 +46,46 @@ def resume_progress(output_dir: Path, ckpt: "CkptConfig | None") -> Progress:
     if ckpt is None or ckpt.resume_step is None:
         return Progress()
     root = (ckpt.output_dir or output_dir) / "checkpoints"
-    saved = [step for step in list_steps(root) if (root / f"step_{step}" / _PART).is_dir()]
+    saved = [step for step in list_steps(root) if (root / f"step_{step}" / _TRAINER_PART).is_dir()]
     if not saved:
-        raise UserError(f"nothing to resume: {root} holds no checkpoint of the orchestrator")
+        raise UserError(f"nothing to resume: {root} holds no checkpoint of the trainer")
     step = saved[-1] if ckpt.resume_step == -1 else ckpt.resume_step
     if step not in saved:
-        raise UserError(f"no checkpoint of step {step} in {root}; there are {saved}")
-    progress = json.loads((root / f"step_{step}" / _PART / _FILE).read_text())
+        raise UserError(f"no checkpoint of step {step} in {root}; there are {', '.join(map(str, saved))}")
     following = step
-    groups = progress["groups_opened"]
-    rollouts = output_dir / "rollouts"
-    committed = list_steps(rollouts)
+    committed = list_steps(output_dir / "rollouts")
     while following in committed:
-        groups = read_manifest(rollouts / f"step_{following}").extra["groups_opened"]
         following += 1
-    return Progress(following, groups, step, resumed=True)
+    return Progress(following, _groups_opened(output_dir / "rollouts", following - 1), step, resumed=True)
 
 
-def save_progress(output_dir: Path, ckpt: "CkptConfig", progress: Progress) -> None:
-    """Commit `checkpoints/step_N/orchestrator`; older ones beyond `keep` are removed."""
-    root = (ckpt.output_dir or output_dir) / "checkpoints"
-    final = root / f"step_{progress.step}" / _PART
-    if final.exists():
-        return
-    with stage(final, step=progress.step, producer="orchestrator") as path:
-        (path / _FILE).write_text(json.dumps({"step": progress.step, "groups_opened": progress.groups_opened}))
-    if ckpt.keep is not None:
-        for step in [s for s in list_steps(root) if (root / f"step_{s}" / _PART).is_dir()][: -ckpt.keep]:
-            prune(root / f"step_{step}" / _PART)
+def latest_incarnation(output_dir: Path) -> Incarnation:
+    """The trainer's present life, by the files that it commits when it starts."""
+    numbers = [int(path.stem) for path in (output_dir / "incarnations").glob("*.json") if path.stem.isdigit()]
+    if not numbers:
+        return Incarnation()
+    number = max(numbers)
+    return Incarnation(number, json.loads((output_dir / "incarnations" / f"{number}.json").read_text())["step"])
+
+
+def newest_version(weights_dir: Path, incarnation: Incarnation) -> int | None:
+    """The newest committed version of a life: one it made, or the one it started from. None before there is one."""
+    for version in reversed(list_steps(weights_dir)):
+        if version == incarnation.start:
+            return version
+        try:
+            if weights_manifest(version_dir(weights_dir, version)).incarnation == incarnation.number:
+                return version
+        except CommitError:  # pruned since it was listed
+            continue
+    return None
+
+
+def _groups_opened(rollouts: Path, last: int) -> int:
+    """How far the task stream was drawn when the batch of step `last` was committed."""
+    if last < 0:
+        return 0
+    try:
+        return int(read_manifest(rollouts / f"step_{last}").extra["groups_opened"])
+    except (CommitError, KeyError) as error:
+        raise UserError(f"cannot resume: the batch before the checkpoint is missing or damaged ({error})") from error

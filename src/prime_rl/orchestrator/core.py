@@ -27,6 +27,7 @@ class Drop(StrEnum):
     ERRORED = "errored"  # the environment failed, or no attempt was left
     TIMEOUT = "timeout"  # it passed its deadline
     STALE = "stale"  # it could only be trained beyond the off-policy bound
+    UNPROVEN = "unproven"  # what sampled it was given up, or could not be proven
     FILTERED = "filtered"  # it carries no learning signal
     CANCELLED = "cancelled"  # the run ended while it was in flight
 
@@ -102,11 +103,6 @@ class Group(Generic[Result]):
     def complete(self) -> bool:
         return not self.waiting and not self.flying
 
-    @property
-    def oldest_version(self) -> int | None:
-        """The oldest version among finished episodes, or None."""
-        return min((episode.first for episode in self.finished), default=None)
-
 
 @dataclass(frozen=True)
 class Batch(Generic[Result]):
@@ -137,7 +133,6 @@ class Core(Generic[Result]):
         self.groups_opened = groups_opened
         self.issued = 0
         self.trained = 0
-        self.retried = 0
         self.dropped: Counter[Drop] = Counter()
         self._tasks = tasks
         self._groups: dict[int, Group[Result]] = {}  # open or complete, not yet in a batch; in the order of opening
@@ -190,7 +185,6 @@ class Core(Generic[Result]):
         again = retry and start.attempt + 1 < self.limits.max_attempts
         self.dropped[reason] += 1
         if again:
-            self.retried += 1
             group.waiting.insert(0, (start.number, start.attempt + 1))
         else:
             group.lost += 1
@@ -211,6 +205,20 @@ class Core(Generic[Result]):
     def stale(self) -> list[Start]:
         """Episodes in flight that could only be trained beyond the off-policy bound; the shell cancels them and reports `fail(STALE)`."""
         return [start for start in self._flying.values() if self._too_old(start.version)]
+
+    def restart_from(self, version: int) -> list[Start]:
+        """What was sampled and is not in a batch yet is worth nothing: its weights were given up, or never proven. Go on from `version`.
+
+        Returns:
+            What is in flight; the shell cancels it and reports `fail(UNPROVEN)`.
+        """
+        for group in list(self._groups.values()):
+            group.waiting.clear()
+            self.dropped[Drop.UNPROVEN] += len(group.finished)
+            group.finished.clear()
+            self._settle(group)
+        self.version = self.announced = version
+        return list(self._flying.values())
 
     def abandon(self) -> list[Start]:
         """The run ends: nothing starts any more; returns what is in flight."""

@@ -91,11 +91,6 @@ class Engine:
             )
         return served
 
-    async def models(self) -> list[dict[str, Any]]:
-        """The models the server offers (`/v1/models`)."""
-        body = await self._call("GET", "/v1/models")
-        return list(body["data"])
-
     async def _healthy(self) -> bool:
         try:
             response = await self._http.get("/health", timeout=_PROBE_TIMEOUT_SECONDS)

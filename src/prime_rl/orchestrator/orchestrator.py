@@ -14,18 +14,18 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
-from prime_rl.orchestrator.ckpt import Progress, resume_progress, save_progress
+from prime_rl.orchestrator.ckpt import Incarnation, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import evaluate, wire_sampling
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.plans import eval_plans, limits, make_pool
+from prime_rl.orchestrator.policy import ServedPolicy
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.tasks import task_stream
 from prime_rl.transport.commit import CommitError, clean_stages, list_steps
 from prime_rl.transport.rollouts import write_batch
-from prime_rl.transport.weights import newest, version_dir, weights_manifest
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -52,7 +52,7 @@ class Orchestrator:
         self.status = status
         self.monitor = monitor
         self.rollouts_dir = config.output_dir / "rollouts"
-        self.weights_dir = config.output_dir / "weights"
+        self.policy = ServedPolicy(config.output_dir, engine)
         self.sampling = {
             env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
             for env in config.environments
@@ -70,6 +70,10 @@ class Orchestrator:
         self._step_began = time.monotonic()
         self._gated_since: float | None = None
         self._failure: BaseException | None = None
+        self._recovery: asyncio.Task[None] | None = None
+        self._evaluated = 0  # the last version that the interval led to evaluate
+        self._evaluation: asyncio.Task[None] | None = None
+        self._stale_before = 0
 
     async def run(self) -> None:
         """From start-up to the end of the run.
@@ -86,7 +90,7 @@ class Orchestrator:
             while not self.core.done and not self.stopping:
                 self._launch()
                 await self._next_event(follower)
-                while not self.core.done and (batch := self.core.ready_batch()) is not None:
+                while not (self.core.done or self._recovering) and (batch := self.core.ready_batch()) is not None:
                     await self._ship(batch)
             await self._finish(follower)
         finally:
@@ -95,8 +99,10 @@ class Orchestrator:
             await asyncio.gather(follower, return_exceptions=True)
 
     def stop(self) -> None:
-        """Stop issuing work, cancel what is in flight, and end."""
+        """Stop issuing work, cancel what is in flight, evaluations too, and end."""
         self.stopping = True
+        if self._evaluation is not None:
+            self._evaluation.cancel()
         self._wake.set()
 
     # -- start-up ------------------------------------------------------------------------------------------------------------
@@ -135,43 +141,30 @@ class Orchestrator:
 
     async def _first_version(self) -> int:
         """The version that training goes on from; the server serves it afterwards, and has proven it."""
+        version, resumed = self.progress.version, self.progress.resumed
         if self.config.bench:
-            return 0
-        version = self.progress.version
-        directory = version_dir(self.weights_dir, version)
-        if not await self._wait_for_version(version):
             return version
-        manifest = weights_manifest(directory)
-        served = await self.engine.served()
-        if (served.version, served.hash) != (version, manifest.hash):
-            if version == 0 and served.version == 0:
-                raise UserError(
-                    f"the server at {self.engine.root} serves another base model ({served.hash[:12]}) than the trainer trains ({manifest.hash[:12]}): "
-                    "check model.name of both"
-                )
-            logger.info(
-                "the server serves version %d, the run goes on from version %d: updating it", served.version, version
-            )
-            await self.engine.update(manifest)
+        start = time.monotonic()
+        while not self.policy.ready(version, resumed):
+            self._wait_for_trainer(f"weights/step_{version}", start)
+            await asyncio.sleep(_POLL_SECONDS)
+        self.policy.life = self.policy.new_life() or self.policy.life
+        await self.policy.check_base(version)
+        # Even a server that has this version already is given it: one that cannot reach the directory is found now, not after a step.
+        await self.policy.load(version)
         return version
 
-    async def _wait_for_version(self, version: int) -> bool:
-        """Wait until a version is committed; False when the run was asked to stop."""
-        start = time.monotonic()
-        while version not in list_steps(self.weights_dir):
-            if self.stopping:
-                return False
-            self.status.waiting(f"weights/step_{version}", "trainer", self.config.weights_timeout)
-            if time.monotonic() - start > self.config.weights_timeout:
-                raise UserError(
-                    f"no weights/step_{version} from trainer after {self.config.weights_timeout:.0f} s (weights_timeout)"
-                )
-            await asyncio.sleep(_POLL_SECONDS)
-        return True
+    def _wait_for_trainer(self, subject: str, since: float) -> None:
+        """Say what is waited for; raises UserError when the trainer has owed it for too long."""
+        self.status.waiting(subject, "trainer", self.config.weights_timeout)
+        if time.monotonic() - since > self.config.weights_timeout:
+            raise UserError(f"no {subject} from trainer after {self.config.weights_timeout:.0f} s (weights_timeout)")
 
     # -- episodes ------------------------------------------------------------------------------------------------------------
 
     def _launch(self) -> None:
+        if self._recovering:
+            return
         while not self.stopping and (start := self.core.next_start()) is not None:
             task = asyncio.create_task(self._run_episode(start))
             task.add_done_callback(self._note_failure)
@@ -195,9 +188,9 @@ class Orchestrator:
             episode_id=f"{start.group}.{start.number}.{start.attempt}",
             deadline=time.monotonic() + self.config.rollout_timeout,
         )
-        if result.outcome is Outcome.ENGINE_UNAVAILABLE:
-            await self.engine.wait_ready(self.status.waiting)
         self._land(start, result)
+        if result.outcome is Outcome.ENGINE_UNAVAILABLE:
+            self._recover()
 
     def _land(self, start: Start, result: EpisodeResult) -> None:
         del self._running[start.episode]
@@ -228,10 +221,11 @@ class Orchestrator:
             )
 
     async def _cancel_running(self) -> None:
-        running, self._running = self._running, {}
-        for task in running.values():
+        running = [*self._running.values(), *([self._recovery] if self._recovery else [])]
+        self._running = {}
+        for task in running:
             task.cancel()
-        await asyncio.gather(*running.values(), return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
 
     def _cancel(self, start: Start, reason: Drop) -> None:
         self._running.pop(start.episode).cancel()
@@ -251,21 +245,15 @@ class Orchestrator:
             follower.result()
         if self._failure is not None:
             raise self._failure
-        if gated:
+        if gated and not self._serving.locked() and not self._recovering:
+            # Nothing is in flight and nothing may start: only the trainer can free the run.
             self.tally.seconds_gated += time.monotonic() - began
-            self._wait_for_trainer()
-        else:
+            self._gated_since = self._gated_since or began
+            self._wait_for_trainer(f"weights/step_{self.core.version + 1}", self._gated_since)
+        elif not gated:
             self._gated_since = None
             self.status.phase("making rollouts")
         self._check_error_rate()
-
-    def _wait_for_trainer(self) -> None:
-        """Nothing is in flight and nothing may start: only the trainer can free the run. Bounded."""
-        self._gated_since = self._gated_since or time.monotonic()
-        subject = f"weights/step_{self.core.version + 1}"
-        self.status.waiting(subject, "trainer", self.config.weights_timeout)
-        if time.monotonic() - self._gated_since > self.config.weights_timeout:
-            raise UserError(f"no {subject} from trainer after {self.config.weights_timeout:.0f} s (weights_timeout)")
 
     # -- batches -------------------------------------------------------------------------------------------------------------
 
@@ -276,14 +264,16 @@ class Orchestrator:
         if not scored.samples:
             self._discard(batch)
             return
-        extra = {"groups_opened": self.core.groups_opened, "version": self.core.version}
         if not self.config.bench:
+            if not await self.policy.proven():
+                self._recover()  # what it sampled may come from other weights than it was given
+                return
+            extra = {"groups_opened": self.core.groups_opened}
             await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
         self.core.advance(batch, scored.trained_episodes)
         self.core.check_conservation()
         self._empty_batches = 0
         self._report(batch, scored)
-        self._save_checkpoint()
 
     def _discard(self, batch: Batch[EpisodeResult]) -> None:
         self.core.discard(batch)
@@ -299,6 +289,8 @@ class Orchestrator:
     def _report(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
         now = time.monotonic()
         metrics = step_metrics(batch, scored, self.tally, now - self._step_began)
+        stale, self._stale_before = self.core.dropped[Drop.STALE] - self._stale_before, self.core.dropped[Drop.STALE]
+        metrics["off_policy/dropped"] = float(stale)
         self._step_began, self.tally = now, Tally()
         self.monitor.log(batch.step, metrics)
         self.status.step(self.core.step)
@@ -308,21 +300,15 @@ class Orchestrator:
             100 * metrics["filtered/zero_advantage"], metrics["off_policy/mean"], 100 * metrics["errors/rate"],
         )  # fmt: skip
 
-    def _save_checkpoint(self) -> None:
-        ckpt = self.config.ckpt
-        due = ckpt is not None and (
-            self.core.done or (ckpt.interval is not None and self.core.step % ckpt.interval == 0)
-        )
-        if ckpt is not None and due:
-            save_progress(self.config.output_dir, ckpt, Progress(self.core.step, self.core.groups_opened))
-
     # -- weights -------------------------------------------------------------------------------------------------------------
 
     async def _follow_weights(self) -> None:
         """Serve every newer version as soon as the trainer commits it."""
         while not self.config.bench:
-            version = newest(self.weights_dir)
-            if version is not None and version > self.core.version:
+            if (life := self.policy.new_life()) is not None:
+                await self._begin_life(life)
+            version = self.policy.newest()
+            if version is not None and version > self.core.version and not self._recovering:
                 await self._serve(version)
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -331,27 +317,86 @@ class Orchestrator:
             began = time.monotonic()
             self.core.announce(version)
             try:
-                await self.engine.update(weights_manifest(version_dir(self.weights_dir, version)))
+                await self.policy.load(version)
             except (UserError, CommitError):
-                # The trainer may have pruned this version while it was loaded: then there is a newer one, and only then go on.
-                if newest(self.weights_dir) == version:
+                # The trainer may have pruned this version while it was loaded: then there is a newer one. Or the server is gone.
+                if not await self.policy.proven():
+                    self._recover()
+                elif self.policy.newest() == version:
                     raise
                 return
             self.tally.seconds_update += time.monotonic() - began
+            self._gated_since = None
             self.core.serve(version)
             logger.info("serving version %d after %.2f s", version, time.monotonic() - began)
             for start in self.core.stale():
                 self._cancel(start, Drop.STALE)
-        interval = self.config.eval.interval if self.config.eval else None
-        last = version == self.config.max_steps
-        if interval is not None and version % interval == 0 and not last:
+        if self._evaluation_due(version):
+            self._evaluated = version
             await self._evaluate()
+        self._wake.set()
+
+    async def _begin_life(self, life: Incarnation) -> None:
+        """The trainer went on from an earlier step: its later versions, and what they sampled, are given up."""
+        async with self._serving:
+            logger.warning(
+                "the trainer began a new life at step %d: what its earlier one sampled is dropped", life.start
+            )
+            start = time.monotonic()
+            while not self.policy.ready(life.start, resumed=False):
+                self._wait_for_trainer(f"weights/step_{life.start}", start)
+                await asyncio.sleep(_POLL_SECONDS)
+            self.policy.life = life
+            await self.policy.load(life.start)
+            self._restart_from(life.start)
+        self._wake.set()
+
+    def _restart_from(self, version: int) -> None:
+        for start in self.core.restart_from(version):
+            self._cancel(start, Drop.UNPROVEN)
+
+    @property
+    def _recovering(self) -> bool:
+        return self._recovery is not None and not self._recovery.done()
+
+    def _recover(self) -> None:
+        """The server is gone, or serves something else: nothing starts until it is back and has proven what it serves."""
+        if not self._recovering:
+            self._recovery = asyncio.create_task(self._bring_back())
+            self._recovery.add_done_callback(self._note_failure)
+
+    async def _bring_back(self) -> None:
+        await self.engine.wait_ready(self.status.waiting)
+        async with self._serving:
+            if await self.policy.proven():
+                return
+            logger.warning("the server does not serve version %d any more: loading it again", self.core.version)
+            await self.policy.load(self.core.version)
+            self._restart_from(self.core.version)
         self._wake.set()
 
     # -- evals and the end ---------------------------------------------------------------------------------------------------
 
     async def _evaluate(self) -> None:
-        """Evaluate what is served; nothing newer is served until it is done."""
+        """Evaluate what is served; nothing newer is served until it is done. A stop ends it."""
+        self._evaluation = asyncio.create_task(self._evaluate_all())
+        try:
+            await self._evaluation
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+        finally:
+            self._evaluation.cancel()
+            self._gated_since = None
+
+    def _evaluation_due(self, version: int) -> bool:
+        """Whether a multiple of the interval was reached or passed since the last one; the very last version has its own evaluation."""
+        section = self.config.eval
+        if section is None or section.interval is None or (section.at_end and version == self.config.max_steps):
+            return False
+        return version // section.interval > self._evaluated // section.interval
+
+    async def _evaluate_all(self) -> None:
         async with self._serving:
             version = self.core.version
             for plan in eval_plans(self.config):

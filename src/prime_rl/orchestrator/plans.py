@@ -23,9 +23,14 @@ def limits(config: "OrchestratorConfig") -> Limits:
         group_size=config.rollouts_per_example,
         async_level=level,
         max_off_policy_steps=max(config.max_off_policy_steps, level),
-        max_concurrent=config.max_concurrent or config.batch_size * (config.async_level + 1),
+        max_concurrent=min(config.max_concurrent or config.batch_size * (config.async_level + 1), seats(config)),
         max_steps=BENCH_STEPS if config.bench else config.max_steps,
     )
+
+
+def seats(config: "OrchestratorConfig") -> int:
+    """Episodes that the workers run at once. More would wait in a worker's queue, growing old and using up their time."""
+    return sum(env.workers * env.max_concurrent for env in config.environments)
 
 
 def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from prime_rl.transport.commit import CommitError, Manifest, read_manifest, stage
+from prime_rl.transport.commit import CommitError, Manifest, read_manifest, stage, verify
 
 FILE = "samples.arrow"
 _ROWS_PER_BATCH = 8
@@ -155,12 +155,17 @@ class RolloutBatch:
         return [samples[int(i)] for i in indices]
 
 
-def open_batch(directory: Path) -> RolloutBatch:
+def open_batch(directory: Path, *, check_bytes: bool = True) -> RolloutBatch:
     """Open a committed batch.
+
+    Args:
+        check_bytes: Hash the file and compare with the manifest. One reader of a host is enough; the others look at the size only.
 
     Raises:
         CommitError: it is not committed or its file differs from the manifest.
     """
+    if check_bytes:
+        verify(directory)
     return RolloutBatch(directory)
 
 

@@ -222,6 +222,24 @@ def test_tokens_sampled_during_an_update_are_stamped_with_the_coming_version_too
     assert core.version == 0
 
 
+def test_going_back_to_a_version_drops_what_was_sampled_and_counts_it():
+    """A server that lost its weights, a trainer that began again: finished and flying episodes are worth nothing."""
+    core = make_core(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
+    starts = [core.next_start() for _ in range(6)]
+    for start in starts[:3]:
+        core.finish(start.episode, 1.0)
+    flying = core.restart_from(1)
+    assert sorted(start.episode for start in flying) == [start.episode for start in starts[3:]]
+    for start in flying:
+        core.fail(start.episode, Drop.UNPROVEN)
+    assert core.dropped[Drop.UNPROVEN] == 6
+    assert core.version == 1
+    assert core.next_start() is None  # step 3 needs version 2
+    core.serve(2)
+    assert core.next_start().version == 2
+    core.check_conservation()
+
+
 def test_versions_never_go_back():
     """Serving an older version than before is a fault of the caller, not something to go on from."""
     core = make_core(Limits(1, 1, 0, 0, 1), version=3, step=3)

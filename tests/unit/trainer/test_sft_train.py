@@ -92,7 +92,7 @@ def test_first_step_values(run: Run, tied_model: Path, dataset: Path, tmp_path: 
     assert row["loss/mean"] == pytest.approx(loss, rel=2e-4)
     assert row["optim/grad_norm"] == pytest.approx(norm, rel=2e-4)
     names = {"entropy/mean", "optim/lr", "perf/throughput", "perf/peak_memory", "time/step", "data/loss_tokens"}
-    assert names | {"data/packing_efficiency", "data/dropped_too_long", "progress/tokens"} <= row.keys()
+    assert names | {"data/packing_efficiency", "data/dropped_too_long", "progress/total_tokens"} <= row.keys()
 
 
 def test_loss_falls_and_transformers_loads(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
@@ -139,11 +139,11 @@ def test_resume_is_bit_exact(run: Run, tied_model: Path, dataset: Path, tmp_path
     run(make_config(whole, tied_model, dataset, data, max_steps=4))
     run(make_config(parts, tied_model, dataset, data, max_steps=3, ckpt={"interval": 1}))
     assert list_steps(parts / "weights") == [0, 1, 2, 3]
-    assert metrics(parts)[-1]["progress/samples"] > len(ROWS)
+    assert metrics(parts)[-1]["progress/total_samples"] > len(ROWS)
     run(make_config(parts, tied_model, dataset, data, max_steps=4, ckpt={"interval": 1, "resume_step": 2}))
     assert hash_of(parts, 4) == hash_of(whole, 4)
     for a, b in zip(metrics(whole), metrics(parts), strict=True):
-        assert (a["loss/mean"], a["progress/samples"]) == (b["loss/mean"], b["progress/samples"])
+        assert (a["loss/mean"], a["progress/total_samples"]) == (b["loss/mean"], b["progress/total_samples"])
 
 
 def test_weights_go_with_their_checkpoints(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_fake_data_and_bench(
     assert not (tmp_path / "bench" / "weights").exists()
     run(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))
     assert list_steps(tmp_path / "fake" / "weights") == [0, 2]
-    assert metrics(tmp_path / "fake")[1]["progress/tokens"] == 2 * 2 * 64
+    assert metrics(tmp_path / "fake")[1]["progress/total_tokens"] == 2 * 2 * 64
 
 
 def without_template(model: Path, directory: Path) -> Path:

@@ -72,7 +72,7 @@ def test_first_step_values(run_training: Run, tied_model: Path, tmp_path: Path) 
     assert row["optim/lr"] == 1e-3
     names = {"is_masked/mean", "perf/throughput", "perf/peak_memory", "time/step", "time/wait_for_batch"}
     assert names | {"time/forward_backward", "time/export"} <= row.keys()
-    assert row["progress/tokens"] == sum(len(sample.input_ids) for sample in batches[0])
+    assert row["progress/total_tokens"] == sum(len(sample.input_ids) for sample in batches[0])
 
 
 def test_bit_exact(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_resume_is_bit_exact(resume_step: int, run_training: Run, tied_model: Pa
     assert list_steps(parts / "weights") == [0, 1, 2]
     run_training(support.make_config(parts, tied_model, max_steps=4, ckpt={"resume_step": resume_step}, **extra))
     assert hashes(parts) == hashes(tmp_path / "whole")
-    assert [row["progress/samples"] for row in metrics(parts)] == [6, 12, 18, 24]
+    assert [row["progress/total_samples"] for row in metrics(parts)] == [6, 12, 18, 24]
     assert json.loads((parts / "incarnations" / "1.json").read_text()) == {"step": 2}
 
 
@@ -270,7 +270,7 @@ def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     run_training(support.make_config(tmp_path, tied_model, max_steps=2, data={"fake": fake}, ckpt={}))
     assert list_steps(tmp_path / "weights") == [0, 2]
     assert ckpt.saved_steps(tmp_path / "checkpoints") == [2]
-    assert metrics(tmp_path)[1]["progress/tokens"] == 2 * 5 * 16
+    assert metrics(tmp_path)[1]["progress/total_tokens"] == 2 * 5 * 16
 
 
 def test_bench(

@@ -79,6 +79,16 @@ def test_misaligned_streams_never_reach_a_batch(tmp_path, changes, message):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_flipped_bit_is_found_before_anything_is_trained(tmp_path):
+    """A batch whose bytes are not those that were committed is refused."""
+    directory = write_batch(tmp_path, 0, [make_sample(0)])
+    data = bytearray((directory / FILE).read_bytes())
+    data[len(data) // 2] ^= 1
+    (directory / FILE).write_bytes(data)
+    with pytest.raises(CommitError, match="other bytes"):
+        open_batch(directory)
+
+
 def test_a_truncated_batch_is_refused(tmp_path):
     """A file that differs from its manifest is not opened."""
     directory = write_batch(tmp_path, 0, [make_sample(0)])

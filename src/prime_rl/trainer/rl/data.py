@@ -111,7 +111,7 @@ class RolloutData:
         return normalize(agree(self.world, lambda: self._read(step)), self.world)
 
     def _read(self, step: int) -> StepData:
-        batch = open_batch(step_dir(self.root, step))
+        batch = open_batch(step_dir(self.root, step), check_bytes=self.world.is_main)
         if len(batch) == 0:
             raise UserError(f"{batch.directory} holds no samples")
         mine = plan(batch.lengths, self.seq_len, self.world.size, self.costs)[self.world.rank]

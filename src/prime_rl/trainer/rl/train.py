@@ -118,8 +118,8 @@ def train(config: TrainerConfig) -> None:
             "time/forward_backward": trained - waited,
             "time/export": exported - trained,
             "time/save_ckpt": ended - exported,
-            "progress/tokens": progress.tokens,
-            "progress/samples": progress.samples,
+            "progress/total_tokens": progress.tokens,
+            "progress/total_samples": progress.samples,
         }
         report.metrics(step, config.max_steps, metrics)
         interval = config.log_samples_interval

@@ -111,8 +111,8 @@ def train(config: SFTConfig) -> None:
             "data/loss_tokens": batch.loss_tokens,
             "data/packing_efficiency": batch.tokens / batch.capacity,
             **{f"data/dropped_{reason}": count for reason, count in batch.dropped.items()},
-            "progress/tokens": progress.tokens,
-            "progress/samples": progress.samples,
+            "progress/total_tokens": progress.tokens,
+            "progress/total_samples": progress.samples,
         }
         report.metrics(step, config.max_steps, metrics)
         step += 1
