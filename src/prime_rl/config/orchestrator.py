@@ -26,7 +26,7 @@ class GRPO(Section):
 
 
 class EvalSection(Environments):
-    """Evaluation during the run. Without environments of its own: the training ones that have an eval split."""
+    """Evaluation during the run. Without environments of its own: the training ones with their argument `split` set to "eval"."""
 
     num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
     rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
@@ -59,7 +59,7 @@ class OrchestratorConfig(BaseConfig, Environments):
     )
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
     algorithm: GRPO = Field(default_factory=GRPO, description="How advantages are computed.")
-    filter_zero_advantage: bool = Field(default=True, description="Drop groups whose rewards are all the same.")
+    filter_zero_advantage: bool = Field(default=True, description="Leave out samples whose advantage is exactly zero.")
     max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
     weights_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a version of the weights.")

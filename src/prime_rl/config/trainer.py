@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from prime_rl.config.base import BaseConfig, Problem, Section, check
 from prime_rl.config.shared import CkptConfig, Device, Fraction, ModelConfig, MonitorConfig
 
-Attention = Literal["auto", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "cudnn"]
+Attention = Literal["auto", "sdpa", "varlen"]
 DType = Literal["auto", "float32", "bfloat16"]
 
 

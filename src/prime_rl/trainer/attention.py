@@ -17,13 +17,6 @@ from prime_rl.errors import UserError
 
 NAME = "prime_rl_packed"
 
-# What a user must do to get a backend that this installation does not have.
-_ABSENT = {
-    "flash_attention_2": "needs flash-attn (`uv sync --extra fa`) and is not supported by this version yet; use `varlen`, the same kernel in torch",
-    "flash_attention_3": "needs `uv sync --extra fa3` and is not supported by this version yet; use `varlen`",
-    "cudnn": "needs nvidia-cudnn-frontend (`uv sync --extra cuda`) and is not supported by this version yet; use `varlen`",
-}
-
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], cu_seqlens, longest document, scale, sliding window) -> [T, Hq, D]"""
 
@@ -36,8 +29,6 @@ def choose(backend: str, device: str) -> str:
     """
     if backend == "auto":
         return "varlen" if device == "cuda" else "sdpa"
-    if backend in _ABSENT:
-        raise UserError(f"model.attention {backend} {_ABSENT[backend]}")
     if backend == "varlen" and device != "cuda":
         raise UserError("model.attention varlen needs a GPU; use `sdpa` on CPU")
     return backend
