@@ -20,8 +20,10 @@ def model(tmp_path: Path) -> Path:
     """Looks like a model to the checks; nothing here loads it."""
     directory = tmp_path / "model"
     directory.mkdir()
-    for name in ("config.json", "model.safetensors", "tokenizer.json"):
-        (directory / name).touch()
+    (directory / "config.json").write_text('{"model_type": "qwen3"}')
+    (directory / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    (directory / "tokenizer.json").write_text("{}")
+    (directory / "chat_template.jinja").write_text("")
     return directory
 
 

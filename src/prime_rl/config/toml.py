@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.schema import has_mark
+from prime_rl.errors import UserError
 
 
 def to_toml(config: BaseConfig) -> str:
@@ -21,11 +22,18 @@ def to_toml(config: BaseConfig) -> str:
 
 
 def write_toml(config: BaseConfig, path: Path) -> None:
-    """Write `to_toml(config)` to `path`, whole or not at all, and make its directory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write `to_toml(config)` to `path`, whole or not at all, and make its directory.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
     staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    staged.write_text(to_toml(config), encoding="utf-8")
-    staged.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged.write_text(to_toml(config), encoding="utf-8")
+        staged.replace(path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _table(section: BaseModel) -> dict[str, Any]:

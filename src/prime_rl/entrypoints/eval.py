@@ -6,6 +6,7 @@ import sys
 from prime_rl import lifeline
 from prime_rl.config import EvalConfig, load, write_toml
 from prime_rl.errors import UserError
+from prime_rl.launcher.checks import check_environment
 from prime_rl.monitor import log
 
 
@@ -14,6 +15,18 @@ def main() -> None:
     lifeline.watch()
     config = load(EvalConfig, prog="eval")
     log.setup(config.log.level, "eval")
+    try:
+        run(config)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(config: EvalConfig) -> None:
+    """Check, write the resolved config, evaluate."""
+    for env in config.environments:
+        check_environment(env)
     path = config.output_dir / "configs" / "eval.toml"
     write_toml(config, path)
     if config.dry_run:
@@ -23,12 +36,7 @@ def main() -> None:
         return
     from prime_rl.orchestrator.eval_run import run_evals
 
-    try:
-        asyncio.run(run_evals(config))
-    except UserError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
+    asyncio.run(run_evals(config))
 
 
 if __name__ == "__main__":

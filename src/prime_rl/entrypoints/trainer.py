@@ -2,7 +2,6 @@
 
 import os
 import sys
-from contextlib import suppress
 
 from prime_rl import lifeline
 from prime_rl.config import TrainerConfig, load, write_toml
@@ -17,29 +16,35 @@ def main() -> None:
     config = load(TrainerConfig, prog="trainer")
     rank = int(os.environ.get("RANK", 0))
     log.setup(config.log.level, f"trainer.{rank}" if rank else "trainer")
+    try:
+        run(config, rank)
+    except UserError as error:
+        # Every rank fails alike: one of them says why.
+        sys.exit(f"error: {error}" if rank == 0 else 1)
+
+
+def run(config: TrainerConfig, rank: int) -> None:
+    """Check what can be checked before torch is imported, write the resolved config, train."""
+    check_model(config.model.name, weights=config.data.fake is None)
+    path = config.output_dir / "configs" / "trainer.toml"
     if rank == 0:
-        path = config.output_dir / "configs" / "trainer.toml"
-        # A file written by --dry-run is there to be run.
-        write_toml(config.model_copy(update={"dry_run": False}), path)
+        write_toml(config, path)
     if config.dry_run:
-        try:
-            check_model(config.model.name, weights=config.data.fake is None)
-        except UserError as error:
-            sys.exit(f"error: {error}")
-        data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
-        print(f"trainer: {config.model.name} on {config.device}, {data}, versions to {config.output_dir / 'weights'}")
-        print(f"config: {path}")
+        if rank == 0:
+            data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
+            print(
+                f"trainer: {config.model.name} on {config.device}, {data}, versions to {config.output_dir / 'weights'}"
+            )
+            print(f"config: {path}")
         return
     from prime_rl.trainer.rl.train import train
 
     try:
         train(config)
     except UserError as error:
-        # Every rank fails alike: one of them says why.
         if rank == 0:
-            with suppress(OSError):  # the disk may be what is full
-                Status(config.output_dir, "trainer").done(f"failed: {error}")
-        sys.exit(f"error: {error}" if rank == 0 else 1)
+            Status(config.output_dir, "trainer").done(f"failed: {error}")
+        raise
 
 
 if __name__ == "__main__":

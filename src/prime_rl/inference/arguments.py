@@ -83,7 +83,11 @@ def to_argv(flags: dict[str, Any]) -> list[str]:
 
 def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[str, str]:
     """Variables to set before vLLM is imported, unless the user has set them."""
-    values = {"VLLM_NO_USAGE_STATS": "1", "VLLM_PLUGINS": compat.plugin_allowlist(PLUGIN)}
+    values = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+        "VLLM_PLUGINS": compat.plugin_allowlist(PLUGIN),
+    }
     if engine is not None:
         # Releases that share a cache of model descriptions evict each other's, which costs 12 s at every start.
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

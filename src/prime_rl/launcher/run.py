@@ -11,6 +11,7 @@ from prime_rl.launcher.gpus import visible_gpus
 from prime_rl.launcher.plan import Machine, Plan, describe, make_plan
 from prime_rl.launcher.progress import bench_table, minutes, summary
 from prime_rl.launcher.supervise import Outcome, Supervisor
+from prime_rl.orchestrator.ckpt import resume_progress
 
 
 def run(config: RLConfig) -> int:
@@ -56,7 +57,7 @@ def _sum_up(output_dir: Path, began: float, outcome: Outcome, console: Console, 
         f"{words}: {console.progress.steps} steps in {minutes(console.seconds)}, "
         f"peak memory {console.peak_memory / 2**30:.1f} GiB"
     )
-    if outcome is not Outcome.FAILURE:
+    if outcome is not Outcome.FAILURE and not bench:
         for line in summary(output_dir, began):
             console.say(line)
     if bench:
@@ -68,6 +69,9 @@ def _check(config: RLConfig) -> None:
     sections = (config.trainer, config.orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
         checks.check_model(name)
+    if config.orchestrator.renderer == "auto":
+        checks.check_chat_template(config.orchestrator.model.name)
+    resume_progress(config.output_dir, config.orchestrator.ckpt, config.orchestrator.max_steps)
     evaluated = [] if config.orchestrator.eval is None else config.orchestrator.eval.environments
     for environment in (*config.orchestrator.environments, *evaluated):
         checks.check_environment(environment)

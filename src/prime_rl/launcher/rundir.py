@@ -54,7 +54,10 @@ class Owner:
     def __init__(self, output_dir: Path) -> None:
         """Raises UserError when another living launcher holds it. A dead one's claim is taken over."""
         self._made = not output_dir.exists()
-        output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
         self._path = output_dir / _OWNER
         me = identify(os.getpid())
         assert me is not None

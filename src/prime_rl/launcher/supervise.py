@@ -218,9 +218,13 @@ class Supervisor:
         """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to every group and to what left its group."""
         running = self._running()
         strays = [process for child in running for process in descendants(child.popen.pid)]
+        if running:
+            self._say(f"stopping {', '.join(child.spec.name for child in running)}")
+        loading = self._server is not None and self.ready_seconds is None and self._drain_deadline is None
         for child in running:
             if not child.exited():
-                os.kill(child.popen.pid, signal.SIGTERM)
+                # A server that is still loading hears no SIGTERM and has nothing to lose.
+                os.kill(child.popen.pid, signal.SIGKILL if loading and child.spec.service else signal.SIGTERM)
         deadline = time.monotonic() + self._stop_seconds
         while self._interrupts < 2 and time.monotonic() < deadline and not all(child.exited() for child in running):
             time.sleep(POLL_SECONDS)

@@ -35,13 +35,13 @@ class Incarnation:
     start: int = 0
 
 
-def resume_progress(output_dir: Path, ckpt: "CkptConfig | None") -> Progress:
+def resume_progress(output_dir: Path, ckpt: "CkptConfig | None", max_steps: int | None = None) -> Progress:
     """Where to start: step 0, or after what the run directory already holds for the checkpoint that is resumed.
 
     Batches committed beyond the checkpoint are trained again unchanged, so collecting goes on after them.
 
     Raises:
-        UserError: there is no such checkpoint.
+        UserError: there is no such checkpoint, or it lies beyond `max_steps`.
     """
     if ckpt is None or ckpt.resume_step is None:
         return Progress()
@@ -52,6 +52,8 @@ def resume_progress(output_dir: Path, ckpt: "CkptConfig | None") -> Progress:
     step = saved[-1] if ckpt.resume_step == -1 else ckpt.resume_step
     if step not in saved:
         raise UserError(f"no checkpoint of step {step} in {root}; there are {', '.join(map(str, saved))}")
+    if max_steps is not None and step > max_steps:
+        raise UserError(f"max_steps {max_steps} is below the checkpoint's step {step}: nothing to do")
     following = step
     committed = list_steps(output_dir / "rollouts")
     while following in committed:

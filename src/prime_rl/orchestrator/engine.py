@@ -39,6 +39,8 @@ class Engine:
             timeout=httpx.Timeout(config.timeout, connect=_PROBE_TIMEOUT_SECONDS),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             trust_env=False,
+            # Shorter than any server's: a connection that is reused in the moment the server closes it fails the request.
+            limits=httpx.Limits(keepalive_expiry=1.0),
         )
 
     async def __aenter__(self) -> "Engine":
@@ -100,7 +102,11 @@ class Engine:
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:
-            response = await self._http.request(method, path, json=body)
+            try:
+                response = await self._http.request(method, path, json=body)
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+                # A connection that broke says nothing about the server; every call here may be repeated.
+                response = await self._http.request(method, path, json=body)
         except httpx.TransportError as error:
             raise UserError(f"the inference server at {self.root} did not answer {method} {path}: {error!r}") from error
         if response.status_code == 401:

@@ -34,6 +34,7 @@ logger = log.get("orchestrator")
 
 _POLL_SECONDS = 0.1
 _HEARTBEAT_SECONDS = 1.0
+_QUIET_SECONDS = 15.0
 _MAX_EMPTY_BATCHES = 10
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
@@ -57,7 +58,7 @@ class Orchestrator:
             env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
             for env in config.environments
         }
-        self.progress = resume_progress(config.output_dir, config.ckpt)
+        self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps)
         self.started = self.stopping = False
         self.tally = Tally()
         self.core: Core[EpisodeResult]
@@ -68,6 +69,7 @@ class Orchestrator:
         self._last_error = ""
         self._empty_batches = 0
         self._step_began = time.monotonic()
+        self._last_landing = time.monotonic()
         self._gated_since: float | None = None
         self._failure: BaseException | None = None
         self._recovery: asyncio.Task[None] | None = None
@@ -168,6 +170,8 @@ class Orchestrator:
         while not self.stopping and (start := self.core.next_start()) is not None:
             task = asyncio.create_task(self._run_episode(start))
             task.add_done_callback(self._note_failure)
+            if not self._running:
+                self._last_landing = time.monotonic()
             self._running[start.episode] = task
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
@@ -194,6 +198,7 @@ class Orchestrator:
 
     def _land(self, start: Start, result: EpisodeResult) -> None:
         del self._running[start.episode]
+        self._last_landing = time.monotonic()
         self._wake.set()
         if result.ok:
             self._outcomes.append(None)
@@ -201,15 +206,13 @@ class Orchestrator:
             self.core.finish(start.episode, result)
             return
         drop = Drop.TIMEOUT if result.outcome is Outcome.TIMEOUT else Drop.ERRORED
-        self._outcomes.append(result.outcome)
         self.tally.fail(drop)
+        if not self.core.fail(start.episode, drop, retry=result.outcome in _RETRIED):
+            self._outcomes.append(result.outcome)  # one that is issued again is not lost
         fault = f"{result.outcome}: {result.message}"
         if fault != self._last_error:  # a fault that repeats is said once
             self._last_error = fault
-            logger.warning(
-                "episode %d.%d of %s failed: %s", start.group, start.number, start.task.env, self._last_error
-            )
-        self.core.fail(start.episode, drop, retry=result.outcome in _RETRIED)
+            logger.warning("episode %d.%d of %s failed: %s", start.group, start.number, start.task.env, fault)
 
     def _check_error_rate(self) -> None:
         failed = Counter(str(reason) for reason in self._outcomes if reason is not None)
@@ -252,8 +255,20 @@ class Orchestrator:
             self._wait_for_trainer(f"weights/step_{self.core.version + 1}", self._gated_since)
         elif not gated:
             self._gated_since = None
-            self.status.phase("making rollouts")
+            self._tell()
         self._check_error_rate()
+
+    def _tell(self) -> None:
+        """What the orchestrator does while episodes are in flight, or what keeps it waiting for unusually long."""
+        quiet = time.monotonic() - self._last_landing
+        if self.policy.loading is not None:
+            subject = f"version {self.policy.loading} to be loaded"
+            self.status.waiting(subject, f"inference at {self.engine.root}", self.config.client.timeout)
+        elif quiet > _QUIET_SECONDS:
+            subject = f"one of {self.core.in_flight} episodes to end"
+            self.status.waiting(subject, "inference and environments", self.config.rollout_timeout)
+        else:
+            self.status.phase("making rollouts")
 
     # -- batches -------------------------------------------------------------------------------------------------------------
 

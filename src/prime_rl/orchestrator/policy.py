@@ -20,6 +20,11 @@ class ServedPolicy:
         self._expected: Served | None = None
         self._coming: Served | None = None
 
+    @property
+    def loading(self) -> int | None:
+        """The version that the server is loading now, if it is."""
+        return None if self._coming is None else self._coming.version
+
     def ready(self, version: int, resumed: bool) -> bool:
         """Whether the trainer has begun its life and committed `version`, and nothing of a life that was given up stands beyond it."""
         life = latest_incarnation(self.output_dir)

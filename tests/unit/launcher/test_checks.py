@@ -7,7 +7,16 @@ import pytest
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.checks import check_environment, check_model, check_port, module_name
+from prime_rl.launcher.checks import (
+    check_chat_template,
+    check_dataset,
+    check_environment,
+    check_model,
+    check_port,
+    module_name,
+)
+
+EMPTY_SAFETENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
 
 def test_models(tmp_path: Path) -> None:
@@ -17,14 +26,45 @@ def test_models(tmp_path: Path) -> None:
         check_model(str(tmp_path / "none"))
     with pytest.raises(UserError, match=r"no config\.json"):
         check_model(str(tmp_path))
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json cannot be read"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="has no model_type"):
+        check_model(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(UserError, match=r"no \*\.safetensors"):
         check_model(str(tmp_path))
+    check_model(str(tmp_path), weights=False)
     (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UserError, match=r"model\.safetensors is not a safetensors file"):
+        check_model(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(EMPTY_SAFETENSORS)
     with pytest.raises(UserError, match="no tokenizer"):
         check_model(str(tmp_path))
-    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "tokenizer.json").write_text("{}")
     check_model(str(tmp_path))
+
+
+def test_chat_templates(tmp_path: Path) -> None:
+    """A tokenizer without chat template is refused, wherever transformers would look for one."""
+    check_chat_template("Qwen/Qwen3-0.6B")
+    with pytest.raises(UserError, match="has no chat template"):
+        check_chat_template(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    check_chat_template(str(tmp_path))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text("x")
+    check_chat_template(str(tmp_path))
+
+
+def test_datasets(tmp_path: Path) -> None:
+    """A local path that does not exist is named; hub names pass."""
+    check_dataset("owner/dataset")
+    check_dataset(str(tmp_path))
+    for missing in (str(tmp_path / "none"), "none.jsonl", "./none"):
+        with pytest.raises(UserError, match="does not exist"):
+            check_dataset(missing)
 
 
 def test_environments() -> None:
