@@ -445,7 +445,10 @@ class Orchestrator:
         if self.config.bench:
             return
         # The run ends with its last version served: for the final evaluation, and for whoever uses a server that stays up.
-        while self.core.version < self.core.step and not self.stopping:
+        last = min(
+            self.core.step, self.config.max_steps or self.core.step
+        )  # a resumed run may have batches beyond its end
+        while self.core.version < last and not self.stopping:
             await self._next_event(follower)
         if self.config.eval and self.config.eval.at_end and not self.stopping:
             await self._evaluate()

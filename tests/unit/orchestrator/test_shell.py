@@ -231,6 +231,24 @@ async def test_a_trainer_that_is_restarted_alone_is_followed(tmp_path):
     orchestrator.core.check_conservation()
 
 
+async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_path):
+    """Batches up to step 5 stand there, max_steps is 4: the run ends with version 4 served."""
+    world = World(tmp_path, max_steps=4, ckpt={"resume_step": 2})
+    for version in range(3):
+        world.trainer.commit(version)
+    for step in range(6):
+        world.trainer.batch(step, groups_opened=step + 1)
+    world.trainer.checkpoint(2)
+    world.trainer.live(1, 2)
+    run = asyncio.create_task(world.orchestrator().run())
+    for version in (3, 4):
+        await asyncio.sleep(0.2)
+        world.trainer.commit(version, life=1)
+    async with asyncio.timeout(20):
+        await run
+    assert world.engine.updates[-1] == (4, 1)
+
+
 async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped(tmp_path):
     """interval 2, and versions 1-3 appear at once: the version that is served then is evaluated, and the last one once."""
     world = World(
