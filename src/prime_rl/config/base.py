@@ -103,3 +103,8 @@ class BaseConfig(Section):
         description="Validate, print the plan, write the resolved configs, start nothing.",
     )
     log: LogConfig = Field(default_factory=LogConfig, description="Console and log file.")
+
+    @staticmethod
+    def as_given(table: dict[str, Any]) -> dict[str, Any]:
+        """The complete table of a configuration as one would write it by hand: what follows from another setting may be left out."""
+        return table

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.share import share
+from prime_rl.config.share import share, without_copies
 from prime_rl.config.shared import CkptConfig, Device, ModelConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig
 
@@ -43,6 +43,11 @@ class RLConfig(BaseConfig):
     inference: InferenceConfig | None = Field(
         default=None, description="The inference server (None: one that runs already)."
     )
+
+    @staticmethod
+    def as_given(table: dict[str, Any]) -> dict[str, Any]:
+        """Shared settings once, at the top: an option given beside the file then reaches every section."""
+        return without_copies(table)
 
     @model_validator(mode="before")
     @classmethod

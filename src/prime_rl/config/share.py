@@ -52,6 +52,34 @@ def share(given: Tree) -> Tree:
     return tree
 
 
+def without_copies(table: Tree) -> Tree:
+    """The complete table of a run without the values that `share` fills into its sections from the top."""
+    table = deepcopy(table)
+    present = [name for name in ALL if isinstance(table.get(name), dict)]
+    copies = [(key, f"{section}.{key}") for key, sections in COMMON.items() for section in sections]
+    copies += [(key, f"{section}.{key}") for key in ("ckpt", "seq_len") for section in PAIR]
+    for top, place in copies:
+        given, value = _get(table, top)
+        found, copy = _get(table, place)
+        if given and found and _same(value, copy):
+            _remove(table, place)
+    if isinstance(table.get("wandb"), dict):
+        for section in PAIR:
+            _remove(table, f"{section}.monitor.wandb")
+    if "inference" in present:
+        _remove(table, "orchestrator.client.base_url")
+    return table
+
+
+def _remove(tree: Tree, key: str) -> None:
+    *tables, last = key.split(".")
+    here: Any = tree
+    for part in tables:
+        here = here.get(part, {}) if isinstance(here, dict) else {}
+    if isinstance(here, dict):
+        here.pop(last, None)
+
+
 def _as_table(value: Any) -> Any:
     """A section made in Python counts with what was set in it, not with its defaults."""
     return value.model_dump(exclude_unset=True) if isinstance(value, Section) else deepcopy(value)

@@ -18,7 +18,7 @@ def to_toml(config: BaseConfig) -> str:
     Secrets are written as "None": they travel by environment variable. What is meant for one start alone (dry_run,
     clean) is left out: a configuration fed back is to run.
     """
-    return tomli_w.dumps(_table(config))
+    return tomli_w.dumps(config.as_given(_table(config)))
 
 
 def write_toml(config: BaseConfig, path: Path) -> None:
