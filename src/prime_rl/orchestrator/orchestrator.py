@@ -64,6 +64,7 @@ class Orchestrator:
         self.core: Core[EpisodeResult]
         self._wake = asyncio.Event()
         self._serving = asyncio.Lock()  # held while what is served must not change
+        self._shipping = asyncio.Lock()  # held while finished episodes must not be given up
         self._running: dict[int, asyncio.Task[None]] = {}
         self._outcomes: deque[Outcome | None] = deque(maxlen=max(_ERROR_WINDOW, config.batch_size))
         self._last_error = ""
@@ -92,8 +93,8 @@ class Orchestrator:
             while not self.core.done and not self.stopping:
                 self._launch()
                 await self._next_event(follower)
-                while not (self.core.done or self._recovering) and (batch := self.core.ready_batch()) is not None:
-                    await self._ship(batch)
+                while not (self.core.done or self._recovering) and await self._ship():
+                    pass
             await self._finish(follower)
         finally:
             follower.cancel()
@@ -272,23 +273,28 @@ class Orchestrator:
 
     # -- batches -------------------------------------------------------------------------------------------------------------
 
-    async def _ship(self, batch: Batch[EpisodeResult]) -> None:
-        scored = score_batch(
-            batch, self.config, {name: sampling.temperature for name, sampling in self.sampling.items()}
-        )
-        if not scored.samples:
-            self._discard(batch)
-            return
-        if not self.config.bench:
-            if not await self.policy.proven():
-                self._recover()  # what it sampled may come from other weights than it was given
-                return
-            extra = {"groups_opened": self.core.groups_opened}
-            await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
-        self.core.advance(batch, scored.trained_episodes)
+    async def _ship(self) -> bool:
+        """Commit a batch if there is one. Returns whether there may be another."""
+        async with self._shipping:
+            batch = self.core.ready_batch()
+            if batch is None:
+                return False
+            temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
+            scored = score_batch(batch, self.config, temperatures)
+            if not scored.samples:
+                self._discard(batch)
+                return True
+            if not self.config.bench:
+                if not await self.policy.proven():
+                    self._recover()  # what it sampled may come from other weights than it was given
+                    return False
+                extra = {"groups_opened": self.core.groups_opened}
+                await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
+            self.core.advance(batch, scored.trained_episodes)
         self.core.check_conservation()
         self._empty_batches = 0
         self._report(batch, scored)
+        return True
 
     def _discard(self, batch: Batch[EpisodeResult]) -> None:
         self.core.discard(batch)
@@ -363,12 +369,13 @@ class Orchestrator:
                 await asyncio.sleep(_POLL_SECONDS)
             self.policy.life = life
             await self.policy.load(life.start)
-            self._restart_from(life.start)
+            await self._restart_from(life.start)
         self._wake.set()
 
-    def _restart_from(self, version: int) -> None:
-        for start in self.core.restart_from(version):
-            self._cancel(start, Drop.UNPROVEN)
+    async def _restart_from(self, version: int) -> None:
+        async with self._shipping:
+            for start in self.core.restart_from(version):
+                self._cancel(start, Drop.UNPROVEN)
 
     @property
     def _recovering(self) -> bool:
@@ -387,7 +394,7 @@ class Orchestrator:
                 return
             logger.warning("the server does not serve version %d any more: loading it again", self.core.version)
             await self.policy.load(self.core.version)
-            self._restart_from(self.core.version)
+            await self._restart_from(self.core.version)
         self._wake.set()
 
     # -- evals and the end ---------------------------------------------------------------------------------------------------
