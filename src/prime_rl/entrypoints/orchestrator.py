@@ -8,6 +8,7 @@ from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_environment, check_model
 from prime_rl.monitor import log
+from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
 
 
 def main() -> None:
@@ -28,6 +29,9 @@ def run(config: OrchestratorConfig) -> None:
     check_model(config.model.name)
     for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
         check_environment(env)
+    progress = resume_progress(config.output_dir, config.ckpt, config.max_steps)
+    if not (config.dry_run or config.bench):
+        refuse_used(config.output_dir, progress)  # before that run's own config is written over
     path = config.output_dir / "configs" / "orchestrator.toml"
     write_toml(config, path)
     if config.dry_run:

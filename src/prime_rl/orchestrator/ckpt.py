@@ -61,6 +61,15 @@ def resume_progress(output_dir: Path, ckpt: "CkptConfig | None", max_steps: int 
     return Progress(following, _groups_opened(output_dir / "rollouts", following - 1), step, resumed=True)
 
 
+def refuse_used(output_dir: Path, progress: Progress) -> None:
+    """Raise UserError where a fresh run would mix its batches with those of an earlier one."""
+    if not progress.resumed and (steps := list_steps(output_dir / "rollouts")):
+        raise UserError(
+            f"{output_dir / 'rollouts'} holds steps {steps[0]}-{steps[-1]} of an earlier run: choose another output_dir, remove it "
+            "(`rl --clean`), or go on from a checkpoint with --ckpt.resume-step"
+        )
+
+
 def latest_incarnation(output_dir: Path) -> Incarnation:
     """The trainer's present life, by the files that it commits when it starts."""
     numbers = [int(path.stem) for path in (output_dir / "incarnations").glob("*.json") if path.stem.isdigit()]

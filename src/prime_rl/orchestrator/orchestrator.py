@@ -24,7 +24,7 @@ from prime_rl.orchestrator.policy import ServedPolicy
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.tasks import task_stream
-from prime_rl.transport.commit import CommitError, clean_stages, list_steps
+from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.rollouts import write_batch
 
 if TYPE_CHECKING:
@@ -112,11 +112,6 @@ class Orchestrator:
 
     async def _start(self) -> None:
         config = self.config
-        if not self.progress.resumed and (steps := list_steps(self.rollouts_dir)):
-            raise UserError(
-                f"{self.rollouts_dir} holds steps {steps[0]}-{steps[-1]} of an earlier run: choose another output_dir, remove it "
-                "(`rl --clean`), or resume with --ckpt.resume-step"
-            )
         clean_stages(self.rollouts_dir)
         self.status.phase("starting environments and waiting for the server")
         async with asyncio.TaskGroup() as group:
