@@ -55,7 +55,8 @@ class OrchestratorConfig(BaseConfig, Environments):
         default=8, description="Most steps between the oldest token of a sample and the step that trains on it."
     )
     max_concurrent: PositiveInt | None = Field(
-        default=None, description="Most episodes in flight (None: batch_size x (async_level + 1))."
+        default=None,
+        description="Most episodes in flight (None: batch_size x (async_level + 1)); never more than the workers run at once.",
     )
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
     algorithm: GRPO = Field(default_factory=GRPO, description="How advantages are computed.")

@@ -37,7 +37,9 @@ class RLConfig(BaseConfig):
     trainer_ranks: PositiveInt | None = Field(
         default=None, description="Processes that train (None: one per GPU, on CPU one)."
     )
-    ready_timeout: PositiveFloat = Field(default=1200.0, description="Seconds until every process must be ready.")
+    ready_timeout: PositiveFloat = Field(
+        default=1200.0, description="Seconds until the inference server must be ready."
+    )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The trainer.")
     orchestrator: OrchestratorConfig = Field(description="The orchestrator.")
     inference: InferenceConfig | None = Field(
