@@ -64,6 +64,11 @@ class OrchestratorConfig(BaseConfig, Environments):
     max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
     weights_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a version of the weights.")
+    recover: bool = Field(
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Go on from what is committed in output_dir: batches, finished episodes, the trainer's present life.",
+    )
     eval: EvalSection | None = Field(default=None, description="Evaluation during the run.")
     ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
     monitor: MonitorConfig = Field(

@@ -40,6 +40,29 @@ class RLConfig(BaseConfig):
     ready_timeout: PositiveFloat = Field(
         default=1200.0, description="Seconds until the inference server must be ready."
     )
+    recover: bool = Field(
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Go on from whatever an interrupted run has committed in output_dir.",
+    )
+    max_restarts: NonNegativeInt = Field(
+        default=3,
+        description="Times that one process is started again within an hour (0: the first crash ends the run).",
+    )
+    restart_backoff: PositiveFloat = Field(
+        default=1.0, description="Seconds before the first restart of a process; doubled with each further one."
+    )
+    recovery_interval: PositiveInt | None = Field(
+        default=10,
+        description="Steps between two recovery checkpoints of the trainer; the newest is kept (None: none).",
+    )
+    heartbeat_timeout: PositiveFloat = Field(
+        default=60.0, description="Seconds without a sign of life after which a process is started again."
+    )
+    stall_timeout: PositiveFloat = Field(
+        default=1800.0,
+        description="Seconds without progress after which a process that waits for nobody is started again.",
+    )
     trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The trainer.")
     orchestrator: OrchestratorConfig = Field(description="The orchestrator.")
     inference: InferenceConfig | None = Field(

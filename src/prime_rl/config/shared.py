@@ -44,6 +44,12 @@ class CkptConfig(Section):
         default=50, description="Steps between two checkpoints (None: only a final one)."
     )
     keep: PositiveInt | None = Field(default=None, description="Newest checkpoints kept (None: all).")
+    keep_interval: PositiveInt | None = Field(
+        default=None, description="Checkpoints whose step is a multiple of this are kept for good (None: none)."
+    )
+    save_async: bool = Field(
+        default=False, description="Write in the background: a step waits for the copy to host memory only."
+    )
     resume_step: int | None = Field(
         default=None, ge=-1, description="Go on from this step; -1: from the newest (None: start anew)."
     )

@@ -159,6 +159,14 @@ class TrainerConfig(TrainingConfig):
     weights: WeightsConfig = Field(
         default_factory=WeightsConfig, description="The exported weights, one version per step."
     )
+    recover: bool = Field(
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Go on from the newest state committed in output_dir: a recovery checkpoint, a checkpoint, or the start.",
+    )
+    recovery_interval: PositiveInt | None = Field(
+        default=None, description="Steps between two recovery checkpoints, of which the newest is kept (None: none)."
+    )
     rollout_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a batch of rollouts.")
     log_samples_interval: PositiveInt | None = Field(
         default=10, description="Steps between two logged rollouts (None: never)."

@@ -9,7 +9,6 @@ import json
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -18,7 +17,9 @@ from typing import Any
 
 import xxhash
 
+from prime_rl import faults
 from prime_rl.errors import UserError
+from prime_rl.wait import wait
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -27,10 +28,6 @@ _CHUNK = 1 << 22
 
 class CommitError(Exception):
     """A committed directory is missing, incomplete, or not what its manifest says."""
-
-
-class WaitTimeout(UserError):
-    """A bounded wait expired; the message says what was waited for and who owed it."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +76,23 @@ class Stage:
         """
         known = hashes or {}
         files = {}
+        subject = subject_of(self.final)
         with disk_errors(self.path):
-            for path in sorted(p for p in self.path.rglob("*") if p.is_file()):
+            written = sorted(p for p in self.path.rglob("*") if p.is_file())
+            faults.point(f"write:{subject}", max(written, key=lambda path: path.stat().st_size, default=None))
+            for path in written:
                 name = path.relative_to(self.path).as_posix()
                 _fsync(path)
                 files[name] = {"size": path.stat().st_size, "xxh3": known.get(name) or hash_file(path)}
+            faults.point(f"fsync:{subject}")
             manifest = Manifest(step, producer, self.nonce, files, extra or {})
             _write_durably(self.path / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+            faults.point(f"manifest:{subject}", self.path / MANIFEST)
             for folder in {p.parent for p in self.path.rglob("*")} | {self.path}:
                 _fsync(folder)
+            faults.point(f"rename:{subject}")
             self._rename()
+            faults.point(f"renamed:{subject}")
             _fsync(self.final.parent)
         return manifest
 
@@ -217,26 +221,22 @@ def wait_for(
     Raises:
         WaitTimeout: after `timeout` seconds.
     """
-    start = time.monotonic()
-    while not _listed(path):
-        waited = time.monotonic() - start
-        if stop is not None and stop():
-            return None
-        if waited >= timeout:
-            raise WaitTimeout(f"no {path.parent.name}/{path.name} from {owner} after {timeout:.0f} s")
-        if on_wait is not None:
-            on_wait(waited)
-        time.sleep(max(poll, 0.05))
-    return path
+    found = wait(
+        lambda: _listed(path),
+        subject=subject_of(path), owner=owner, seconds=timeout, poll=poll, on_wait=on_wait, stop=stop,
+    )  # fmt: skip
+    return path if found else None
 
 
 def prune(directory: Path) -> None:
     """Remove a committed directory: renamed aside first, so that no reader ever sees half of it under its final name."""
     aside = directory.parent / f".{directory.name}.old-{secrets.token_hex(8)}"
+    faults.point(f"prune:{subject_of(directory)}")
     try:
         os.rename(directory, aside)
     except FileNotFoundError:
         return
+    faults.point(f"pruned:{subject_of(directory)}")
     shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -255,11 +255,19 @@ def write_atomically(path: Path, data: bytes) -> None:
     with disk_errors(path):
         try:
             _write_durably(temporary, data)
+            faults.point(f"rename:{subject_of(path)}", temporary)
             os.replace(temporary, path)
+            faults.point(f"renamed:{subject_of(path)}")
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
         _fsync(path.parent)
+
+
+def subject_of(path: Path) -> str:
+    """A path as people know it: `weights/step_3`, `checkpoints/step_3/trainer`."""
+    parts = path.parts[-3:] if path.parent.name.startswith("step_") else path.parts[-2:]
+    return "/".join(parts)
 
 
 def _listed(path: Path) -> bool:

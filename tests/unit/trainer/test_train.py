@@ -19,9 +19,10 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import ckpt
-from prime_rl.transport.commit import WaitTimeout, list_steps
+from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import weights_manifest
+from prime_rl.wait import WaitTimeout
 from support import trainer as support
 
 tied_model, run_training = support.tied_model, support.run_training

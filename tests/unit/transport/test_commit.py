@@ -13,7 +13,6 @@ from prime_rl.transport import commit
 from prime_rl.transport.commit import (
     CommitError,
     Stage,
-    WaitTimeout,
     clean_stages,
     list_steps,
     prune,
@@ -23,6 +22,7 @@ from prime_rl.transport.commit import (
     wait_for,
     write_atomically,
 )
+from prime_rl.wait import WaitTimeout
 
 
 def publish(final, text="hello"):

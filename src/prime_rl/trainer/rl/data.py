@@ -11,8 +11,9 @@ from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import Costs, Document, HostBatch, collate, plan
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
-from prime_rl.transport.commit import WaitTimeout, wait_for
+from prime_rl.transport.commit import wait_for
 from prime_rl.transport.rollouts import Sample, open_batch, step_dir
+from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import FakeData as FakeConfig
@@ -82,7 +83,7 @@ class RolloutData:
             while True:
                 asked, found, expired = self._exchange(stop(), False, False)
                 if expired:
-                    raise WaitTimeout(f"no {subject} from orchestrator after {self.timeout:.0f} s")
+                    raise WaitTimeout(subject, "orchestrator", self.timeout)
                 if asked or found:
                     return not asked
         try:

@@ -1,0 +1,172 @@
+"""`checkpoints/step_N`: the parts that each process commits, and the joint manifest that makes them one checkpoint.
+
+A part is a committed directory (`step_N/trainer`, `step_N/orchestrator`). The owner of the joint manifest writes `step_N/manifest.json` once every
+part is there; only then is the checkpoint complete. A part without its partner is never chosen by itself.
+"""
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_rl import faults
+from prime_rl.errors import UserError
+from prime_rl.transport.commit import (
+    MANIFEST,
+    CommitError,
+    Manifest,
+    clean_stages,
+    hash_file,
+    list_steps,
+    prune,
+    read_manifest,
+    write_atomically,
+)
+from prime_rl.transport.protocol import expendable_checkpoints, resume_step
+
+Part = Literal["trainer", "orchestrator"]
+ALONE: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
+TOGETHER: tuple[Part, ...] = ("trainer", "orchestrator")
+
+
+def step_dir(root: Path, step: int) -> Path:
+    """The place of checkpoint `step` under the checkpoints root."""
+    return root / f"step_{step}"
+
+
+def part_dir(root: Path, step: int, part: Part) -> Path:
+    """The final place of one process's part."""
+    return step_dir(root, step) / part
+
+
+def steps_with(root: Path, part: Part) -> list[int]:
+    """Steps in which `part` is committed, ascending; complete checkpoints and others."""
+    return [step for step in list_steps(root) if (part_dir(root, step, part) / MANIFEST).is_file()]
+
+
+def complete_steps(root: Path) -> list[int]:
+    """Steps whose joint manifest stands, ascending."""
+    return [step for step in list_steps(root) if (step_dir(root, step) / MANIFEST).is_file()]
+
+
+def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
+    """Write the joint manifest over committed parts. Its owner calls it; once complete, a checkpoint stays as it is.
+
+    Raises:
+        CommitError: a part is not committed.
+    """
+    directory = step_dir(root, step)
+    if (directory / MANIFEST).is_file():
+        return
+    files: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        path = part_dir(root, step, part) / MANIFEST
+        read_manifest(path.parent)
+        files[f"{part}/{MANIFEST}"] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
+    faults.point(f"join:checkpoints/step_{step}", directory / MANIFEST)
+    joint = Manifest(step, producer, files[f"{parts[0]}/{MANIFEST}"]["xxh3"][:16], files, {"parts": list(parts)})
+    write_atomically(directory / MANIFEST, json.dumps(asdict(joint), indent=1).encode())
+    faults.point(f"joined:checkpoints/step_{step}", directory / MANIFEST)
+
+
+def find(root: Path, asked: int, part: Part, max_steps: int | None = None) -> int:
+    """The step that `part` resumes from; -1 is the newest complete checkpoint.
+
+    A step asked for by its number may be one in which only this part stands: then only this process goes on from it.
+
+    Raises:
+        UserError: there is no such checkpoint, it is damaged or of a newer format, or it lies beyond `max_steps`.
+    """
+    complete, own = complete_steps(root), steps_with(root, part)
+    step = resume_step(complete if asked == -1 else own, asked)
+    if step is None:
+        raise UserError(f"ckpt.resume_step {asked}: {_nothing(root, asked, complete, own)}")
+    if max_steps is not None and step > max_steps:
+        raise UserError(f"max_steps {max_steps} is below the checkpoint's step {step}: nothing to do")
+    check(root, step, part)
+    return step
+
+
+def check(root: Path, step: int, part: Part) -> None:
+    """`part` of checkpoint `step` is the one that its joint manifest names.
+
+    Raises:
+        UserError: it is not, or a manifest is damaged or of a newer format.
+    """
+    try:
+        mine = part_dir(root, step, part)
+        read_manifest(mine)
+        if (step_dir(root, step) / MANIFEST).is_file():
+            listed = read_manifest(step_dir(root, step)).files
+            entry = listed.get(f"{part}/{MANIFEST}")
+            if entry is None:
+                return  # joined before this process took part
+            if hash_file(mine / MANIFEST) != entry["xxh3"]:
+                raise CommitError(f"{mine} is not the part that {step_dir(root, step) / MANIFEST} names")
+    except CommitError as error:
+        raise UserError(f"cannot resume from step {step}: {error}") from error
+
+
+def remove(root: Path, step: int) -> None:
+    """Remove a checkpoint with all its parts. Only the owner of the joint manifest does so."""
+    prune(step_dir(root, step))
+
+
+def remove_expendable(
+    root: Path, keep: int | None, keep_interval: int | None, in_progress: Collection[int] = ()
+) -> list[int]:
+    """Remove complete checkpoints beyond `keep`, and parts older than the newest complete one that never found their partner.
+
+    Args:
+        in_progress: Steps that are being saved.
+
+    Returns:
+        The steps that were removed.
+    """
+    complete = complete_steps(root)
+    gone = expendable_checkpoints(complete, keep, keep_interval)
+    if complete:
+        gone += [
+            step
+            for step in list_steps(root)
+            if step < complete[-1] and step not in complete and step not in in_progress and not _foreign(root, step)
+        ]
+    for step in gone:
+        remove(root, step)
+    return sorted(gone)
+
+
+def clean(root: Path, part: Part) -> None:
+    """Remove what a dead writer of `part` left half-done."""
+    for step in list_steps(root):
+        directory = step_dir(root, step)
+        for path in directory.glob(f".{part}.*"):
+            if ".tmp-" in path.name or ".old-" in path.name:
+                prune(path)
+        if not any(directory.iterdir()):
+            directory.rmdir()
+    clean_stages(root)
+
+
+def set_aside(root: Path, step: int, life: int) -> Path:
+    """Rename a checkpoint beyond the one that is resumed out of the way; it is not deleted, for it may have been given up by mistake."""
+    aside = root / f"given_up_{life}_step_{step}"
+    step_dir(root, step).rename(aside)
+    return aside
+
+
+def _foreign(root: Path, step: int) -> bool:
+    """Not ours to remove: a directory without any part."""
+    return not any((part_dir(root, step, part) / MANIFEST).is_file() for part in TOGETHER)
+
+
+def _nothing(root: Path, asked: int, complete: list[int], own: list[int]) -> str:
+    if asked == -1 and own:
+        return (
+            f"{root} holds no complete checkpoint, only single parts of step {', '.join(map(str, own))} (a part alone resumes its own "
+            "process, if asked for by number)"
+        )
+    if not complete and not own:
+        return f"{root} holds no checkpoint"
+    return f"not in {root}, which has {', '.join(map(str, sorted({*complete, *own})))}"

@@ -1,0 +1,122 @@
+"""The protocol between trainer, orchestrator and engines, as pure functions of what stands in the run directory.
+
+The processes share no memory and no lock; each looks at the committed names and decides by these functions. The model checker in
+`tests/unit/protocol` drives the very same ones through all interleavings of commits, updates, prunes, crashes and resumes.
+
+Words: a *life* (incarnation) is one run of the trainer from a start step. `versions` maps the number of a committed version to the life that made
+it; `lives` maps each life to its start step, i.e. to the number of updates it found done.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+BASE = 0  # the version that is the base model: made by no life, never pruned
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of the trainer: its number, and the step it started from. -1 before the first."""
+
+    number: int = -1
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Lease:
+    """What the orchestrator and its engines may still read: no version from `version` on, of the lives up to `life`, may be removed."""
+
+    life: int
+    version: int
+
+
+def current_life(lives: Mapping[int, int]) -> Life:
+    """The newest life."""
+    return Life(max(lives), lives[max(lives)]) if lives else Life()
+
+
+def valid(version: int, made_by: int, lives: Mapping[int, int]) -> bool:
+    """Whether a version made by life `made_by` belongs to the history that is being continued: no later life began before it."""
+    return version == BASE or all(version <= start for life, start in lives.items() if life > made_by)
+
+
+def valid_versions(versions: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
+    """The versions that may be served, ascending."""
+    return sorted(version for version, life in versions.items() if valid(version, life, lives))
+
+
+def newest_version(versions: Mapping[int, int], lives: Mapping[int, int]) -> int | None:
+    """What the engines should serve: the newest version of the present history; None before the trainer has begun a life."""
+    if not lives:
+        return None
+    return max(valid_versions(versions, lives), default=None)
+
+
+def to_set_aside(versions: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
+    """Versions that a new life gives up; the trainer renames them aside after it has committed its life and before its first version."""
+    return sorted(version for version, life in versions.items() if not valid(version, life, lives))
+
+
+def may_batch(first: int, last: int, life: int, lives: Mapping[int, int]) -> bool:
+    """Whether an episode that the versions `first` … `last` sampled, as they stood in life `life`, may still go into a batch."""
+    return first <= last and valid(last, life, lives)
+
+
+def first_to_collect(batches: Collection[int], start: int) -> int:
+    """The first step from `start` on without a committed batch. Batches from `start` on are trained (again) as they are."""
+    step = start
+    while step in batches:
+        step += 1
+    return step
+
+
+def serve_floor(step: int, async_level: int) -> int:
+    """The oldest version on which an episode for `step` may start."""
+    return max(0, step - async_level)
+
+
+def prunable(
+    versions: Mapping[int, int],
+    lives: Mapping[int, int],
+    *,
+    lease: Lease | None,
+    async_level: int,
+    keep: int | None,
+    checkpoints: Collection[int],
+) -> list[int]:
+    """Versions that nobody needs any more, ascending.
+
+    Args:
+        lease: What the orchestrator reads; None where there is no orchestrator.
+        async_level: Steps that sampling may run ahead.
+        keep: Versions kept beyond what is needed; None keeps all.
+        checkpoints: Kept checkpoints; each needs the versions `[N - async_level, N]`.
+
+    Returns:
+        Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. While the orchestrator has not
+        acknowledged the newest life nothing is pruned: it may still have to go back to that life's start.
+    """
+    life, valid_now = current_life(lives), valid_versions(versions, lives)
+    if keep is None or not valid_now:
+        return []
+    floor = valid_now[-1] - async_level - keep
+    if lease is not None:
+        if lease.life < life.number:
+            return []
+        floor = min(floor, lease.version)
+    needed = {version for step in checkpoints for version in range(serve_floor(step, async_level), step + 1)}
+    return [version for version in valid_now if BASE < version < floor and version not in needed]
+
+
+def resume_step(complete: Collection[int], asked: int) -> int | None:
+    """The checkpoint to go on from: the newest complete one for -1, else the one asked for; None where there is none."""
+    if asked == -1:
+        return max(complete, default=None)
+    return asked if asked in complete else None
+
+
+def expendable_checkpoints(complete: Collection[int], keep: int | None, keep_interval: int | None) -> list[int]:
+    """Complete checkpoints beyond the `keep` newest, without those whose step is a multiple of `keep_interval`, ascending."""
+    if keep is None:
+        return []
+    older = sorted(complete)[:-keep]
+    return [step for step in older if keep_interval is None or step % keep_interval]
