@@ -1,0 +1,92 @@
+"""What stands in the run directory about the trainer's lives, in the words of `protocol.py`: life files, versions and who made them, the lease.
+
+The trainer opens a life by committing `incarnations/<life>.json`; the orchestrator says in `leases/orchestrator.json` what it may still read.
+"""
+
+import json
+from pathlib import Path
+
+from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, write_atomically
+from prime_rl.transport.protocol import Lease
+from prime_rl.transport.weights import version_dir, weights_manifest
+
+
+def read_lives(output_dir: Path) -> dict[int, int]:
+    """Every life that was opened, and the step it started from.
+
+    Raises:
+        CommitError: a life file is damaged. They are renamed into place, so something other than us wrote it.
+    """
+    lives = {}
+    for path in (output_dir / "incarnations").glob("*.json"):
+        if path.stem.isdigit():
+            try:
+                lives[int(path.stem)] = int(json.loads(path.read_bytes())["step"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise CommitError(f"{path} cannot be read: {error}") from error
+    return lives
+
+
+def open_life(output_dir: Path, start: int) -> int:
+    """Commit a new life that starts from step `start`. Returns its number. Only the trainer does so."""
+    directory = output_dir / "incarnations"
+    directory.mkdir(parents=True, exist_ok=True)
+    life = max(read_lives(output_dir), default=-1) + 1
+    write_atomically(directory / f"{life}.json", json.dumps({"step": start}).encode())
+    return life
+
+
+Seen = dict[tuple[int, int, int], int]  # (version, inode and time of its manifest) -> the life that made it
+
+
+def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
+    """Every committed version, and the life that made it. One that is removed or damaged meanwhile is left out.
+
+    Args:
+        seen: What earlier calls found; a caller that looks often keeps one, so that each manifest is read once.
+    """
+    seen = {} if seen is None else seen
+    versions = {}
+    for version in list_steps(weights_dir):
+        directory = version_dir(weights_dir, version)
+        try:
+            stat = (directory / MANIFEST).stat()
+            key = (version, stat.st_ino, stat.st_mtime_ns)
+            if key not in seen:
+                seen[key] = weights_manifest(directory).incarnation
+        except (CommitError, FileNotFoundError):
+            continue
+        versions[version] = seen[key]
+    return versions
+
+
+def lease_path(output_dir: Path) -> Path:
+    """The place of the orchestrator's lease."""
+    return output_dir / "leases" / "orchestrator.json"
+
+
+def read_lease(output_dir: Path) -> Lease | None:
+    """What the orchestrator may still read; None where it holds no lease.
+
+    Raises:
+        CommitError: the file is damaged.
+    """
+    path = lease_path(output_dir)
+    try:
+        return Lease(**json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise CommitError(f"{path} cannot be read: {error}") from error
+
+
+def write_lease(output_dir: Path, lease: Lease) -> None:
+    """Replace the lease durably. Only the orchestrator does so."""
+    path = lease_path(output_dir)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps({"life": lease.life, "version": lease.version}).encode())
+
+
+def drop_lease(output_dir: Path) -> None:
+    """Give the lease back: nothing is read any more."""
+    lease_path(output_dir).unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""Life files, versions and the lease: what one process writes the others read."""
+
+import pytest
+
+from prime_rl.transport.commit import CommitError, prune, stage
+from prime_rl.transport.lives import (
+    drop_lease,
+    lease_path,
+    open_life,
+    read_lease,
+    read_lives,
+    read_versions,
+    write_lease,
+)
+from prime_rl.transport.protocol import Lease
+from prime_rl.transport.weights import TensorEntry, manifest_extra
+
+
+def commit_version(root, version, life):
+    extra = manifest_extra(version, life, {"w": TensorEntry("f", "F32", [1], f"{version}-{life}")})
+    with stage(root / f"step_{version}", step=version, producer="trainer", extra=extra):
+        pass
+
+
+def test_lives_are_numbered_in_the_order_of_their_opening(tmp_path):
+    """A new life never reuses a number, and remembers its start."""
+    assert read_lives(tmp_path) == {}
+    assert [open_life(tmp_path, start) for start in (0, 4, 2)] == [0, 1, 2]
+    assert read_lives(tmp_path) == {0: 0, 1: 4, 2: 2}
+
+
+def test_a_damaged_life_file_is_an_error_and_not_an_earlier_life(tmp_path):
+    """Going on as if the newest life were not there would serve versions that were given up."""
+    open_life(tmp_path, 0)
+    (tmp_path / "incarnations" / "1.json").write_text("{")
+    with pytest.raises(CommitError, match=r"1\.json"):
+        read_lives(tmp_path)
+
+
+def test_a_version_that_another_life_committed_again_is_read_again(tmp_path):
+    """What was seen before is remembered by the file, not by the number."""
+    seen = {}
+    commit_version(tmp_path, 0, 0)
+    commit_version(tmp_path, 3, 0)
+    assert read_versions(tmp_path, seen) == {0: 0, 3: 0}
+    prune(tmp_path / "step_3")
+    assert read_versions(tmp_path, seen) == {0: 0}
+    commit_version(tmp_path, 3, 1)
+    assert read_versions(tmp_path, seen) == {0: 0, 3: 1}
+
+
+def test_the_lease_is_read_back_and_given_back(tmp_path):
+    """No file, no lease; a damaged one is an error, because taking it for none would let the trainer prune what is read."""
+    assert read_lease(tmp_path) is None
+    write_lease(tmp_path, Lease(1, 5))
+    assert read_lease(tmp_path) == Lease(1, 5)
+    lease_path(tmp_path).write_text("{")
+    with pytest.raises(CommitError, match=r"orchestrator\.json"):
+        read_lease(tmp_path)
+    drop_lease(tmp_path)
+    drop_lease(tmp_path)
+    assert read_lease(tmp_path) is None
