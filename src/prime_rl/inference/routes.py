@@ -122,7 +122,9 @@ class PrimeRoutes:
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
         )
         await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
-        Status(settings.output_dir, "inference").phase("serving")
+        status = Status(settings.output_dir, "inference")
+        status.phase("serving")
+        status.ready()
         log.get(__name__).info("serving %s on port %s", args.model, args.port)
 
 

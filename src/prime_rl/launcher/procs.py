@@ -2,30 +2,21 @@
 
 import os
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl.monitor.process import ProcessId, boot_id, identify, is_alive, is_stopped, stat
 
-@dataclass(frozen=True)
-class ProcessId:
-    """A pid together with its start time (clock ticks since boot), so that a reused pid is not taken for the old one."""
-
-    pid: int
-    started: int
-
-
-def boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def identify(pid: int) -> ProcessId | None:
-    """The living process with this pid; None when there is none or only its zombie."""
-    stat = _stat(pid)
-    return None if stat is None or stat[0] == "Z" else ProcessId(pid, int(stat[19]))
-
-
-def is_alive(process: ProcessId) -> bool:
-    return identify(process.pid) == process
+__all__ = [
+    "ProcessId",
+    "boot_id",
+    "children_of",
+    "descendants",
+    "identify",
+    "is_alive",
+    "is_stopped",
+    "memory_bytes",
+    "send",
+]
 
 
 def children_of(pid: int) -> list[ProcessId]:
@@ -62,18 +53,9 @@ def memory_bytes(pid: int) -> int:
 def _by_parent() -> dict[int, list[ProcessId]]:
     children: dict[int, list[ProcessId]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and (stat := _stat(int(entry))) is not None and stat[0] != "Z":
-            children.setdefault(int(stat[1]), []).append(ProcessId(int(entry), int(stat[19])))
+        if entry.isdigit() and (fields := stat(int(entry))) is not None and fields[0] != "Z":
+            children.setdefault(int(fields[1]), []).append(ProcessId(int(entry), int(fields[19])))
     return children
-
-
-def _stat(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat after the command's name: state, parent, group, …, start time at 19."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return text.rpartition(")")[2].split()
 
 
 def _pss(pid: int) -> int:

@@ -1,12 +1,23 @@
-"""What a process is doing right now, for people and for the launcher: `status/<process>.json`, replaced atomically."""
+"""What a process is doing right now, for people and for the launcher: `status/<process>.json`, replaced atomically.
 
+A thread writes a sign of life every two seconds, whatever the process is busy with: one whose heartbeat is old is dead or halted. Whether it
+gets anywhere is another question, which `progress` answers.
+"""
+
+import errno
 import json
-import os
+import socket
+import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-_MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but the heartbeat
+from prime_rl.monitor.process import ProcessId, me
+
+HEARTBEAT_SECONDS = 2.0
+_MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
+# A status is no result: a run directory that is full, or gone (a test's), is told of by those who write results.
+_TOLERATED = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
 
 
 @dataclass(frozen=True)
@@ -21,7 +32,21 @@ class Waiting:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """Times are unix seconds; `since` is when the phase began, `heartbeat` when the process last wrote."""
+    """Times are unix seconds.
+
+    Args:
+        process: `trainer`, `orchestrator`, `inference`; `trainer.1` is the trainer's rank 1.
+        phase: What it does, with progress within it after `: `.
+        step: The step it is at (0-based).
+        since: When the phase began.
+        heartbeat: When the process last said that it lives.
+        waiting: What it waits for.
+        outcome: How it ended, by its own word: `finished`, `stopped`, `failed: …`.
+        progress: When it last got on: another phase, step or item of work, or the end of a wait. 0 where it is not known.
+        ready: When it reached its steady state in this life; None before.
+        host: Name of the host that it runs on.
+        started: Its start time in clock ticks since that host's boot; tells a reused pid from the old one. 0 where it is not known.
+    """
 
     process: str
     pid: int
@@ -31,50 +56,106 @@ class ProcessStatus:
     heartbeat: float
     waiting: Waiting | None
     outcome: str | None
+    progress: float = 0.0
+    ready: float | None = None
+    host: str = ""
+    started: int = 0
+
+    @property
+    def id(self) -> ProcessId:
+        """Meaningful on `host` alone."""
+        return ProcessId(self.pid, self.started)
 
 
 class Status:
-    """Writer side. Changes are written at once, mere heartbeats at most five times a second. One thread."""
+    """Writer side. Changes are written at once, other calls at most five times a second. Any thread may call.
+
+    A process has one status under each name: a second object for it goes on where the first one was.
+    """
 
     def __init__(self, output_dir: Path, process: str) -> None:
         self._path = status_path(output_dir, process)
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._process = process
         self._phase = "starting"
-        self._since = time.time()
+        self._since = self._progress = time.time()
         self._step: int | None = None
         self._waiting: Waiting | None = None
         self._outcome: str | None = None
+        self._ready: float | None = None
+        self._host, self._id = socket.gethostname(), me()
         self._last_write = 0.0
+        self._lock = threading.RLock()  # a signal handler may call while the same thread is inside
+        self._ended = threading.Event()
+        self._succeed(_writers.get(self._path))
+        _writers[self._path] = self
         self._write()
+        threading.Thread(target=self._beat, name=f"heartbeat-{process}", daemon=True).start()
 
     def phase(self, text: str) -> None:
         """A new phase (`loading the model`) ends the wait before it. What follows `: ` is progress within the phase
         (`evaluating: 3/20`), which may change as often as it likes."""
-        changed = phase_name(text) != phase_name(self._phase) or self._waiting is not None
-        if changed:
-            self._since = time.time()
-        self._phase, self._waiting = text, None
-        self._changed_or_heartbeat(changed)
+        with self._lock:
+            changed = phase_name(text) != phase_name(self._phase) or self._waiting is not None
+            if changed:
+                self._since = time.time()
+            if changed or text != self._phase:
+                self._progress = time.time()
+            self._phase, self._waiting = text, None
+            self._changed_or_heartbeat(changed)
 
     def step(self, n: int) -> None:
         """Step `n` (0-based) has begun."""
-        changed, self._step = n != self._step, n
-        self._changed_or_heartbeat(changed)
+        with self._lock:
+            changed, self._step = n != self._step, n
+            if changed:
+                self._progress = time.time()
+            self._changed_or_heartbeat(changed)
+
+    def progress(self) -> None:
+        """Work got on within the phase: an item done, an episode landed. Call it as often as you like."""
+        with self._lock:
+            self._progress = time.time()
+            self._changed_or_heartbeat(False)
+
+    def ready(self) -> None:
+        """The steady state is reached in this life: what fails from here on is worth starting again."""
+        with self._lock:
+            changed = self._ready is None
+            self._ready = self._ready or time.time()
+            self._changed_or_heartbeat(changed)
 
     def waiting(self, subject: str, owner: str, deadline_seconds: float) -> None:
         """Call it once per wait or again and again during it. `deadline_seconds` counts from the first call."""
-        now = time.time()
-        current = self._waiting
-        changed = current is None or (current.subject, current.owner) != (subject, owner)
-        if changed:
-            self._waiting = Waiting(subject, owner, now, now + deadline_seconds)
-        self._changed_or_heartbeat(changed)
+        with self._lock:
+            now = time.time()
+            current = self._waiting
+            changed = current is None or (current.subject, current.owner) != (subject, owner)
+            if changed:
+                self._waiting = Waiting(subject, owner, now, now + deadline_seconds)
+            self._changed_or_heartbeat(changed)
 
     def done(self, outcome: str) -> None:
-        """Last word: `finished`, `stopped`, `failed: …`."""
-        self._phase, self._since, self._outcome, self._waiting = "done", time.time(), outcome, None
-        self._write()
+        """Last word: `finished`, `stopped`, `failed: …`. The heartbeat ends with it."""
+        with self._lock:
+            self._phase, self._since, self._outcome, self._waiting = "done", time.time(), outcome, None
+            self._write()
+        self.close()
+
+    def close(self) -> None:
+        """End the heartbeat and leave the file as it is. Safe to call twice."""
+        self._ended.set()
+
+    def _succeed(self, before: "Status | None") -> None:
+        if before is not None and before._id == self._id:
+            before.close()
+            self._ready = before._ready
+
+    def _beat(self) -> None:
+        while not self._ended.wait(HEARTBEAT_SECONDS):  # ends with the process, or with close()
+            with self._lock:
+                if not self._ended.is_set():
+                    self._write()
 
     def _changed_or_heartbeat(self, changed: bool) -> None:
         if changed or time.monotonic() - self._last_write >= _MIN_INTERVAL_SECONDS:
@@ -83,18 +164,29 @@ class Status:
     def _write(self) -> None:
         status = ProcessStatus(
             self._process,
-            os.getpid(),
+            self._id.pid,
             self._phase,
             self._step,
             self._since,
             time.time(),
             self._waiting,
             self._outcome,
+            self._progress,
+            self._ready,
+            self._host,
+            self._id.started,
         )
-        temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
-        temporary.write_text(json.dumps(asdict(status)))
-        temporary.replace(self._path)
+        temporary = self._path.with_name(f".{self._path.name}.tmp-{self._id.pid}")
+        try:
+            temporary.write_text(json.dumps(asdict(status)))
+            temporary.replace(self._path)
+        except OSError as error:
+            if error.errno not in _TOLERATED:
+                raise
         self._last_write = time.monotonic()
+
+
+_writers: dict[Path, Status] = {}  # of this process
 
 
 def phase_name(text: str) -> str:
@@ -107,10 +199,18 @@ def status_path(output_dir: Path, process: str) -> Path:
 
 
 def read_status(output_dir: Path) -> dict[str, ProcessStatus]:
-    """Every process's last word, by name; of processes that are gone too: compare `pid` and `heartbeat`."""
-    found = {}
-    for path in sorted((output_dir / "status").glob("*.json")):
-        fields = json.loads(path.read_text())
-        waiting = fields.pop("waiting")
-        found[path.stem] = ProcessStatus(**fields, waiting=None if waiting is None else Waiting(**waiting))
-    return found
+    """Every process's last word, by name; of processes that are gone too: compare `started` and `heartbeat`."""
+    read = {path.stem: read_one(path) for path in sorted((output_dir / "status").glob("*.json"))}
+    return {name: status for name, status in read.items() if status is not None}
+
+
+def read_one(path: Path) -> ProcessStatus | None:
+    """One process's last word; None where there is none, or nothing whole (a power cut leaves an empty file)."""
+    try:
+        table = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    known = {field.name for field in fields(ProcessStatus)}
+    given = {key: value for key, value in table.items() if key in known}
+    waiting = given.pop("waiting", None)
+    return ProcessStatus(**given, waiting=None if waiting is None else Waiting(**waiting))

@@ -1,15 +1,23 @@
 """Log format, metrics files and status files."""
 
+import errno
+import itertools
 import json
 import logging
 import math
+import os
 import re
+import time
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from prime_rl.monitor import Status, log, read_metrics, read_status
 from prime_rl.monitor.monitor import JsonlWriter, metrics_path
+from prime_rl.monitor.process import me
+from prime_rl.wait import wait
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +114,88 @@ def test_heartbeats_are_throttled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     status.phase("a")
     status.phase("b")
     assert writes == before + 2
+
+
+def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat goes on by itself, changes nothing else, and ends with the last word."""
+    monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 0.02)
+    status = Status(tmp_path, "trainer")
+    status.phase("loading")
+    first = read_status(tmp_path)["trainer"]
+    beat = wait(
+        lambda: (now := read_status(tmp_path)["trainer"]).heartbeat > first.heartbeat and now,
+        subject="heartbeat", owner="its thread", seconds=10.0, poll=0.05,
+    )  # fmt: skip
+    assert beat
+    assert replace(beat, heartbeat=0.0) == replace(first, heartbeat=0.0)
+    status.done("finished")
+    last = read_status(tmp_path)["trainer"]
+    time.sleep(0.2)
+    assert read_status(tmp_path)["trainer"] == last
+
+
+def test_progress_is_told_apart_from_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another phase, step or item is progress, and so is the end of a wait; saying the same again is not."""
+    clock = itertools.count(100.0)
+    monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: next(clock))
+    monkeypatch.setattr("prime_rl.monitor.status._MIN_INTERVAL_SECONDS", 0.0)
+    status = Status(tmp_path, "trainer")
+
+    def progressed() -> bool:
+        nonlocal seen
+        before, seen = seen, read_status(tmp_path)["trainer"].progress
+        return seen != before
+
+    seen = 0.0
+    assert progressed()
+    for call, expected in (
+        (lambda: status.phase("training"), True),
+        (lambda: status.phase("training"), False),
+        (lambda: status.phase("training: 1/2"), True),
+        (lambda: status.step(3), True),
+        (lambda: status.step(3), False),
+        (lambda: status.waiting("x", "y", 1.0), False),
+        (lambda: status.phase("training: 1/2"), True),
+        (lambda: status.progress(), True),
+        (lambda: status.ready(), False),
+    ):
+        call()
+        assert progressed() == expected
+    assert read_status(tmp_path)["trainer"].ready is not None
+
+
+def test_a_second_status_goes_on_where_the_first_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writers in one process do not contradict each other; what was ready stays so."""
+    monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 0.02)
+    Status(tmp_path, "inference").ready()
+    Status(tmp_path, "inference").phase("serving")
+    time.sleep(0.1)
+    status = read_status(tmp_path)["inference"]
+    assert (status.phase, status.ready is not None, status.id) == ("serving", True, me())
+
+
+def test_status_files_of_before_and_after_can_be_read(tmp_path: Path) -> None:
+    """Files of an older version lack fields, those of a newer one may have more; an empty one (a power cut) is none."""
+    Status(tmp_path, "trainer").done("finished")
+    path = tmp_path / "status" / "trainer.json"
+    fields = json.loads(path.read_text())
+    for name in ("progress", "ready", "host", "started"):
+        del fields[name]
+    path.write_text(json.dumps({**fields, "colour": "red"}))
+    (tmp_path / "status" / "orchestrator.json").touch()
+    (status,) = read_status(tmp_path).values()
+    assert (status.outcome, status.progress, status.ready) == ("finished", 0.0, None)
+
+
+def test_a_full_disk_does_not_end_a_process_through_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results tell of a full disk; a status that cannot be written is left out. Other errors are errors."""
+    status = Status(tmp_path, "trainer")
+    status.close()
+    for number, raises in ((errno.ENOSPC, False), (errno.EACCES, True)):
+
+        def refuse(self: Path, text: str, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Path, "write_text", refuse)
+        with pytest.raises(OSError) if raises else nullcontext():
+            status.phase(f"phase {number}")
