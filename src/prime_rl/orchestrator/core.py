@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, TypeVar
 
+from prime_rl.transport.protocol import may_start, planned_step, too_old
+
 Result = TypeVar("Result")
 
 
@@ -158,10 +160,10 @@ class Core(Generic[Result]):
 
     def may_open(self) -> bool:
         """Whether a group opened now would be for a step that the served version allows."""
-        step = self.step + len(self._groups) // self.limits.groups_per_batch
+        step = planned_step(self.step, len(self._groups), self.limits.groups_per_batch)
         if self.limits.max_steps is not None and step >= self.limits.max_steps:
             return False
-        return self.version >= step - self.limits.async_level
+        return may_start(step, self.version, self.limits.async_level)
 
     def _open(self) -> Group[Result]:
         group: Group[Result] = Group(
@@ -286,7 +288,7 @@ class Core(Generic[Result]):
             del self._groups[group.number]
 
     def _too_old(self, version: int) -> bool:
-        return self.step - version > self.limits.max_off_policy_steps
+        return too_old(self.step, version, self.limits.max_off_policy_steps)
 
     def _drop_stale(self) -> None:
         for group in list(self._groups.values()):

@@ -74,6 +74,21 @@ def serve_floor(step: int, async_level: int) -> int:
     return max(0, step - async_level)
 
 
+def planned_step(step: int, groups: int, groups_per_batch: int) -> int:
+    """The step that the next group will be trained at, as `groups` opened and unbatched ones stand before it while `step` is collected."""
+    return step + groups // groups_per_batch
+
+
+def may_start(step: int, version: int, async_level: int) -> bool:
+    """The gate: whether an episode for `step` may start while the engines serve `version`."""
+    return version >= serve_floor(step, async_level)
+
+
+def too_old(step: int, first: int, max_off_policy_steps: int) -> bool:
+    """The hard bound: whether a sample whose oldest token is of version `first` may no longer be trained at `step`."""
+    return step - first > max_off_policy_steps
+
+
 def prunable(
     versions: Mapping[int, int],
     lives: Mapping[int, int],
