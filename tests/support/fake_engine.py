@@ -3,7 +3,8 @@
 It samples nothing: it answers with the tokens of `reply(prompt text)`, and remembers every exchange, so that tests can
 compare what comes out of an environment with what the engine really got and gave.
 
-    python tests/support/fake_engine.py --port 5100 --model DIR      # for benchmarks: a process of its own
+    python tests/support/fake_engine.py --port 5100 --model DIR                # for benchmarks: a process of its own
+    python tests/support/fake_engine.py --port 5100 --model DIR --policy       # with versions of weights: see `PolicyEngine`
 """
 
 import argparse
@@ -15,7 +16,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import xxhash
 from aiohttp import web
+
+from prime_rl import faults, lifeline
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.weights import hash_directory, verify_weights, version_hash, weights_manifest
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -76,12 +82,11 @@ class FakeEngine:
     started: int = 0
 
     async def __aenter__(self) -> Self:
-        from transformers import AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(self.model)
+        self.tokenizer = self._load_tokenizer()
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/inference/v1/generate", self._generate)
+        self._add_routes(app)
         # A client that goes away cancels its request, as vLLM aborts it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
@@ -98,6 +103,20 @@ class FakeEngine:
     @property
     def base_url(self) -> str:
         return f"http://127.0.0.1:{self.port}/v1"
+
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.model)
+
+    def _add_routes(self, app: web.Application) -> None:
+        """More routes, of a subclass."""
+
+    def _noise(self) -> float:
+        return 1e-9 * len(self.exchanges)  # no two exchanges are alike
+
+    def _reply(self, body: dict[str, Any]) -> str:
+        return self.reply(self.tokenizer.decode(body["token_ids"]))
 
     async def _models(self, request: web.Request) -> web.Response:
         card = {"id": str(self.model), "object": "model", "max_model_len": self.max_model_len}
@@ -118,10 +137,10 @@ class FakeEngine:
         if room <= 0:
             message = f"The decoder prompt is longer than the maximum model length of {self.max_model_len}."
             return web.json_response({"error": {"message": message}}, status=400)
-        text = self.reply(self.tokenizer.decode(body["token_ids"]))
+        text = self._reply(body)
         full = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
         ids = full[:room]
-        logprobs = [-0.1 - 0.001 * i - 1e-9 * len(self.exchanges) for i in range(len(ids))]
+        logprobs = [-0.1 - 0.001 * i - self._noise() for i in range(len(ids))]
         self.exchanges.append(Exchange(body, ids, logprobs))
         content = [{"token": f"token_id:{t}", "logprob": lp} for t, lp in zip(ids, logprobs, strict=True)]
         if self.malformed:
@@ -135,8 +154,99 @@ class FakeEngine:
         return web.json_response({"request_id": f"generate-tokens-{self.started}", "choices": [choice]})
 
 
-async def _serve(model: Path, port: int, delay: float) -> None:
-    async with FakeEngine(model, port=port, delay=delay) as engine:
+class Tokens:
+    """The few methods of a tokenizer that are needed here, in 0.1 s rather than the 3 s of importing transformers."""
+
+    def __init__(self, model: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self.eos_token_id = int(json.loads((model / "config.json").read_text())["eos_token_id"])
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+@dataclass
+class PolicyEngine(FakeEngine):
+    """A fake engine that serves versions of weights as `inference` does: the same routes, the same proof by hash.
+
+    What it samples is a function of prompt, seed and version (without a seed, of how many requests came before), so that a run that is cut off
+    and one that is not give the same tokens, and one that is served another version than it asked for does not. Rewards of reverse-text
+    differ within a group. The fault points of the real server stand here too (process `inference`), and `generate`; `error` there is a 500.
+    """
+
+    def _load_tokenizer(self) -> Any:
+        return Tokens(self.model)
+
+    def _add_routes(self, app: web.Application) -> None:
+        base = hash_directory(self.model)
+        self._base = {"version": 0, "hash": version_hash(base), "base": str(self.model.resolve()), "weight_dir": None}
+        self._served = dict(self._base)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/weights", self._weights)
+        app.router.add_post("/update_weights", self._update)
+        app.router.add_post("/reload_weights", self._reload)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _weights(self, request: web.Request) -> web.Response:
+        return web.json_response(self._served)
+
+    async def _update(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        directory, version = Path(body["weight_dir"]), int(body["version"])
+        if faults.point(f"update-received:v{version}") == "error":
+            return _error(500, "scripted failure")
+        try:
+            manifest = weights_manifest(directory)
+            if manifest.version != version:
+                return _error(400, f"{directory} holds version {manifest.version}, not {version}")
+            if manifest.base is not None and manifest.hash != self._base["hash"]:
+                return _error(400, f"{directory} describes another base model")
+            if manifest.base is None:
+                verify_weights(directory)
+        except (CommitError, OSError) as error:
+            return _error(400, str(error))
+        self._served |= {"version": version, "hash": manifest.hash, "weight_dir": str(directory)}
+        if faults.point(f"update-loaded:v{version}") == "error":
+            return _error(500, "scripted failure")
+        answer = web.json_response({"version": version, "hash": manifest.hash})
+        if faults.point(f"update-answered:v{version}") == "error":
+            return _error(500, "scripted failure")
+        return answer
+
+    async def _reload(self, request: web.Request) -> web.Response:
+        self._served = dict(self._base)
+        return web.json_response({"version": 0, "hash": self._base["hash"]})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        if faults.point("generate") == "error":
+            return _error(500, "scripted failure")
+        return await super()._generate(request)
+
+    def _noise(self) -> float:
+        return 0.0
+
+    def _reply(self, body: dict[str, Any]) -> str:
+        """The reversed text, cut where chance says."""
+        seed = body["sampling_params"].get("seed", self.started)
+        ids = body["token_ids"]
+        asked = self.tokenizer.decode(ids).rpartition("user\n")[2].partition("<|im_end|>")[0]
+        chance = xxhash.xxh3_64_intdigest(f"{ids}/{seed}/{self._served['version']}".encode())
+        return f"<reversed_text>{asked[::-1][: 1 + chance % len(asked)]}</reversed_text>"
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
+
+
+async def _serve(engine: FakeEngine) -> None:
+    async with engine:
         print(engine.base_url, flush=True)
         await asyncio.Event().wait()
 
@@ -146,5 +256,9 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--delay", type=float, default=0.0)
+    parser.add_argument("--policy", action="store_true")
     options = parser.parse_args()
-    asyncio.run(_serve(options.model, options.port, options.delay))
+    lifeline.watch()
+    faults.arm("inference")
+    kind = PolicyEngine if options.policy else FakeEngine
+    asyncio.run(_serve(kind(options.model, port=options.port, delay=options.delay)))
