@@ -43,7 +43,8 @@ class OpenGroup:
     env: str
     task_index: int
     task_id: str
-    waiting: list[tuple[int, int]] = field(default_factory=list)  # (number in the group, attempt) to be started
+    waiting: list[tuple[int, int]] = field(default_factory=list)  # (number in the group, attempt) not issued yet
+    again: list[tuple[int, int]] = field(default_factory=list)  # issued, but in flight when the orchestrator died
     finished: list[Stored] = field(default_factory=list)
     lost: int = 0  # ended without a result, and not issued again
 
