@@ -68,13 +68,14 @@ def _is_pipe(fd: int, inode: int) -> bool:
 
 
 def _await_eof(fd: int) -> None:
-    while os.read(fd, 64):  # nothing is ever written: returns only when the last write end is closed
+    # Nothing is ever written: it returns only when the last write end is closed.
+    while os.read(fd, 64):  # bounded: a daemon thread, it ends with the process
         pass
     _kill_own_group()
 
 
 def _await_parent(parent: int) -> None:
-    while os.getppid() == parent:
+    while os.getppid() == parent:  # bounded: a daemon thread, it ends with the process
         time.sleep(_PARENT_POLL_SECONDS)
     _kill_own_group()
 

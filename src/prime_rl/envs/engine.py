@@ -34,8 +34,9 @@ class EngineConnection:
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
-            # Bounded by the episode's deadline, which cancels the request.
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+            timeout=aiohttp.ClientTimeout(  # bounded: by the episode's deadline, which cancels the request
+                total=None, sock_connect=CONNECT_SECONDS
+            ),
         )
 
     async def get(self, path: str, cast_to: Any = None) -> Any:

@@ -40,7 +40,6 @@ class ChatHarness(vf.Harness[ChatHarnessConfig]):
             messages.append({"role": "user", "content": prompt})
         else:
             messages.extend(message_to_wire(message) for message in prompt or [])
-        # Bounded by the episode's deadline, which cancels this call.
         async with _session().post(
             f"{endpoint}/chat/completions",
             json={"model": ctx.model, "messages": messages},
@@ -56,7 +55,8 @@ def _session() -> aiohttp.ClientSession:
     loop = asyncio.get_running_loop()
     if loop not in _sessions:
         _sessions[loop] = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None),  # bounded: by the episode's deadline, which cancels the call
         )
     return _sessions[loop]
 

@@ -31,5 +31,6 @@ def ancestors() -> list[int]:
 
 
 def _await_exit(watched: int) -> None:
-    select.select([watched], [], [])  # readable once the process is gone; until then there is nothing to do
+    # Readable once the process is gone.
+    select.select([watched], [], [])  # bounded: a daemon thread, it ends with the process
     os.kill(os.getpid(), signal.SIGKILL)
