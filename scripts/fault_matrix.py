@@ -1,0 +1,212 @@
+"""Every fault at every point of every process: one run of `rl` each, what it ended in, and the table in docs/reliability.md.
+
+    python scripts/fault_matrix.py                       # everything, two runs at a time (about 45 minutes on two cores)
+    python scripts/fault_matrix.py --only 'kill trainer*' --jobs 1 --keep
+    python scripts/fault_matrix.py --table               # the table from what was measured before
+
+Rows go to --out as they are made; a cell that stands there is not run again (--again runs those that failed, --fresh all).
+Exit status 1 when a cell failed.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parent.parent
+sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "benchmarks")]
+
+from machine import describe_machine  # noqa: E402
+
+from faults.cells import matrix  # noqa: E402
+from faults.harness import Cell, run_cell  # noqa: E402
+
+OUT = REPOSITORY / "benchmarks" / "results" / "fault_matrix.json"
+PAGE = REPOSITORY / "docs" / "reliability.md"
+BEGIN, END = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
+
+Row = dict[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", default=[], help="pattern of cells' names, e.g. 'kill trainer*'")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument("--out", type=Path, default=OUT, help="rows as JSON")
+    parser.add_argument("--again", action="store_true", help="run the cells again that failed")
+    parser.add_argument("--fresh", action="store_true", help="run all cells again")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the directories of all runs, not only of those that failed"
+    )
+    parser.add_argument("--scratch", type=Path, help="where the runs' directories go (default: a temporary directory)")
+    parser.add_argument("--list", action="store_true", help="print the cells' names and end")
+    parser.add_argument("--table", action="store_true", help="write the table from --out and end")
+    options = parser.parse_args()
+    cells = [cell for cell in matrix() if not options.only or any(fnmatch(cell.name, p) for p in options.only)]
+    if options.list:
+        print("\n".join(f"{cell.name}{'   (inapplicable)' if cell.inapplicable else ''}" for cell in cells))
+        return 0
+    store = Store(options.out, fresh=options.fresh and not options.table)
+    if not options.table:
+        scratch = options.scratch or Path(tempfile.mkdtemp(prefix="fault-matrix-"))
+        run_all(cells, store, scratch, options.jobs, again=options.again, keep=options.keep)
+    print(store.summary())
+    if options.table or not options.only:
+        write_page(PAGE, store)
+    return 1 if store.failed(cell.name for cell in cells) else 0
+
+
+class Store:
+    """The rows, by the cells' names; written after each cell, so that an interrupted matrix goes on where it was."""
+
+    def __init__(self, path: Path, fresh: bool) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._data: dict[str, Any] = {"machine": describe_machine(), "rows": {}}
+        if path.exists() and not fresh:
+            self._data["rows"] = json.loads(path.read_text())["rows"]
+
+    def has(self, name: str, again: bool) -> bool:
+        row = self._data["rows"].get(name)
+        return row is not None and not (again and row["problems"])
+
+    def add(self, name: str, row: Row) -> None:
+        with self._lock:
+            self._data["rows"][name] = row
+            self._data["machine"] = describe_machine()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary = self._path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(self._data, indent=1) + "\n")
+            temporary.replace(self._path)
+
+    def rows(self) -> dict[str, Row]:
+        return dict(self._data["rows"])
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        return dict(self._data["machine"])
+
+    def failed(self, names: Any) -> list[str]:
+        return [name for name in names if self._data["rows"].get(name, {}).get("problems")]
+
+    def summary(self) -> str:
+        rows = self.rows().values()
+        failed = [row for row in rows if row["problems"]]
+        seconds = sum(row["seconds"] for row in rows)
+        lines = [
+            f"{len(rows)} cells, {len(rows) - len(failed)} ended right, {len(failed)} did not; {seconds / 60:.0f} minutes of runs"
+        ]
+        lines += [f"  {row['do']} {row['process']} {row['point']}: {row['problems'][0]}" for row in failed]
+        return "\n".join(lines)
+
+
+def run_all(cells: Sequence[Cell], store: Store, scratch: Path, jobs: int, *, again: bool, keep: bool) -> None:
+    """Run what is missing in `store`. First the undisturbed runs that the others are compared with."""
+    missing = [cell for cell in cells if not cell.inapplicable and not store.has(cell.name, again)]
+    print(f"{len(missing)} of {len(cells)} cells to run, {jobs} at a time, in {scratch}", flush=True)
+    references = {
+        name: scratch / f"undisturbed-{name}" for name in ("fake", "vllm") if any(c.reference == name for c in missing)
+    }
+    for name, directory in references.items():
+        if directory.exists():
+            continue
+        result = run_cell(Cell("none", "-", "-", engine=name), directory)  # type: ignore[arg-type]
+        print(f"undisturbed run ({name}): {result.outcome}, {result.seconds:.1f} s", flush=True)
+        if result.problems:
+            raise SystemExit(f"the undisturbed run is not right: {result.problems}")
+    one_vllm = threading.Lock()
+    done = Counter(len(missing))
+
+    def work(cell: Cell) -> None:
+        directory = scratch / re.sub(r"[^\w.-]+", "-", cell.name)
+        shutil.rmtree(directory, ignore_errors=True)
+        reference = references[cell.reference] / "run" if cell.reference else None
+        with one_vllm if cell.engine == "vllm" else nullcontext():
+            result = run_cell(cell, directory, reference)
+        store.add(
+            cell.name,
+            {"do": cell.do, "process": cell.process, "point": cell.point, "exact": cell.exact, **asdict(result)},
+        )
+        print(f"{done.next()} {cell.name}: {result.outcome}, {result.seconds:.1f} s", flush=True)
+        for problem in result.problems:
+            print(f"    {problem}", flush=True)
+        if not (keep or result.problems):
+            shutil.rmtree(directory, ignore_errors=True)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for future in [pool.submit(work, cell) for cell in missing]:
+            future.result()
+
+
+class Counter:
+    def __init__(self, total: int) -> None:
+        self._total, self._count, self._lock = total, 0, threading.Lock()
+
+    def next(self) -> str:
+        with self._lock:
+            self._count += 1
+            return f"[{time.strftime('%H:%M:%S')} {self._count}/{self._total}]"
+
+
+def table(store: Store) -> str:
+    """Fault × process × point → outcome, as Markdown; combinations that cannot happen are told by boundary."""
+    rows, lines = store.rows(), []
+    machine = store.machine
+    measured = [cell for cell in matrix() if not cell.inapplicable]
+    done = [rows[cell.name] for cell in measured if cell.name in rows]
+    right = sum(not row["problems"] for row in done)
+    packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
+    lines += [
+        f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {sum(r['seconds'] for r in done) / 60:.0f} minutes "
+        f"of runs. {machine['date']}, {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}.",
+        "",
+        "| fault | process | point | outcome | compared | starts | s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell in measured:
+        row = rows.get(cell.name)
+        if row is None:
+            lines.append(f"| {cell.do} | {cell.process} | `{cell.point}` | not run | | | |")
+            continue
+        outcome = row["outcome"] if not row["problems"] else f"**{row['outcome']}**: {_plain(row['problems'][0])}"
+        starts = ", ".join(f"{name} {count}" for name, count in row["lives"].items() if count > 1)
+        lines.append(
+            f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {row['seconds']:.0f} |"
+        )
+    lines += ["", "Not applicable:", ""]
+    for do in dict.fromkeys(cell.do for cell in matrix() if cell.inapplicable):
+        of_kind = [cell for cell in matrix() if cell.inapplicable and cell.do == do]
+        for reason in dict.fromkeys(cell.inapplicable for cell in of_kind):
+            names = [f"{cell.process} `{cell.point}`" for cell in of_kind if cell.inapplicable == reason]
+            lines.append(f"* **{do}** ({reason}): {', '.join(names)}")
+    return "\n".join(lines)
+
+
+def write_page(page: Path, store: Store) -> None:
+    """Put the table between the marks of the page."""
+    text = page.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    temporary = page.with_suffix(".tmp")
+    temporary.write_text(f"{before}{BEGIN}\n{table(store)}\n{END}{after}")
+    temporary.replace(page)
+
+
+def _plain(text: str) -> str:
+    """Fit for a cell of a table: no machine's paths, no bars."""
+    return re.sub(r"/[\w./-]*/run/", "", text).replace("|", "\\|").replace("\n", " ")[:200]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""What must hold in a run directory once the run has ended, whatever was done to its processes. Reads the directory alone."""
+
+import json
+import sqlite3
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from prime_rl.monitor import read_metrics
+from prime_rl.transport import checkpoints, protocol
+from prime_rl.transport.commit import CommitError, list_steps, read_manifest, verify
+from prime_rl.transport.weights import verify_weights, weights_manifest
+
+_TIMED = ("time/", "perf/")
+
+
+def problems(run: Path, max_steps: int, interval: int, served: dict[str, Any]) -> list[str]:
+    """Everything that is wrong with a finished run of `max_steps` steps; empty when the run ended right.
+
+    Args:
+        interval: Steps between two checkpoints.
+        served: What the engine says it serves (`GET /weights`).
+    """
+    return [
+        *_batches(run, max_steps),
+        *_weights(run, max_steps, served),
+        *_checkpoints(run, max_steps, interval),
+        *_ledger(run, max_steps),
+        *_leftovers(run),
+        *_metrics(run, max_steps),
+    ]
+
+
+def _batches(run: Path, max_steps: int) -> Iterator[str]:
+    steps = list_steps(run / "rollouts")
+    if steps != list(range(max_steps)):
+        yield f"batches of steps {steps} stand there"
+    seen: Counter[str] = Counter()
+    for step in steps:
+        try:
+            manifest = verify(run / "rollouts" / f"step_{step}")
+        except CommitError as error:
+            yield str(error)
+            continue
+        seen.update(manifest.extra["samples"])
+        if not manifest.extra["samples"]:
+            yield f"the batch of step {step} is empty"
+    if twice := sorted(name for name, count in seen.items() if count > 1):
+        yield f"samples in two batches: {twice}"
+    places = Counter(tuple(name.split(".")[i] for i in (0, 1, 3)) for name in seen)
+    if twice_attempted := sorted(".".join(place) for place, count in places.items() if count > 1):
+        yield f"two attempts at one episode were trained: {twice_attempted}"
+
+
+def _weights(run: Path, max_steps: int, served: dict[str, Any]) -> Iterator[str]:
+    steps = list_steps(run / "weights")
+    if not steps or steps[-1] != max_steps:
+        yield f"the versions {steps} stand there"
+        return
+    lives = {int(path.stem): json.loads(path.read_text())["step"] for path in (run / "incarnations").glob("*.json")}
+    for version in steps:
+        try:
+            manifest = verify_weights(run / "weights" / f"step_{version}")
+        except CommitError as error:
+            yield str(error)
+            continue
+        if not protocol.valid(version, manifest.incarnation, lives):
+            yield f"version {version} of life {manifest.incarnation} was given up and still stands there"
+    final = weights_manifest(run / "weights" / f"step_{max_steps}")
+    if (served["version"], served["hash"]) != (max_steps, final.hash):
+        yield f"the engine serves version {served['version']} ({served['hash'][:12]}), not {max_steps} ({final.hash[:12]})"
+
+
+def _checkpoints(run: Path, max_steps: int, interval: int) -> Iterator[str]:
+    root = run / "checkpoints"
+    complete = checkpoints.complete_steps(root)
+    if not set(range(interval, max_steps + 1, interval)) <= set(complete):
+        yield f"the checkpoints {complete} are complete, parts stand in {list_steps(root)}"
+    for step in complete:
+        try:
+            for part in read_manifest(root / f"step_{step}").extra["parts"]:
+                checkpoints.check(root, step, part)
+                verify(checkpoints.part_dir(root, step, part))
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is a finding
+            yield f"checkpoint {step}: {error}"
+    for step in list_steps(run / "recovery"):
+        try:
+            verify(run / "recovery" / f"step_{step}")
+        except CommitError as error:
+            yield str(error)
+
+
+def _ledger(run: Path, max_steps: int) -> Iterator[str]:
+    yield from ()
+
+
+def _leftovers(run: Path) -> Iterator[str]:
+    left = [path for path in run.rglob(".*") if ".tmp-" in path.name or ".old-" in path.name]
+    if left:
+        yield f"left over: {sorted(str(path.relative_to(run)) for path in left)}"
+    if (run / "leases" / "orchestrator.json").exists():
+        yield "the orchestrator's lease stands there after a clean end"
+
+
+def _metrics(run: Path, max_steps: int) -> Iterator[str]:
+    for process in ("trainer", "orchestrator"):
+        steps = [int(row["step"]) for row in read_metrics(run / "metrics" / f"{process}.jsonl")]
+        if steps != list(range(max_steps)):
+            yield f"metrics/{process}.jsonl has rows of steps {steps}"
+
+
+def differences(run: Path, reference: Path, *, attempts: bool) -> list[str]:
+    """What distinguishes a run from the one that was not disturbed: weights, batches, metrics, ledger, bit for bit.
+
+    Args:
+        attempts: Whether the numbers of attempts, and with them the ledger and the error metrics, must be equal too.
+    """
+    found = []
+    ours, theirs = (_final_versions(path) for path in (run, reference))
+    if ours != theirs:
+        found.append(f"weights differ: {ours} instead of {theirs}")
+    for step in list_steps(reference / "rollouts"):
+        mine, other = (_batch(path, step, attempts) for path in (run, reference))
+        if mine != other:
+            found.append(f"the batch of step {step} differs: {_first_difference(mine, other)}")
+    for process in ("trainer", *(["orchestrator"] if attempts else [])):
+        mine, other = (_untimed(path, process) for path in (run, reference))
+        if mine != other:
+            found.append(f"metrics/{process}.jsonl differs: {_first_difference(mine, other)}")
+    if attempts:
+        mine, other = (list(ledger_rows(path)) for path in (run, reference))
+        if mine != other:
+            found.append(f"the ledger differs: {_first_difference(mine, other)}")
+    return found
+
+
+def _final_versions(run: Path) -> dict[int, str]:
+    newest = max(list_steps(run / "weights"))
+    return {newest: weights_manifest(run / "weights" / f"step_{newest}").hash}
+
+
+def _batch(run: Path, step: int, attempts: bool) -> list[dict[str, Any]]:
+    file = run / "rollouts" / f"step_{step}" / "samples.arrow"
+    if not file.exists():
+        return []
+    rows = pa.ipc.open_file(str(file)).read_all().to_pylist()
+    for row in rows:
+        if not attempts:
+            group, number, _, sequence = row["sample_id"].split(".")
+            row["sample_id"] = f"{group}.{number}.{sequence}"
+    return rows
+
+
+def _untimed(run: Path, process: str) -> list[dict[str, float]]:
+    rows = read_metrics(run / "metrics" / f"{process}.jsonl")
+    return [{key: value for key, value in row.items() if key != "time" and not key.startswith(_TIMED)} for row in rows]
+
+
+def ledger_rows(run: Path) -> Iterator[tuple[Any, ...]]:
+    """Every row of every table of a run's ledger, in a fixed order."""
+    path = run / "ledger.sqlite"
+    if not path.exists():
+        return
+    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
+        tables = [
+            name for (name,) in database.execute("select name from sqlite_master where type = 'table' order by name")
+        ]
+        for table in tables:
+            yield from sorted(((table, *row) for row in database.execute(f"select * from {table}")), key=repr)
+
+
+def _first_difference(mine: list[Any], other: list[Any]) -> str:
+    for number, (a, b) in enumerate(zip(mine, other, strict=False)):
+        if a == b:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            keys = [key for key in a.keys() | b.keys() if a.get(key) != b.get(key)]
+            return f"row {number}: " + ", ".join(
+                f"{key} {str(a.get(key))[:80]} / {str(b.get(key))[:80]}" for key in sorted(keys)[:4]
+            )
+        return f"row {number}: {str(a)[:200]} / {str(b)[:200]}"
+    return f"{len(mine)} / {len(other)} rows"

@@ -1,0 +1,184 @@
+"""The matrix: every fault at every point of every process, with what each combination is expected to leave equal."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from faults.harness import Cell, Settings
+from prime_rl.faults import Fault, Kind
+
+FAULTS: tuple[Kind, ...] = ("kill", "stop", "enospc", "tear", "delay", "drop", "duplicate", "error")
+
+# What can go wrong at a boundary. Everything else is printed as inapplicable, with the reason below.
+APPLICABLE: dict[str, tuple[Kind, ...]] = {
+    "write": ("kill", "stop", "enospc", "tear"),
+    "fsync": ("kill", "stop", "enospc"),
+    "manifest": ("kill", "stop", "enospc", "tear"),
+    "rename": ("kill", "stop", "enospc", "delay"),
+    "renamed": ("kill", "stop", "delay"),
+    "prune": ("kill", "stop", "delay"),
+    "pruned": ("kill", "stop"),
+    "life": ("kill", "stop"),
+    "saved-copy": ("kill", "stop"),
+    "join": ("kill", "stop", "enospc"),
+    "joined": ("kill", "stop"),
+    "ledger": ("kill", "stop", "enospc"),
+    "update": ("kill", "stop"),
+    "updated": ("kill", "stop"),
+    "update-received": ("kill", "stop", "error"),
+    "update-loaded": ("kill", "stop", "error"),
+    "update-answered": ("kill", "stop", "error"),
+    "generate": ("kill", "stop", "error"),
+    "run": ("kill", "stop"),
+    "result": ("kill", "stop", "drop", "duplicate", "error"),
+}
+REASONS: dict[Kind, str] = {
+    "kill": "",
+    "stop": "",
+    "enospc": "nothing is written there",
+    "tear": "no file is open there",
+    "delay": "nothing becomes visible there",
+    "drop": "no message is sent there",
+    "duplicate": "no message is sent there",
+    "error": "no request is answered there",
+}
+COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
+STOPPED: Settings = {"heartbeat_timeout": 8.0, "orchestrator": {"rollout_timeout": 12.0}}
+DELAY_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class Point:
+    """A named place in a process. `nth`: the fault fires at the n-th passage of those that `name` matches."""
+
+    process: str
+    name: str
+    nth: int = 1
+    settings: Settings = field(default_factory=dict)
+
+    @property
+    def boundary(self) -> str:
+        return self.name.partition(":")[0]
+
+
+def points() -> list[Point]:
+    """Every point of every process, each at one telling place of the run of four steps."""
+    keeps_one: Settings = {"ckpt": {"keep": 1}}
+    asynchronous: Settings = {"ckpt": {"save_async": True}}
+    return [
+        Point("trainer", "life:*"),
+        *(Point("trainer", f"{boundary}:incarnations/0.json") for boundary in ("rename", "renamed")),
+        *(Point("trainer", f"{boundary}:weights/step_0") for boundary in COMMIT),
+        *(Point("trainer", f"{boundary}:weights/step_2") for boundary in COMMIT),
+        *(Point("trainer", f"{boundary}:weights/step_1") for boundary in ("prune", "pruned")),
+        *(Point("trainer", f"{boundary}:checkpoints/step_2/trainer") for boundary in COMMIT),
+        Point("trainer", "saved-copy:step_2", settings=asynchronous),
+        *(Point("trainer", f"{boundary}:recovery/step_1") for boundary in COMMIT),
+        *(Point("trainer", f"{boundary}:recovery/step_1") for boundary in ("prune", "pruned")),
+        *(Point("orchestrator", f"{boundary}:rollouts/step_1") for boundary in COMMIT),
+        *(Point("orchestrator", f"ledger:{place}", nth=4) for place in ("begin", "commit", "committed")),
+        *(Point("orchestrator", f"{boundary}:checkpoints/step_2/orchestrator") for boundary in COMMIT),
+        *(Point("orchestrator", f"{boundary}:checkpoints/step_2") for boundary in ("join", "joined")),
+        *(Point("orchestrator", f"{boundary}:checkpoints/step_2/manifest.json") for boundary in ("rename", "renamed")),
+        *(Point("orchestrator", f"{b}:checkpoints/step_2", settings=keeps_one) for b in ("prune", "pruned")),
+        *(Point("orchestrator", f"{boundary}:leases/orchestrator.json", nth=2) for boundary in ("rename", "renamed")),
+        Point("orchestrator", "update:v2"),
+        Point("orchestrator", "updated:v2"),
+        Point("environment", "run:*", nth=6),
+        Point("environment", "result:*", nth=6),
+        *(Point("inference", f"{boundary}:v2") for boundary in ("update-received", "update-loaded", "update-answered")),
+        Point("inference", "generate", nth=6),
+    ]
+
+
+def matrix() -> list[Cell]:
+    """Every cell, in the order in which the table shows them."""
+    return [
+        *(cell(do, point) for do in FAULTS for point in points()),
+        *_ahead(),
+        *_persistent(),
+        *_launcher(),
+        *_real_engine(),
+    ]
+
+
+def cell(do: Kind, point: Point) -> Cell:
+    """One fault at one point of a synchronous run that is compared with the undisturbed one."""
+    if do not in _applicable(point):
+        return Cell(do, point.process, point.name, inapplicable=REASONS[do])
+    settings = {**point.settings, **(STOPPED if do == "stop" else {})}
+    fault = Fault(point.name, point.process, do, nth=point.nth, seconds=DELAY_SECONDS if do == "delay" else 0.0)
+    # What fails in an environment or an engine is attempted again, and the ledger says so; a disk that was full is told in the ledger, too.
+    repeated = point.process in ("environment", "inference") or do == "enospc"
+    return Cell(
+        do, point.process, point.name, (fault,),
+        exact="training" if repeated else "all",
+        ends="may end" if do == "enospc" else "goes on",
+        settings=settings,
+    )  # fmt: skip
+
+
+def _applicable(point: Point) -> tuple[Kind, ...]:
+    kinds = APPLICABLE[point.boundary]
+    if point.name.endswith(".json") and point.boundary == "rename":
+        return (*kinds, "tear")  # one small file: written, torn, never renamed
+    if point.name == "ledger:committed":
+        return ("kill", "stop")
+    if point.name.startswith("write:weights/step_0"):
+        return tuple(kind for kind in kinds if kind != "tear")  # the base model is not copied
+    return kinds
+
+
+def _ahead() -> Iterator[Cell]:
+    """Sampling runs ahead of training: order depends on time, so nothing is compared, but every sample must be trained once."""
+    for process, name, nth in (
+        ("trainer", "renamed:weights/step_2", 1),
+        ("trainer", "write:recovery/step_2", 1),
+        ("orchestrator", "rename:rollouts/step_2", 1),
+        ("orchestrator", "renamed:rollouts/step_2", 1),
+        ("orchestrator", "ledger:committed", 3),
+        ("orchestrator", "update:v2", 1),
+        ("environment", "result:*", 6),
+        ("inference", "update-loaded:v2", 1),
+        ("inference", "generate", 6),
+    ):
+        yield Cell(
+            "kill, async", process, name, (Fault(name, process, "kill", nth=nth),), exact="nothing",
+            settings={"orchestrator": {"max_concurrent": 4}},
+        )  # fmt: skip
+    both = (Fault("renamed:weights/step_2", "trainer", "kill"), Fault("update:v2", "orchestrator", "kill"))
+    yield Cell("kill, async", "both", "renamed:weights/step_2 + update:v2", both, exact="nothing")
+
+
+def _persistent() -> Iterator[Cell]:
+    """The disk stays full: the run ends, says so, and goes on once there is room."""
+    for process, name in (
+        ("trainer", "write:weights/step_2"),
+        ("trainer", "write:recovery/step_1"),
+        ("orchestrator", "write:rollouts/step_1"),
+        ("orchestrator", "ledger:begin"),
+    ):
+        fault = Fault(name, process, "enospc", nth=4 if name == "ledger:begin" else 1, times=10**6)
+        yield Cell(
+            "enospc, lasting", process, name, (fault,), exact="training", ends="ends", settings={"max_restarts": 2}
+        )
+
+
+def _launcher() -> Iterator[Cell]:
+    """The launcher itself dies, and everything with it; `rl --recover` goes on."""
+    for place in ("incarnations/0.json", "rollouts/step_0", "weights/step_1", "checkpoints/step_2/manifest.json"):
+        yield Cell("kill", "launcher", place, exact="all", ends="ends")
+
+
+def _real_engine() -> Iterator[Cell]:
+    """The points inside of the real server, with the real vLLM."""
+    for boundary in ("update-received", "update-loaded", "update-answered"):
+        fault = Fault(f"{boundary}:v2", "inference", "kill")
+        yield Cell("kill", "inference (vLLM)", fault.point, (fault,), exact="training", engine="vllm")
+    stop = Fault("update-received:v2", "inference", "stop")
+    yield Cell("stop", "inference (vLLM)", stop.point, (stop,), exact="training", engine="vllm", settings=STOPPED)
+    yield Cell(
+        "kill",
+        "inference (vLLM)",
+        "generate",
+        inapplicable="vLLM's own code: `scripts/soak.py` kills it at random moments",
+    )

@@ -1,0 +1,116 @@
+"""The seam itself: a plan's faults happen where, when and as often as it says, over all lives of a process; without a plan nothing does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from prime_rl import faults
+from prime_rl.faults import Fault
+
+PASS = """
+import sys
+from pathlib import Path
+from prime_rl import faults
+faults.arm(sys.argv[1])
+for name in sys.argv[3:]:
+    try:
+        print(name, faults.point(name, Path(sys.argv[2])), flush=True)
+    except OSError as error:
+        print(name, error.errno, flush=True)
+"""
+
+
+class Plan:
+    """A plan file, and processes that pass points under it."""
+
+    def __init__(self, directory: Path, *planned: Fault) -> None:
+        self.file = directory / "file"
+        self.file.write_bytes(b"0123456789")
+        self.path = directory / "plan.json"
+        self.path.write_text(json.dumps([vars(fault) for fault in planned]))
+
+    def life(self, process: str, *points: str) -> tuple[int, list[str]]:
+        """Exit status of a process that passes the points, and what it saw at each."""
+        done = subprocess.run(
+            [sys.executable, "-c", PASS, process, str(self.file), *points],
+            env={**os.environ, faults.ENV: str(self.path)}, capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout.splitlines()
+
+
+def test_without_a_plan_a_point_does_nothing(monkeypatch):
+    monkeypatch.delenv(faults.ENV, raising=False)
+    faults.arm("trainer")
+    assert faults.point("write:weights/step_1", None) is None
+
+
+def test_a_kill_happens_once_over_all_lives(tmp_path):
+    """The counter lies beside the plan: the life after the killed one passes the same point unharmed."""
+    plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"))
+    assert plan.life("trainer", "write:a", "rename:a", "rename:b") == (-signal.SIGKILL, ["write:a None"])
+    assert plan.life("trainer", "rename:a", "rename:b") == (0, ["rename:a None", "rename:b None"])
+
+
+def test_a_fault_belongs_to_one_process(tmp_path):
+    plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"))
+    assert plan.life("orchestrator", "rename:a") == (0, ["rename:a None"])
+
+
+def test_nth_and_times_count_over_lives(tmp_path):
+    """From the second match on, two times: the third life's first match is not hit any more."""
+    plan = Plan(tmp_path, Fault("result:*", "environment", "error", nth=2, times=2))
+    assert plan.life("environment", "result:e", "result:e")[1] == ["result:e None", "result:e error"]
+    assert plan.life("environment", "result:e", "result:e")[1] == ["result:e error", "result:e None"]
+
+
+@pytest.mark.parametrize("kind", ["drop", "duplicate", "error"])
+def test_what_the_caller_carries_out_is_returned(tmp_path, kind):
+    plan = Plan(tmp_path, Fault("result:*", "environment", kind))
+    assert plan.life("environment", "result:e")[1] == [f"result:e {kind}"]
+
+
+def test_a_full_disk_is_the_systems_error(tmp_path):
+    plan = Plan(tmp_path, Fault("write:*", "trainer", "enospc"))
+    assert plan.life("trainer", "write:a", "write:a") == (0, ["write:a 28", "write:a None"])
+
+
+def test_a_torn_write_leaves_half_of_the_file_and_no_process(tmp_path):
+    plan = Plan(tmp_path, Fault("manifest:*", "trainer", "tear"))
+    assert plan.life("trainer", "manifest:a")[0] == -signal.SIGKILL
+    assert plan.file.read_bytes() == b"01234"
+
+
+def test_a_stopped_process_goes_on_where_it_stood_when_it_is_continued(tmp_path):
+    plan = Plan(tmp_path, Fault("update:*", "orchestrator", "stop"))
+    command = [sys.executable, "-c", PASS, "orchestrator", str(plan.file), "update:v1"]
+    with subprocess.Popen(
+        command, env={**os.environ, faults.ENV: str(plan.path)}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        _, status = os.waitpid(process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        process.send_signal(signal.SIGCONT)
+        assert process.communicate(timeout=60)[0] == "update:v1 None\n"
+
+
+def test_a_delay_sleeps_as_long_as_the_plan_says(tmp_path, monkeypatch):
+    plan, slept = Plan(tmp_path, Fault("rename:*", "trainer", "delay", seconds=2.5)), []
+    monkeypatch.setenv(faults.ENV, str(plan.path))
+    for name in ("_plan", "_process", "_path"):
+        monkeypatch.setattr(faults, name, getattr(faults, name))  # put back afterwards
+    monkeypatch.setattr(time, "sleep", slept.append)
+    faults.arm("trainer")
+    assert faults.point("rename:a") is None
+    assert slept == [2.5]
+
+
+def test_a_plan_with_an_unknown_field_is_refused(tmp_path):
+    """A misspelt plan must not pass for one under which everything survived."""
+    plan = Plan(tmp_path)
+    plan.path.write_text('[{"point": "x", "process": "trainer", "do": "kill", "nht": 2}]')
+    assert plan.life("trainer", "x")[0] == 1
