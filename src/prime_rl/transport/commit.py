@@ -30,6 +30,10 @@ class CommitError(Exception):
     """A committed directory is missing, incomplete, or not what its manifest says."""
 
 
+class FormatError(CommitError):
+    """A newer version of this program committed the directory."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What a committed directory holds. `files` maps a relative path to `{"size": bytes, "xxh3": hex}`."""
@@ -142,19 +146,19 @@ def read_manifest(directory: Path) -> Manifest:
     """Read a committed directory's manifest.
 
     Raises:
-        CommitError: there is none, it cannot be read, or a newer format wrote it.
+        CommitError: there is none, or it cannot be read.
+        FormatError: a newer format wrote it.
     """
     path = directory / MANIFEST
     try:
         data = json.loads(path.read_bytes())
-        manifest = Manifest(**data)
+        if (written := data.get("format", FORMAT)) != FORMAT:
+            raise FormatError(f"{path} has format {written}; this version reads format {FORMAT}")
+        return Manifest(**data)
     except FileNotFoundError as error:
         raise CommitError(f"{directory} is not a committed directory: it has no {MANIFEST}") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CommitError(f"{path} cannot be read: {error}") from error
-    if manifest.format != FORMAT:
-        raise CommitError(f"{path} has format {manifest.format}; this version reads format {FORMAT}")
-    return manifest
 
 
 def verify(directory: Path, *, hashes: bool = True) -> Manifest:
