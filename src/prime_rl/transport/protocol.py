@@ -104,7 +104,7 @@ def prunable(
         lease: What the orchestrator reads; None where there is no orchestrator.
         async_level: Steps that sampling may run ahead.
         keep: Versions kept beyond what is needed; None keeps all.
-        checkpoints: Kept checkpoints; each needs the versions `[N - async_level, N]`.
+        checkpoints: Kept checkpoints and the one that is being saved; each needs the versions `[N - async_level, N]`.
 
     Returns:
         Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. While the orchestrator has not
@@ -120,6 +120,33 @@ def prunable(
         floor = min(floor, lease.version)
     needed = {version for step in checkpoints for version in range(serve_floor(step, async_level), step + 1)}
     return [version for version in valid_now if BASE < version < floor and version not in needed]
+
+
+def first_lease(held: Lease | None) -> Lease:
+    """What an orchestrator that starts commits before it looks for a version: the lease that a dead one left, else one that holds everything.
+
+    Looking first would be too late: a trainer that saw no lease may be removing the very version that is then chosen.
+    """
+    return held or Lease(-1, BASE)
+
+
+def lease_to_load(held: Lease, life: int, version: int) -> Lease:
+    """What is committed before any engine reads `version` of `life`: an engine whose load fails reads again what it served before."""
+    return Lease(life, min(held.version, version))
+
+
+def recovery_step(saved: Mapping[int, int], lives: Mapping[int, int]) -> int:
+    """Where a trainer that is started again goes on: the newest saved state of the present history, 0 without one.
+
+    Args:
+        saved: Steps of its parts (joined or not) and recovery checkpoints that can be read, and the life that saved each.
+    """
+    return max((step for step, life in saved.items() if valid(step, life, lives)), default=0)
+
+
+def joinable(parts: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
+    """Trainer parts (step: life that saved it) that may become joint checkpoints, ascending: those of the present history."""
+    return sorted(step for step, life in parts.items() if valid(step, life, lives))
 
 
 def resume_step(complete: Collection[int], asked: int) -> int | None:
