@@ -1,0 +1,210 @@
+"""Tortures of the commit protocol: a writer dies, tears its file or finds the disk full at every point; what stands afterwards is whole.
+
+The writers are forked from this process, so that a hundred deaths take seconds.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prime_rl import faults
+from prime_rl.errors import UserError
+from prime_rl.faults import Fault
+from prime_rl.transport import checkpoints
+from prime_rl.transport.commit import (
+    CommitError,
+    clean_stages,
+    list_steps,
+    prune,
+    read_manifest,
+    stage,
+    verify,
+    write_atomically,
+)
+from prime_rl.transport.rollouts import Sample, open_batch, write_batch
+
+COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
+BEFORE_IT_COUNTS = COMMIT[:-1]
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Callable[..., int]:
+    """Run a writer in a forked process under planned faults; its exit status: 0, 3 for a `UserError`, -9 where it was killed."""
+    plans = tmp_path / "plans"
+    plans.mkdir()
+    lives = iter(range(1000))
+
+    def run(write: Callable[[], None], *planned: Fault) -> int:
+        plan = plans / f"{next(lives)}.json"
+        plan.write_text(json.dumps([vars(fault) for fault in planned]))
+        child = multiprocessing.get_context("fork").Process(target=_write, args=(write, plan))
+        child.start()
+        child.join(60)
+        status = child.exitcode
+        assert status is not None, "the writer did not end"
+        seen = list(plans.glob(f"{plan.stem}.*.seen"))
+        assert len(seen) == len(planned), "a fault never fired"
+        return status
+
+    return run
+
+
+def _write(write: Callable[[], None], plan: Path) -> None:
+    os.environ[faults.ENV] = str(plan)
+    faults.arm("writer")
+    try:
+        write()
+    except UserError:
+        sys.exit(3)
+
+
+def fault(do: str, point: str) -> Fault:
+    return Fault(point, "writer", do)  # type: ignore[arg-type]
+
+
+def publish(final: Path, text: str = "hello" * 100) -> None:
+    with stage(final, step=3, producer="test", extra={"text": text}) as path:
+        (path / "sub").mkdir()
+        (path / "sub" / "data.txt").write_text(text)
+        (path / "small").write_text("x")
+
+
+@pytest.mark.parametrize("do", ["kill", "tear", "enospc"])
+@pytest.mark.parametrize("point", COMMIT)
+def test_a_commit_is_all_or_nothing(tmp_path, live, point, do):
+    """Whatever happens to the writer: before the rename nothing stands under the final name, from then on all of it."""
+    final = tmp_path / "out" / "step_3"
+    status = live(lambda: publish(final), fault(do, f"{point}:*"))
+    assert status == (3 if do == "enospc" else KILLED)
+    if point in BEFORE_IT_COUNTS:
+        assert list_steps(final.parent) == []
+    else:
+        assert verify(final).extra == {"text": "hello" * 100}
+    clean_stages(final.parent)
+    assert [path.name for path in final.parent.iterdir()] == (["step_3"] if point == "renamed" else [])
+
+
+@pytest.mark.parametrize("point", COMMIT)
+def test_the_next_life_commits_the_same_step(tmp_path, live, point):
+    """A writer that died at any point is followed by one that commits, or finds it committed."""
+    final = tmp_path / "out" / "step_3"
+
+    def again() -> None:
+        clean_stages(final.parent)
+        if 3 not in list_steps(final.parent):
+            publish(final)
+
+    assert live(again, fault("kill", f"{point}:*")) == KILLED
+    assert live(again) == 0
+    verify(final)
+    assert [path.name for path in final.parent.iterdir()] == ["step_3"]
+
+
+def test_two_writers_of_one_step_never_mix(tmp_path, live):
+    """The one that comes second is refused; what the first committed stays byte for byte."""
+    final = tmp_path / "out" / "step_3"
+    publish(final, "first")
+    before = (final / "manifest.json").read_bytes()
+    assert live(lambda: _refused(final)) == 0
+    assert (final / "manifest.json").read_bytes() == before
+    assert verify(final).extra == {"text": "first"}
+
+
+def _refused(final: Path) -> None:
+    with pytest.raises(CommitError, match="another writer"):
+        publish(final, "second")
+
+
+@pytest.mark.parametrize("do", ["kill", "tear", "enospc"])
+@pytest.mark.parametrize("point", ["rename", "renamed"])
+def test_a_small_file_is_the_old_one_or_the_new_one(tmp_path, live, point, do):
+    path = tmp_path / "file.json"
+    write_atomically(path, b"old")
+    assert live(lambda: write_atomically(path, b"new"), fault(do, f"{point}:*")) == (3 if do == "enospc" else KILLED)
+    assert path.read_bytes() == (b"old" if point == "rename" else b"new")
+    clean_stages(tmp_path)
+
+
+@pytest.mark.parametrize("point", ["prune", "pruned"])
+def test_a_prune_is_all_or_nothing(tmp_path, live, point):
+    """A reader sees the directory whole, or not at all."""
+    final = tmp_path / "out" / "step_3"
+    publish(final)
+    assert live(lambda: prune(final), fault("kill", f"{point}:*")) == KILLED
+    if point == "prune":
+        verify(final)
+    else:
+        assert list_steps(final.parent) == []
+    clean_stages(final.parent)
+    assert [path.name for path in final.parent.iterdir()] == (["step_3"] if point == "prune" else [])
+
+
+@pytest.mark.parametrize("do", ["kill", "tear", "enospc"])
+@pytest.mark.parametrize("point", COMMIT)
+def test_a_batch_is_read_whole_or_not_at_all(tmp_path, live, point, do):
+    samples = [
+        Sample(
+            f"{i}.0.0.0", str(i), "task", "env", [0], [1, 2, 3], [False, True, True], [0, -1, -1], [0, 1, 1], 1.0, 0.5
+        )
+        for i in range(20)
+    ]
+    root = tmp_path / "rollouts"
+    live(lambda: write_batch(root, 0, samples), fault(do, f"{point}:rollouts/step_0"))
+    if point in BEFORE_IT_COUNTS:
+        assert list_steps(root) == []
+        write_batch(root, 0, samples)
+    batch = open_batch(root / "step_0")
+    assert [row.sample_id for row in batch.rows(range(20))] == [sample.sample_id for sample in samples]
+
+
+JOIN = (
+    *(f"{boundary}:checkpoints/step_2/{part}" for part in checkpoints.TOGETHER for boundary in COMMIT),
+    *(f"{boundary}:checkpoints/step_2" for boundary in ("join", "joined")),
+    *(f"{boundary}:checkpoints/step_2/manifest.json" for boundary in ("rename", "renamed")),
+)
+
+
+@pytest.mark.parametrize("point", JOIN)
+def test_a_checkpoint_is_complete_or_never_chosen(tmp_path, live, point):
+    """Parts and joint manifest: -1 never resumes from half of them, and the next life completes what the dead one began."""
+    root = tmp_path / "checkpoints"
+
+    def save() -> None:
+        for part in checkpoints.TOGETHER:
+            checkpoints.clean(root, part)
+            if 2 not in checkpoints.steps_with(root, part):
+                publish(checkpoints.part_dir(root, 2, part), part)
+        checkpoints.join(root, 2, checkpoints.TOGETHER, "orchestrator")
+
+    assert live(save, fault("kill", point)) == KILLED
+    if checkpoints.complete_steps(root):
+        assert point.partition(":")[0] in ("joined", "renamed")
+        assert checkpoints.find(root, -1, "trainer") == checkpoints.find(root, -1, "orchestrator") == 2
+    else:
+        with pytest.raises(UserError, match="no complete checkpoint|no checkpoint"):
+            checkpoints.find(root, -1, "trainer")
+    assert live(save) == 0
+    assert checkpoints.complete_steps(root) == [2]
+    for part in checkpoints.TOGETHER:
+        checkpoints.check(root, 2, part)
+        verify(checkpoints.part_dir(root, 2, part))
+
+
+def test_a_torn_commit_behind_the_protocols_back_is_noticed(tmp_path):
+    """A file system that loses bytes after fsync is beyond what a rename can guard; readers still refuse what it left."""
+    final = tmp_path / "step_3"
+    publish(final)
+    for name in ("sub/data.txt", "manifest.json"):
+        data = (final / name).read_bytes()
+        (final / name).write_bytes(data[: len(data) // 2])
+        with pytest.raises(CommitError):
+            verify(final)
+        (final / name).write_bytes(data)
+    assert read_manifest(final) == verify(final)
