@@ -24,6 +24,7 @@ from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.plan import Process, Server
+from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.supervise import Supervisor
 
 root, drain, port = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])

@@ -1,32 +1,30 @@
-"""Start the processes of a run, watch them, and stop them all: whatever ends first, nothing is left behind."""
+"""Start the processes of a run, watch them, start again alone what fails, and stop them all: nothing is left behind."""
 
+import json
 import os
-import re
 import signal
-import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from urllib.parse import urlsplit
 
-from prime_rl.config import RLConfig, child_env
+from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn, user_error
+from prime_rl.launcher.clock import Budget, LoopClock, Policy
+from prime_rl.launcher.health import Health, ServerWatch
 from prime_rl.launcher.plan import Process, Server
-from prime_rl.launcher.procs import children_of, descendants, identify, send
+from prime_rl.launcher.procs import adopting, by_parent, descendants, orphans, send
+from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
 
 POLL_SECONDS = 0.1
-HEALTH_SECONDS = 0.5
+JUDGE_SECONDS = 1.0
 DRAIN_SECONDS = 300.0
 STOP_SECONDS = 15.0
 AFTER_SECONDS = 30.0
-LOG_TAIL_LINES = 20
-LOG_TAIL_BYTES = 1 << 16
-_ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
+SERVER_NAME = "inference"
+RECOVER = "--recover"
 
 
 class Outcome(Enum):
@@ -37,31 +35,45 @@ class Outcome(Enum):
     INTERRUPTED = 130
 
 
-@dataclass
-class _Child:
+@dataclass(frozen=True)
+class Restart:
+    """One line of `logs/restarts.jsonl`. `time` is unix seconds; `lived` and `after` are durations in seconds."""
+
+    time: float
+    process: str
+    reason: str
+    number: int
+    after: float
+    lived: float
+    recover: bool
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A start that lies ahead: not before `at` (launcher's clock), and not before `spec.after` has reported."""
+
     spec: Process
-    popen: subprocess.Popen[bytes]
-    log_start: int  # bytes that earlier lives had written
+    at: float
+    options: tuple[str, ...] = ()
 
-    def exited(self) -> bool:
-        """Whether it has ended. It stays a zombie until `reap`, so that its group's number cannot be reused."""
-        if self.popen.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def kill_group(self) -> None:
-        """What is left of its group goes as well: environment workers, engine cores."""
-        if self.popen.returncode is None:
-            os.killpg(self.popen.pid, signal.SIGKILL)
+@dataclass(frozen=True)
+class _Fall:
+    """A process that must not have ended, or had to be ended, and why."""
 
-    def reap(self) -> int:
-        """Exit status once `exited`; negative for a signal."""
-        self.kill_group()
-        return self.popen.wait()
+    child: Child
+    why: str
+    for_user: str | None = None  # the line that tells the user what to mend, if it ended with one
 
 
 class Supervisor:
-    """Runs processes to the end of the run. `say` shows a line to the user, `tick` is called at every look."""
+    """Runs processes to the end of the run.
+
+    Args:
+        say: Shows a line to the user.
+        tick: Called at every look.
+        doctor: Says who keeps the run from going on, in a few lines, or in full when the run ends by it.
+    """
 
     def __init__(
         self,
@@ -70,22 +82,28 @@ class Supervisor:
         output_dir: Path,
         say: Callable[[str], None],
         tick: Callable[[], None],
+        policy: Policy | None = None,
+        doctor: Callable[[bool], Sequence[str]] = lambda full: (),
         drain_seconds: float = DRAIN_SECONDS,
         stop_seconds: float = STOP_SECONDS,
     ) -> None:
-        self._waiting = list(processes)
-        self._server = server
+        self._policy = policy or Policy()
+        self._due = [_Due(process, 0.0) for process in processes]
+        self._server = None if server is None else ServerWatch(server, self._policy)
         self._output_dir = output_dir
-        self._say, self._tick = say, tick
+        self._say, self._tick, self._doctor = say, tick, doctor
         self._drain_seconds = drain_seconds
         self._stop_seconds = stop_seconds
-        self._children: dict[str, _Child] = {}
+        self._clock = LoopClock()
+        self._budget = Budget(self._policy)
+        self._vigil = Vigil(self._policy)
+        self._children: dict[str, Child] = {}
         self._jobs_left = {process.name for process in processes if not process.service}
-        self._began = time.monotonic()
-        self._next_health = 0.0
+        self._was_ready: set[str] = set()
+        self._next_judgement = 0.0
         self._interrupts = 0
         self._drain_deadline: float | None = None
-        self.ready_seconds: float | None = None  # from start to the server's first healthy answer
+        self.restarts: list[Restart] = []
 
     def run(self) -> Outcome:
         """Blocks until the run is over. Afterwards no process of it is alive."""
@@ -94,7 +112,7 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
-            with Lifeline() as lifeline:
+            with adopting(), Lifeline() as lifeline:
                 try:
                     return self._watch(lifeline)
                 finally:
@@ -107,7 +125,8 @@ class Supervisor:
         self._interrupts += 1
 
     def _watch(self, lifeline: Lifeline) -> Outcome:
-        while True:
+        while True:  # bounded: as long as the run; every process is watched for stalls
+            self._clock.tick()
             self._start_due(lifeline)
             if (outcome := self._look()) is not None:
                 return outcome
@@ -119,108 +138,201 @@ class Supervisor:
         if self._interrupts > 1:
             self._say("stopping now")
             return Outcome.INTERRUPTED
-        if self._interrupts == 1 and self._drain_deadline is None:
+        if self._interrupts == 1 and not self._draining:
             self._drain()
-        failed = self._collect()
-        self._report(failed)
-        if failed and self._drain_deadline is None:
+        if self._draining:
+            return self._look_while_draining()
+        if not self._all_go_on([*self._ended(), *self._stalled()]):
             return Outcome.FAILURE
         if not self._jobs_left:
-            return Outcome.SUCCESS if self._drain_deadline is None else Outcome.INTERRUPTED
-        if self._drain_deadline is not None:
-            return self._drained()
-        return self._check_server()
+            return Outcome.SUCCESS
+        return self._look_at_server()
+
+    # -- starting ------------------------------------------------------------------------------------------------------------
 
     def _start_due(self, lifeline: Lifeline) -> None:
-        if self._drain_deadline is not None:
-            return
-        for process in self._waiting[:]:
-            if process.after is None or self._has_reported(process.after):
-                self._waiting.remove(process)
-                self._spawn(process, lifeline)
+        for due in self._due[:]:
+            if self._clock.now >= due.at and (due.spec.after is None or self._has_reported(due.spec.after)):
+                self._due.remove(due)
+                self._spawn(due, lifeline)
 
     def _has_reported(self, name: str) -> bool:
-        waited_enough = time.monotonic() - self._began > AFTER_SECONDS
-        return waited_enough or name in read_status(self._output_dir)
+        return self._clock.now > AFTER_SECONDS or name in read_status(self._output_dir)
 
-    def _spawn(self, process: Process, lifeline: Lifeline) -> None:
-        process.log.parent.mkdir(parents=True, exist_ok=True)
-        with process.log.open("ab") as log:
-            log_start = log.tell()
-            popen = subprocess.Popen(
-                process.argv,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Children read complete files: a setting meant for `rl` may name nothing in theirs.
-                env={**child_env(os.environ, RLConfig), **process.env, **lifeline.env},
-                pass_fds=lifeline.pass_fds,
-                start_new_session=True,  # Ctrl-C reaches only us: we decide who is told, and how
-            )
-        self._children[process.name] = _Child(process, popen, log_start)
+    def _spawn(self, due: _Due, lifeline: Lifeline) -> None:
+        name, now = due.spec.name, self._clock.now
+        self._children[name] = spawn(due.spec, due.options, lifeline, os.environ, now)
+        self._vigil.begin(name, now)
+        if name == SERVER_NAME and self._server is not None:
+            self._server.begin(now)
 
-    def _collect(self) -> list[_Child]:
+    # -- who has fallen ------------------------------------------------------------------------------------------------------
+
+    def _ended(self) -> list[_Fall]:
         """Reap what has ended; returns those that must not have: a job that failed, a service that stopped."""
-        failed = []
-        for child in self._children.values():
-            if child.popen.returncode is None and child.exited():
-                status = child.reap()
-                self._jobs_left.discard(child.spec.name)
-                interrupted = self._drain_deadline is not None and status in (-signal.SIGINT, 128 + signal.SIGINT)
-                if child.spec.service or (status != 0 and not interrupted):
-                    failed.append(child)
-        return failed
+        fallen = []
+        for child in self._running():
+            if not child.exited():
+                continue
+            status = self._reap(child)
+            if status == 0 and not child.spec.service:
+                self._jobs_left.discard(child.name)
+                continue
+            told = user_error(child.spec.log, child.log_start) if status > 0 else None
+            fallen.append(_Fall(child, ending(status), told))
+        return fallen
 
-    def _report(self, failed: list[_Child]) -> None:
-        for child in failed:
-            self._say(f"error: {child.spec.name} {ending(child.popen.returncode)}; the end of {child.spec.log}:")
-            for line in last_words(child.spec.log, child.log_start):
-                self._say(f"  {line}")
+    def _stalled(self) -> list[_Fall]:
+        """Put an end to those that live and get nowhere."""
+        if self._clock.now < self._next_judgement:
+            return []
+        self._next_judgement = self._clock.now + JUDGE_SECONDS
+        statuses = read_status(self._output_dir)
+        self._was_ready.update(name for name, status in statuses.items() if status.ready is not None)
+        running = self._running()
+        tree = by_parent()
+        halted = {child.name: child.halted(tree) for child in running}
+        services = [child.name for child in running if child.spec.service]
+        faults = self._vigil.look(self._clock.now, statuses, halted, services)
+        return [self._end(self._children[name], why) for name, why in faults.items()]
 
-    def _check_server(self) -> Outcome | None:
-        server, now = self._server, time.monotonic()
-        if server is None or self.ready_seconds is not None or now < self._next_health:
+    def _end(self, child: Child, why: str) -> _Fall:
+        """Diagnose while it can still be seen, then kill it."""
+        self._tell_doctor(full=False)
+        self._reap(child)
+        return _Fall(child, why)
+
+    def _reap(self, child: Child) -> int:
+        known = [each.popen.pid for each in self._children.values()]
+        doomed = child.kill(known)
+        status = child.reap(known)
+        for process in await_death(doomed):
+            self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
+        self._vigil.end(child.name)
+        last = read_status(self._output_dir).get(child.name)
+        if last is not None and last.ready is not None:
+            self._was_ready.add(child.name)
+        return status
+
+    # -- and what follows ----------------------------------------------------------------------------------------------------
+
+    def _all_go_on(self, fallen: Sequence[_Fall]) -> bool:
+        """Have everyone who has fallen started again; False where that is not to be."""
+        if not self._jobs_left:
+            return True
+        answers = [self._goes_on(fall) for fall in fallen]  # each is reported
+        return all(answers)
+
+    def _goes_on(self, fall: _Fall) -> bool:
+        name, now = fall.child.name, self._clock.now
+        beyond_mending = fall.for_user is not None and name not in self._was_ready
+        grant = None if beyond_mending else self._budget.ask(name, now)
+        if grant is None:
+            self._report(fall)
+            if not beyond_mending and self._policy.max_restarts:
+                self._say(
+                    f"error: {name} was started again {self._policy.max_restarts} times within an hour: giving up"
+                )
+                self._tell_doctor()
+            return False
+        recover = not fall.child.spec.service and name in self._was_ready
+        options = (RECOVER,) if recover and RECOVER not in fall.child.spec.argv else ()
+        for path in [
+            *(self._output_dir / "status").glob(f"{name}.json"),
+            *(self._output_dir / "status").glob(f"{name}.*.json"),
+        ]:
+            path.unlink(missing_ok=True)
+        self._due.append(_Due(fall.child.spec, now + grant.seconds, options))
+        self._note(
+            Restart(time.time(), name, _reason(fall), grant.number, grant.seconds, now - fall.child.began, recover)
+        )
+        return True
+
+    def _note(self, restart: Restart) -> None:
+        self.restarts.append(restart)
+        self._say(
+            f"{restart.process} {restart.reason}: starting it again in {restart.after:g} s "
+            f"(restart {restart.number} of at most {self._policy.max_restarts} an hour{', recovering' if restart.recover else ''})"
+        )
+        path = self._output_dir / "logs" / "restarts.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(restart)) + "\n")
+
+    def _report(self, fall: _Fall) -> None:
+        child = fall.child
+        self._say(f"error: {child.name} {fall.why}; the end of {child.spec.log}:")
+        for line in last_words(child.spec.log, child.log_start):
+            self._say(f"  {line}")
+
+    def _tell_doctor(self, full: bool = True) -> None:
+        for line in self._doctor(full):
+            self._say(line)
+
+    def _look_at_server(self) -> Outcome | None:
+        watch = self._server
+        child = self._children.get(SERVER_NAME)
+        if watch is None or (watch.own and (child is None or not child.running)):
             return None
-        if healthy(server.health):
-            self.ready_seconds = time.monotonic() - self._began
-            self._say(f"inference ready in {self.ready_seconds:.1f} s ({server.url})")
-        elif now - self._began > server.ready_timeout:
-            hint = "see its log" if server.port else "start one (`inference @ …`) or give [inference]"
+        health, server = watch.look(self._clock.now), watch.server
+        if health is Health.READY:
+            self._was_ready.add(SERVER_NAME)
+            self._say(f"inference ready in {self._clock.now - watch.began:.1f} s ({server.url})")
+        elif health is Health.NEVER and SERVER_NAME not in self._was_ready:
+            hint = "see its log" if watch.own else "start one (`inference @ …`) or give [inference]"
             self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
+            self._tell_doctor()
             return Outcome.FAILURE
-        self._next_health = time.monotonic() + HEALTH_SECONDS
+        elif health is not None and child is not None:
+            late = f"is not ready after {server.ready_timeout:.0f} s"
+            silent = f"has not answered {server.health} for {self._policy.heartbeat_timeout:.0f} s"
+            return (
+                None if self._goes_on(self._end(child, late if health is Health.NEVER else silent)) else Outcome.FAILURE
+            )
         return None
 
-    def _drain(self) -> None:
-        self._drain_deadline = time.monotonic() + self._drain_seconds
-        self._say("draining: the current step is finished and saved; interrupt again to stop now")
-        self._jobs_left -= {process.name for process in self._waiting}
-        self._waiting.clear()
-        for child in self._running(service=False):
-            ranks = children_of(child.popen.pid) if child.spec.drain_children else []
-            itself = identify(child.popen.pid)
-            for process in ranks or ([] if itself is None else [itself]):
-                send(process, signal.SIGINT)
+    # -- stopping ------------------------------------------------------------------------------------------------------------
 
-    def _drained(self) -> Outcome | None:
+    @property
+    def _draining(self) -> bool:
+        return self._drain_deadline is not None
+
+    def _drain(self) -> None:
+        self._drain_deadline = self._clock.now + self._drain_seconds
+        self._say("draining: the current step is finished and saved; interrupt again to stop now")
+        self._jobs_left -= {due.spec.name for due in self._due}
+        self._due.clear()
+        for child in self._running(service=False):
+            child.interrupt()
+
+    def _look_while_draining(self) -> Outcome | None:
         assert self._drain_deadline is not None
-        if time.monotonic() < self._drain_deadline:
+        for child in self._running():
+            if child.exited():
+                status = self._reap(child)
+                self._jobs_left.discard(child.name)
+                if child.spec.service or status not in (0, -signal.SIGINT, 128 + signal.SIGINT):
+                    self._report(_Fall(child, ending(status)))
+        if not self._jobs_left:
+            return Outcome.INTERRUPTED
+        if self._clock.now < self._drain_deadline:
             return None
-        late = ", ".join(child.spec.name for child in self._running(service=False))
+        late = ", ".join(child.name for child in self._running(service=False))
         self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
+        self._tell_doctor()
         return Outcome.INTERRUPTED
 
-    def _running(self, service: bool | None = None) -> list[_Child]:
-        children = [child for child in self._children.values() if child.popen.returncode is None]
+    def _running(self, service: bool | None = None) -> list[Child]:
+        children = [child for child in self._children.values() if child.running]
         return [child for child in children if service is None or child.spec.service == service]
 
     def _stop_all(self) -> None:
         """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to every group and to what left its group."""
         running = self._running()
-        strays = [process for child in running for process in descendants(child.popen.pid)]
+        strays = [process for child in running for process in child.look_below()]
         if running:
-            self._say(f"stopping {', '.join(child.spec.name for child in running)}")
-        loading = self._server is not None and self.ready_seconds is None and self._drain_deadline is None
+            self._say(f"stopping {', '.join(child.name for child in running)}")
+        loading = self._server is not None and not self._server.ready and not self._draining
         for child in running:
             if not child.exited():
                 # A server that is still loading hears no SIGTERM and has nothing to lose.
@@ -228,36 +340,16 @@ class Supervisor:
         deadline = time.monotonic() + self._stop_seconds
         while self._interrupts < 2 and time.monotonic() < deadline and not all(child.exited() for child in running):
             time.sleep(POLL_SECONDS)
-        strays += [process for child in running for process in descendants(child.popen.pid)]
+        known = [child.popen.pid for child in self._children.values()]
         for child in running:
-            child.reap()
-        for process in strays:
+            child.reap(known)
+        for process in [*strays, *descendants(os.getpid()), *orphans(known)]:
             send(process, signal.SIGKILL)
 
 
-def healthy(url: str) -> bool:
-    """Whether the server answers 200 within two seconds. A proxy is never asked for this host's own servers."""
-    local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
-    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
-    try:
-        with opener.open(url, timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def ending(status: int) -> str:
-    """An exit status in words."""
-    if status >= 0:
-        return "ended too early" if status == 0 else f"failed with exit status {status}"
-    return f"was killed by {signal.Signals(-status).name}"
-
-
-def last_words(log: Path, start: int = 0) -> list[str]:
-    """The `error:` line a process ended with, else its last lines. `start`: bytes that belong to earlier lives."""
-    with log.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(start, size - LOG_TAIL_BYTES))
-        lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if _ERROR_LINE.match(line)]
-    return errors[-1:] or lines[-LOG_TAIL_LINES:]
+def _reason(fall: _Fall) -> str:
+    """Why, in one line."""
+    if fall.for_user is not None:
+        return f"{fall.why} ({fall.for_user})"
+    last = last_words(fall.child.spec.log, fall.child.log_start)[-1:] if fall.why.startswith("failed") else []
+    return f"{fall.why} ({last[0].strip()})" if last else fall.why
