@@ -3,7 +3,8 @@
 import json
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,21 @@ from prime_rl.transport import checkpoints, protocol
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest, verify
 from prime_rl.transport.weights import verify_weights, weights_manifest
 
+REASONS = {"stale", "filtered", "errored", "truncated", "cancelled", "timeout"}
 _TIMED = ("time/", "perf/")
 
 
-def problems(run: Path, max_steps: int, interval: int, served: dict[str, Any]) -> list[str]:
+def problems(run: Path, max_steps: int, kept: Collection[int], served: dict[str, Any]) -> list[str]:
     """Everything that is wrong with a finished run of `max_steps` steps; empty when the run ended right.
 
     Args:
-        interval: Steps between two checkpoints.
+        kept: Checkpoints that must stand there, complete.
         served: What the engine says it serves (`GET /weights`).
     """
     return [
         *_batches(run, max_steps),
         *_weights(run, max_steps, served),
-        *_checkpoints(run, max_steps, interval),
+        *_checkpoints(run, kept),
         *_ledger(run, max_steps),
         *_leftovers(run),
         *_metrics(run, max_steps),
@@ -74,10 +76,10 @@ def _weights(run: Path, max_steps: int, served: dict[str, Any]) -> Iterator[str]
         yield f"the engine serves version {served['version']} ({served['hash'][:12]}), not {max_steps} ({final.hash[:12]})"
 
 
-def _checkpoints(run: Path, max_steps: int, interval: int) -> Iterator[str]:
+def _checkpoints(run: Path, kept: Collection[int]) -> Iterator[str]:
     root = run / "checkpoints"
     complete = checkpoints.complete_steps(root)
-    if not set(range(interval, max_steps + 1, interval)) <= set(complete):
+    if complete != sorted(kept):
         yield f"the checkpoints {complete} are complete, parts stand in {list_steps(root)}"
     for step in complete:
         try:
@@ -94,7 +96,52 @@ def _checkpoints(run: Path, max_steps: int, interval: int) -> Iterator[str]:
 
 
 def _ledger(run: Path, max_steps: int) -> Iterator[str]:
-    yield from ()
+    """Read by SQL alone, not by the ledger's own code: every issued episode has one row that says how it ended, and the batches agree."""
+    path = run / "ledger.sqlite"
+    if not path.exists():
+        yield "there is no ledger"
+        return
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        issued = dict(database.execute("SELECT env, count FROM issued"))
+        columns = "env, id, e.state, reason, e.step"
+        rows = database.execute(
+            f"SELECT {columns} FROM episodes e JOIN groups g ON g.number = e.group_number"
+        ).fetchall()
+        carried = database.execute("SELECT SUM(count) FROM carried").fetchone()[0] or 0
+        stored = database.execute("SELECT COUNT(*) FROM results").fetchone()[0]
+    if sum(issued.values()) != len(rows) + carried:
+        yield f"the ledger counts {issued} issued episodes and tells of {len(rows)} + {carried}"
+    if open_rows := sorted(f"{id_} {state}" for _, id_, state, _, _ in rows if state not in ("trained", "dropped")):
+        yield f"the ledger has episodes that did not end: {open_rows}"
+    if odd := sorted({str(reason) for _, _, state, reason, _ in rows if state == "dropped"} - REASONS):
+        yield f"the ledger has drops for {odd}"
+    if stored:
+        yield f"the ledger still holds the tokens of {stored} episodes"
+    if carried:
+        yield f"{carried} episodes are known by number only"
+    for step in range(max_steps):
+        told = {id_ for _, id_, state, _, at in rows if state == "trained" and at == step}
+        try:
+            trained = {
+                name.rpartition(".")[0] for name in read_manifest(run / "rollouts" / f"step_{step}").extra["samples"]
+            }
+        except CommitError:
+            continue
+        if told != trained:
+            yield f"step {step}: the ledger says {sorted(told)} were trained, the batch holds {sorted(trained)}"
+
+
+def account(run: Path) -> dict[str, int]:
+    """Episodes by where they ended."""
+    path = run / "ledger.sqlite"
+    if not path.exists():
+        return {}
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        issued = database.execute("SELECT SUM(count) FROM issued").fetchone()[0]
+        ended = database.execute(
+            "SELECT state || COALESCE(': ' || reason, ''), COUNT(*) FROM episodes GROUP BY 1 ORDER BY 1"
+        )
+        return {"issued": issued, **dict(ended.fetchall())}
 
 
 def _leftovers(run: Path) -> Iterator[str]:
@@ -164,7 +211,7 @@ def ledger_rows(run: Path) -> Iterator[tuple[Any, ...]]:
     path = run / "ledger.sqlite"
     if not path.exists():
         return
-    with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as database:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
         tables = [
             name for (name,) in database.execute("select name from sqlite_master where type = 'table' order by name")
         ]

@@ -96,6 +96,7 @@ def matrix() -> list[Cell]:
         *(cell(do, point) for do in FAULTS for point in points()),
         *_ahead(),
         *_persistent(),
+        *_full_disk(),
         *_launcher(),
         *_real_engine(),
     ]
@@ -167,6 +168,12 @@ def _launcher() -> Iterator[Cell]:
     """The launcher itself dies, and everything with it; `rl --recover` goes on."""
     for place in ("incarnations/0.json", "rollouts/step_0", "weights/step_1", "checkpoints/step_2/manifest.json"):
         yield Cell("kill", "launcher", place, exact="all", ends="ends")
+
+
+def _full_disk() -> Iterator[Cell]:
+    """The real thing: the run lives on a small file system that somebody fills, and later frees."""
+    for place in ("weights/step_1", "rollouts/step_2"):
+        yield Cell("full tmpfs", "disk", place, exact="training", ends="ends", settings={"max_restarts": 1})
 
 
 def _real_engine() -> Iterator[Cell]:

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +31,8 @@ MODEL = REPOSITORY / "assets" / "tiny-reverse"
 MAX_STEPS = 4
 INTERVAL = 2
 TIMEOUT = 240.0
+DISK_MIB = 96
+BALLAST = "ballast"
 STOPPED_SECONDS = 2.0
 
 Settings = Mapping[str, Any]
@@ -42,7 +44,8 @@ class Cell:
 
     Args:
         do, process, point: Its place in the table.
-        faults: What the plan says; empty when the harness itself does the damage (`launcher`), or for an undisturbed run.
+        faults: What the plan says; empty when the harness itself does the damage (to the `launcher` or the `disk`, once the path `point` stands in the run
+            directory), or for an undisturbed run.
         exact: What must equal the undisturbed run bit for bit: `all`; `training` (weights, tokens and rewards, but attempts may have been
             repeated, which ledger and error counts show); or nothing, where sampling runs ahead of training and order depends on time.
         ends: Whether the run goes on by itself, or may end with a clear error, after which `rl --recover` goes on.
@@ -177,11 +180,15 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
     run, port = directory / "run", free_port()
     plan = write_plan(directory, cell.faults)
     config = write_config(cell, directory, port)
-    env = {"PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "src"), os.environ.get("PYTHONPATH")]))}
-    env |= {"PYTHONFAULTHANDLER": "1"}
+    env = environment()
     found: list[str] = []
     with ExitStack() as stack:
         keeper = None
+        if cell.process == "disk":
+            try:
+                stack.enter_context(small_disk(run))
+            except PermissionError as error:
+                return Result(f"not run: {error}", [], 0.0, {})
         if cell.engine == "fake":
             keeper = stack.enter_context(EngineKeeper(directory, port, {**env, FAULTS: str(plan)}))
         watcher = stack.enter_context(ServedWatcher(port))
@@ -189,17 +196,28 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
         ended = status != 0
         if ended and not found:
             found += _badly_ended(cell, status, directory / "rl.log")
+        (run / BALLAST).unlink(missing_ok=True)
         if ended and not found:
             status = _finish_by_recover(config, directory / "recover.log", env, found)
         watcher.look()
         found += _unfired(cell, plan)
         if status == 0:
-            found += audit.problems(run, MAX_STEPS, INTERVAL, watcher.last)
+            found += audit.problems(run, MAX_STEPS, _kept(cell), watcher.last)
             if reference is not None and not found:
                 found += audit.differences(run, reference, attempts=cell.exact == "all")
-    found += _survivors(run)
+    found += survivors(run)
     outcome = ("ended, then recovered" if ended else "went on") if not found else "FAILED"
     return Result(outcome, found, time.monotonic() - began, _lives(run, keeper))
+
+
+def environment() -> dict[str, str]:
+    """What the processes of a run need on top of ours: this checkout's code, and the environments of the tests."""
+    paths = [
+        REPOSITORY / "src",
+        REPOSITORY / "tests" / "support" / "envs",
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    return {"PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONFAULTHANDLER": "1"}
 
 
 def write_plan(directory: Path, planned: tuple[Fault, ...]) -> Path:
@@ -262,23 +280,59 @@ def merge(config: dict[str, Any], more: Settings) -> None:
             config[key] = value
 
 
+def _kept(cell: Cell) -> list[int]:
+    """The checkpoints that stand there in the end."""
+    saved = list(range(INTERVAL, MAX_STEPS + 1, INTERVAL))
+    return saved[-cell.settings.get("ckpt", {}).get("keep", len(saved)) :]
+
+
 def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str], found: list[str]) -> int:
     with Command("rl", "@", config, log=log, env=env) as rl:
         try:
             if cell.process == "launcher":
-                _kill_launcher(rl, config.parent / "run", cell.point)
+                _await(rl, config.parent / "run" / cell.point)
+                rl.process.kill()
+            if cell.process == "disk":
+                _await(rl, config.parent / "run" / cell.point)
+                _fill(config.parent / "run" / BALLAST)
             return rl.process.wait(TIMEOUT)
         except subprocess.TimeoutExpired:
             found.append(f"not over after {TIMEOUT:.0f} s: {_stuck(config.parent / 'run')}")
             return -1
 
 
-def _kill_launcher(rl: Command, run: Path, name: str) -> None:
-    """SIGKILL `rl` itself once `name` stands in the run directory."""
+def _await(rl: Command, path: Path) -> None:
     deadline = time.monotonic() + TIMEOUT
-    while not (run / name).exists() and rl.process.poll() is None and time.monotonic() < deadline:
+    while not path.exists() and rl.process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    rl.process.kill()
+
+
+@contextmanager
+def small_disk(directory: Path) -> Iterator[None]:
+    """A file system of its own, in memory, at `directory`.
+
+    Raises:
+        PermissionError: we may not mount (`unshare -rm` in front of the command helps).
+    """
+    directory.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(directory)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode != 0:
+        raise PermissionError(f"no right to mount: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(directory)], timeout=30, check=True)
+
+
+def _fill(ballast: Path) -> None:
+    """Write until the disk is full, to the last byte."""
+    with suppress(OSError), ballast.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+    with suppress(OSError), ballast.open("ab", buffering=0) as file:
+        while True:
+            file.write(b"x")
 
 
 def _badly_ended(cell: Cell, status: int, log: Path) -> list[str]:
@@ -332,7 +386,7 @@ def _stuck(run: Path) -> str:
     return "; ".join(told)
 
 
-def _survivors(run: Path) -> list[str]:
+def survivors(run: Path) -> list[str]:
     """Processes of the run that outlived it, by their command lines. They die within a second or so of the launcher."""
     deadline = time.monotonic() + 10
     while (alive := _mentioning(str(run))) and time.monotonic() < deadline:
