@@ -50,7 +50,7 @@ _WRITTEN = {
     "input_ids": np.int32,
     "loss_mask": np.bool_,
 }  # in the file; other streams are float32
-_CODES = {"int32": "i", "int64": "q", "float32": "f", "float64": "d"}
+_CODES = {np.dtype(kind): kind for kind in "iqfd"}
 
 
 @dataclass
@@ -95,7 +95,7 @@ def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -
         try:
             if wanted == np.bool_:
                 return np.frombuffer(bytes(values), dtype=np.uint8).astype(np.bool_)
-            return np.frombuffer(array(_CODES[wanted.name], values), dtype=wanted)
+            return np.frombuffer(array(_CODES[wanted], values), dtype=wanted)
         except (TypeError, ValueError):  # not Python's own numbers: numpy's, or wrong ones
             pass
     found = np.asarray(values)
@@ -159,17 +159,20 @@ class _Columns:
 
     def _column(self, field: pa.Field, first: int, chosen: Sequence[Sample]) -> pa.Array:
         values = [getattr(sample, field.name) for sample in chosen]
+        if field.name in self.flat:
+            ends = self.ends.get(field.name, self.ends["input_ids"])[first : first + len(chosen) + 1]
+            return _lists(field.type, ends - ends[0], self.flat[field.name][ends[0] : ends[-1]])
         if field.name in _OPTIONAL_STREAMS:
-            if all(value is None for value in values):
-                return pa.nulls(len(values), field.type)
-            arrays = [None if value is None else as_array(value, np.float32) for value in values]
-            return pa.array(arrays, type=field.type)
-        if field.name not in self.flat:
-            return pa.array(values, type=field.type)
-        ends = self.ends.get(field.name, self.ends["input_ids"])[first : first + len(chosen) + 1]
-        flat = self.flat[field.name][ends[0] : ends[-1]]
-        items = _bits(flat) if flat.dtype == np.bool_ else pa.array(flat, type=field.type.value_type)
-        return pa.ListArray.from_arrays(pa.array(ends - ends[0], type=pa.int32()), items)
+            arrays = [np.empty(0, np.float32) if value is None else as_array(value, np.float32) for value in values]
+            ends = np.cumsum([0, *map(len, arrays)])
+            return _lists(field.type, ends, np.concatenate(arrays), np.array([value is not None for value in values]))
+        if pa.types.is_string(field.type):
+            texts = [value.encode() for value in values]
+            ends = np.cumsum([0, *map(len, texts)]).astype(np.int32)
+            return pa.Array.from_buffers(
+                field.type, len(texts), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(texts))]
+            )
+        return _numbers(field.type, np.array(values, dtype=field.type.to_pandas_dtype()))
 
     def _ends(self, name: str) -> npt.NDArray[np.int64]:
         """Where each sample's entries end in the flat stream, after a 0, shape [samples + 1]."""
@@ -200,11 +203,22 @@ class _Columns:
         return self.samples[row].sample_id
 
 
-def _bits(mask: npt.NDArray[np.bool_]) -> pa.Array:
-    """A boolean array in Arrow's form, one bit an entry."""
-    return pa.Array.from_buffers(
-        pa.bool_(), len(mask), [None, pa.py_buffer(np.packbits(mask, bitorder="little").tobytes())]
-    )
+# Arrow arrays are made from buffers: `pa.array` would import pandas first, which takes a second and 50 MiB.
+
+
+def _numbers(kind: pa.DataType, values: npt.NDArray[Any]) -> pa.Array:
+    """A flat array without nulls."""
+    data = np.packbits(values, bitorder="little") if values.dtype == np.bool_ else np.ascontiguousarray(values)
+    return pa.Array.from_buffers(kind, len(values), [None, pa.py_buffer(data)])
+
+
+def _lists(
+    kind: pa.DataType, ends: npt.NDArray[Any], flat: npt.NDArray[Any], valid: npt.NDArray[np.bool_] | None = None
+) -> pa.Array:
+    """An array of lists that end at `ends` (after a leading 0) in `flat`; where `valid` is false there is none."""
+    nulls = None if valid is None else pa.py_buffer(np.packbits(valid, bitorder="little"))
+    buffers = [nulls, pa.py_buffer(ends.astype(np.int32))]
+    return pa.Array.from_buffers(kind, len(ends) - 1, buffers, children=[_numbers(kind.value_type, flat)])
 
 
 class RolloutBatch:
@@ -264,10 +278,20 @@ def _sample(batch: pa.RecordBatch, row: int) -> Sample:
     for name in SCHEMA.names:
         scalar = batch.column(name)[row]
         if isinstance(scalar, pa.ListScalar) and scalar.is_valid:
-            values[name] = scalar.values.to_numpy(zero_copy_only=False).astype(_DTYPES.get(name, np.float32))
+            values[name] = _from_arrow(scalar.values, _WRITTEN.get(name, np.float32)).astype(
+                _DTYPES.get(name, np.float32)
+            )
         else:
             values[name] = scalar.as_py()
     return Sample(**values)
+
+
+def _from_arrow(values: pa.Array, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """A flat array without nulls, as numpy; like the writer's half, without pandas."""
+    data, first, last = values.buffers()[1], values.offset, values.offset + len(values)
+    if dtype == np.bool_:
+        return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[first:last]
+    return np.frombuffer(data, dtype)[first:last]
 
 
 class _Pread:
