@@ -30,6 +30,7 @@ class Env:
     python: str | None = None
     workers: int = 1
     max_concurrent: int = 128
+    secrets: list[str] = field(default_factory=list)
 
 
 def cpu_seconds(pid: int) -> float:

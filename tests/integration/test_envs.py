@@ -31,6 +31,7 @@ class Env:
     python: str | None = None
     workers: int = 1
     max_concurrent: int = 64
+    secrets: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:

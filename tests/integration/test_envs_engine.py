@@ -19,6 +19,7 @@ class Env:
     python: str | None = None
     workers: int = 1
     max_concurrent: int = 8
+    secrets: list[str] = field(default_factory=list)
 
 
 async def test_tokens_and_logprobs_against_the_engine(inference_server: Any, tmp_path: Path) -> None:

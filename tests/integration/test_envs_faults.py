@@ -1,6 +1,7 @@
 """Workers that die, hang, never start or lose their parent: contained, named, restarted, cleaned up."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -14,12 +15,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import zmq
+import zmq.asyncio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from environments import write_environments
 from fake_engine import FakeEngine, make_tokenizer
 
+from prime_rl import faults
 from prime_rl.envs import pool as pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -37,6 +41,7 @@ class Env:
     python: str | None = None
     workers: int = 1
     max_concurrent: int = 64
+    secrets: list[str] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -158,6 +163,108 @@ async def test_prompt_longer_than_the_context(shared: tuple[EnvPool, FakeEngine]
     sent = engine.started
     assert (await run(pool, "env-bad-reward")).outcome is Outcome.PROMPT_TOO_LONG
     assert engine.started == sent
+
+
+def plan_faults(directory: Path, monkeypatch: pytest.MonkeyPatch, *points: tuple[str, str]) -> None:
+    """Each fires once: the nth match of a pattern meets the nth fault of that pattern."""
+    plan = directory / "faults.json"
+    plan.write_text(json.dumps([{"point": point, "process": "environment", "do": do} for point, do in points]))
+    monkeypatch.setenv(faults.ENV, str(plan))
+
+
+async def test_every_fault_of_a_worker_is_an_outcome(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed or stopped with an episode or with its result in hand; a result lost, doubled or failed: each costs its own
+    episode at most, is counted once, and the next episode runs."""
+    monkeypatch.setattr(pool_module, "BEAT_TIMEOUT", 6.0)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.2)
+    run_point, result_point = "run:env-good", "result:env-good"
+    plan_faults(
+        tmp_path,
+        monkeypatch,
+        *((run_point, "kill"), (run_point, "stop")),
+        *((result_point, do) for do in ("kill", "stop", "drop", "duplicate", "error")),
+    )
+    async with serving(model, Env("env-good")) as (pool, _):
+        results = [await run(pool, "env-good") for _ in range(4)]
+        assert [result.outcome for result in results] == [Outcome.WORKER_DIED] * 4
+        assert ["SIGKILL" in result.message for result in results] == [True, False] * 2
+        assert all("no heartbeat" in result.message for result in results[1::2])
+        await until(lambda: pid(pool, "env-good") != 0, START_SECONDS)
+        worker = pid(pool, "env-good")
+        assert (await run(pool, "env-good", seconds=3.0)).outcome is Outcome.TIMEOUT
+        assert (await run(pool, "env-good")).ok
+        assert (await run(pool, "env-good")).outcome is Outcome.ERRORED
+        assert (await run(pool, "env-good")).ok
+        assert pid(pool, "env-good") == worker
+        (life,) = pool._lives.values()
+        assert life.finished == 3  # not the one that was lost, and the doubled one once
+    assert pool.restarts == 4
+
+
+async def test_a_worker_killed_before_it_is_ready(model: Path) -> None:
+    """SIGKILL while it loads is no fault of the environment: it is started again, and the start succeeds."""
+    async with FakeEngine(model) as engine:
+        pool = EnvPool(
+            [Env("env-good")], model=str(model), base_url=engine.base_url, api_key=None, output_dir=model.parent / "out"
+        )
+        starting = asyncio.create_task(pool.start(START_SECONDS))
+        try:
+            await until(lambda: bool(pids(pool)))
+            os.kill(pids(pool)[0], signal.SIGKILL)
+            async with asyncio.timeout(START_SECONDS):
+                await starting
+            assert (await run(pool, "env-good")).ok
+        finally:
+            await pool.close()
+    assert pool.restarts == 1
+
+
+async def test_garbage_from_a_worker(model: Path, tmp_path: Path) -> None:
+    """A broken frame costs the worker that sent it its life and its episodes; one from a stranger is ignored."""
+    source = f"""
+import pathlib
+import prime_rl.envs.worker as worker
+encode, sent = worker.encode, pathlib.Path({str(tmp_path / "sent")!r})
+def garble(message):
+    if message.kind == "result" and not sent.exists():
+        sent.touch()
+        return bytes([0xC1])
+    return encode(message)
+worker.encode = garble
+worker.main()
+"""
+    script, python = tmp_path / "garble.py", tmp_path / "python"
+    script.write_text(source)
+    path = os.environ["PYTHONPATH"]
+    python.write_text(f'#!/bin/sh\nshift 2\nPYTHONPATH="$PYTHONPATH:{path}" exec "{sys.executable}" {script} "$@"\n')
+    python.chmod(0o755)
+    async with serving(model, Env("env-good", python=str(python))) as (pool, _):
+        result = await run(pool, "env-good")
+        assert (result.outcome, "broken message" in result.message) == (Outcome.WORKER_DIED, True)
+        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(pool._address)
+            for frames in ([b""], [b"x", b"y", b"z"], [b"\xc1"]):
+                await stranger.send_multipart(frames)
+            assert (await run(pool, "env-good")).ok
+    assert pool.restarts == 1
+
+
+async def test_a_worker_gets_the_secrets_that_it_was_promised(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names in `secrets` are passed on, other secrets are not; the log names them, and holds no value."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-for-the-judge")
+    monkeypatch.setenv("HF_TOKEN", "hf-not-for-it")
+    async with serving(model, Env("env-secrets", secrets=["OPENAI_API_KEY"])) as (pool, _):
+        assert (await run(pool, "env-secrets")).reward == 1.0
+        environment = Path(f"/proc/{pid(pool, 'env-secrets')}/environ").read_bytes()
+        assert b"hf-not-for-it" not in environment
+    log = (model.parent / "out" / "logs" / "envs" / "env-secrets.log").read_text()
+    assert log.count("HF_TOKEN") == 1
+    assert "hf-not-for-it" not in log
 
 
 async def test_crash_loop_ends_the_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

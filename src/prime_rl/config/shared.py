@@ -124,6 +124,11 @@ class EnvConfig(Section):
     workers: PositiveInt = Field(default=1, description="Worker processes.")
     max_concurrent: PositiveInt = Field(default=256, description="Most episodes that one worker runs at a time.")
 
+    secrets: list[str] = Field(
+        default_factory=list,
+        description="Variables with keys that its workers get, such as OPENAI_API_KEY; all others are withheld.",
+    )
+
     @model_validator(mode="after")
     def _name(self) -> Self:
         self.name = self.name or self.id

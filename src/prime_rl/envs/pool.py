@@ -6,7 +6,6 @@ ends the pool with a UserError that quotes its log.
 """
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -14,10 +13,9 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import zmq
 import zmq.asyncio
@@ -25,8 +23,6 @@ import zmq.asyncio
 from prime_rl.envs import process
 from prime_rl.envs.process import Life
 from prime_rl.envs.protocol import (
-    API_KEY_VAR,
-    TOKEN_VAR,
     VERSION,
     Cancel,
     EpisodeResult,
@@ -46,8 +42,10 @@ from prime_rl.envs.protocol import (
     decode,
     encode,
 )
+from prime_rl.envs.variables import check_promised, passed_on, worker_variables
 from prime_rl.errors import UserError
 from prime_rl.lifeline import Lifeline
+from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 logger = logging.getLogger("prime_rl.envs")
 
@@ -73,6 +71,8 @@ class EnvConfig(Protocol):
     def workers(self) -> int: ...
     @property
     def max_concurrent(self) -> int: ...
+    @property
+    def secrets(self) -> list[str]: ...
 
 
 class _Env:
@@ -84,7 +84,7 @@ class _Env:
         self.lives: list[Life | None] = [None] * config.workers
         self.tasks: list[TaskInfo] = []
         self.info: Ready | None = None
-        self.changed = asyncio.Event()  # a worker became ready, or the pool failed
+        self.withheld: list[str] = []  # names of variables that its workers do not get
 
     def free_life(self) -> Life | None:
         """The ready worker with the fewest episodes."""
@@ -120,6 +120,8 @@ class EnvPool:
         names = [config.name for config in envs]
         if twice := {name for name in names if names.count(name) > 1}:
             raise UserError(f"two environments are named {sorted(twice)[0]!r}: give each a `name` of its own")
+        for config in envs:
+            check_promised(config.name, config.secrets)
         self._configs = {config.name: config for config in envs}
         self._logs = {name: logs / f"{name.replace('/', '--')}.log" for name in names}
         self._envs: dict[str, _Env] = {}
@@ -154,11 +156,11 @@ class EnvPool:
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
         self._socket.bind(self._address)
-        self._tasks.append(asyncio.create_task(self._receive()))
+        self._start_task(self._receive())
         self._envs = {name: _Env(config, self._logs[name]) for name, config in self._configs.items()}
         for env in self._envs.values():
             for seat in range(env.config.workers):
-                self._tasks.append(asyncio.create_task(self._supervise(env, seat)))
+                self._start_task(self._supervise(env, seat))
         try:
             for env in self._envs.values():
                 await self._await_ready(env)
@@ -245,10 +247,22 @@ class EnvPool:
 
     # ---- supervision
 
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """A task that the pool cannot do without: should it fail, the pool fails, and says so."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.error("the environment pool failed", exc_info=error)
+                self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
+
+        task = asyncio.create_task(work)
+        task.add_done_callback(ended)
+        self._tasks.append(task)
+
     async def _supervise(self, env: _Env, seat: int) -> None:
         """Keep worker `seat` of `env` alive: start, watch, fail its episodes when it is gone, start again."""
         deaths = 0
-        for generation in itertools.count():
+        for generation in itertools.count():  # bounded: `close` cancels it; MAX_DEATHS in a row end it
             identity = f"{env.config.name}/{seat}/{generation}"
             try:
                 life = await self._spawn(env, identity)
@@ -256,9 +270,9 @@ class EnvPool:
                 self._fail(UserError(f"cannot start a worker of {env.config.name!r}: {error}"))
                 return
             env.lives[seat] = life
-            why = "the pool was closed"
+            why, hopeless = "the pool was closed", False
             try:
-                why = await self._watch(life)
+                why, hopeless = await self._watch(life)
             finally:
                 env.lives[seat] = None
                 self._forget(life, why)
@@ -266,7 +280,7 @@ class EnvPool:
             if self._failure is not None:
                 return
             deaths = 1 if life.finished else deaths + 1
-            if (life.ready is None and generation == 0) or deaths >= MAX_DEATHS:
+            if (hopeless and generation == 0) or deaths >= MAX_DEATHS:
                 times = (
                     f" {deaths} times in a row without finishing an episode" if deaths > 1 else " before it was ready"
                 )
@@ -277,23 +291,23 @@ class EnvPool:
             self.restarts += 1
             await asyncio.sleep(BACKOFF_SECONDS[min(deaths, len(BACKOFF_SECONDS)) - 1])
 
-    async def _watch(self, life: Life) -> str:
-        """Returns why the life is over."""
+    async def _watch(self, life: Life) -> tuple[str, bool]:
+        """Why the life is over, and whether another one can be expected to end the same way: it ended by itself before it was ready."""
         exited = asyncio.create_task(life.process.wait())
         try:
-            while True:
+            while True:  # bounded: by the life of the process; one that is stuck is `unhealthy`
                 before = time.monotonic()
                 either: set[asyncio.Future[Any]] = {exited, life.lost}
                 await asyncio.wait(either, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if life.lost.done():
-                    return life.lost.result()
+                    return life.lost.result(), life.ready is None
                 if exited.done():
-                    return process.describe_exit(exited.result())
+                    return process.describe_exit(exited.result()), life.ready is None and exited.result() >= 0
                 now = time.monotonic()
                 if now - before > 4 * WATCH_SECONDS:
                     life.heard = now  # it was we who did not listen
                 elif why := life.unhealthy(now, self._start_timeout, BEAT_TIMEOUT, self._hang_timeout):
-                    return why
+                    return why, not life.silent(now, BEAT_TIMEOUT) and life.tasks is None
         finally:
             exited.cancel()
 
@@ -310,31 +324,29 @@ class EnvPool:
             log_level=self._log_level,
         )
         assert self._lifeline is not None
-        variables = self._variables(config.python)
+        variables = self._variables(env)
         life = await process.spawn(identity, self._address, config.python, variables, self._lifeline.pass_fds, env.log)
         self._lives[identity] = life
         return life
 
-    def _variables(self, python: str | None) -> dict[str, str]:
+    def _variables(self, env: _Env) -> dict[str, str]:
         assert self._lifeline is not None
         assert self._directory is not None
-        # A proxy of the user's must not get the requests to our own servers.
-        local = ["127.0.0.1", "localhost", urlsplit(self._base_url).hostname or ""]
-        no_proxy = ",".join([os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), *local]).strip(",")
-        variables = {
-            **os.environ,
-            **self._lifeline.env,
-            TOKEN_VAR: self._token,
-            "NO_PROXY": no_proxy,
-            "no_proxy": no_proxy,
-            "PYTHONUNBUFFERED": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        if self._api_key:
-            variables[API_KEY_VAR] = self._api_key
-        if python is not None:
-            variables["PYTHONPATH"] = str(process.expose_package(self._directory / "path"))
-        return variables
+        passed, withheld = passed_on(os.environ, env.config.secrets)
+        if withheld and withheld != env.withheld:
+            process.note(
+                env.log, f"variables withheld from this environment (`secrets` passes them): {', '.join(withheld)}"
+            )
+        env.withheld = withheld
+        own_python = env.config.python is not None
+        return worker_variables(
+            passed,
+            lifeline=self._lifeline.env,
+            token=self._token,
+            base_url=self._base_url,
+            api_key=self._api_key,
+            path=process.expose_package(self._directory / "path") if own_python else None,
+        )
 
     def _forget(self, life: Life, why: str) -> None:
         self._lives.pop(life.identity, None)
@@ -348,14 +360,13 @@ class EnvPool:
         """The pool cannot go on: every caller, waiting or coming, gets this error."""
         if self._failure is None:
             self._failure = error
-        for env in self._envs.values():
-            env.changed.set()
 
     # ---- messages
 
     async def _receive(self) -> None:
-        while True:  # waits for workers; `_watch` judges those that send nothing
-            identity, frame = (await self._socket.recv_multipart())[:2]
+        while True:
+            frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
+            identity, frame = frames[0], frames[-1]
             life = self._lives.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
             if life is None:
                 continue  # of a life that is over
@@ -375,9 +386,9 @@ class EnvPool:
         elif not life.hello:
             life.lose(f"sent {message.kind!r} before its hello")
         elif isinstance(message, Result):
-            life.finished += 1
             future = life.pending.get(message.request)
-            if future is not None and not future.done():
+            if future is not None and not future.done():  # else it comes too late, or twice
+                life.finished += 1
                 future.set_result(message.episode)
         elif isinstance(message, Ready):
             life.ready = message
@@ -387,7 +398,8 @@ class EnvPool:
         elif isinstance(message, LoadFailed):
             env = self._envs[self._setups[life.identity].name]
             if env.info is None:  # it never loaded: no use trying again
-                self._fail(UserError(f"{message.message} (log: {env.log})"))
+                withheld = f"; not passed to it: {', '.join(env.withheld)} (see its `secrets`)" if env.withheld else ""
+                self._fail(UserError(f"{message.message} (log: {env.log}){withheld}"))
             life.lose(message.message)
         else:
             life.lose(f"sent an unexpected {message.kind!r}")
@@ -413,7 +425,6 @@ class EnvPool:
         if env.info is None:
             env.info = life.ready
             env.tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
-        env.changed.set()
 
     async def _send(self, life: Life, message: Message) -> None:
         if life.lost.done() or self._socket is None:
@@ -426,29 +437,37 @@ class EnvPool:
     # ---- waiting
 
     async def _await_ready(self, env: _Env) -> None:
-        """All workers of `env` are ready, or the reason why not. `_watch` enforces the deadline."""
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            if all(life is not None and life.tasks is not None for life in env.lives):
-                return
-            await self._wait_change(env, self._start_timeout)
+        """All workers of `env` are ready, or the reason why not, which `_watch` finds first as a rule."""
+
+        def all_ready() -> bool:
+            self._raise_failure()
+            return all(life is not None and life.tasks is not None for life in env.lives)
+
+        await wait_async(
+            all_ready,
+            subject="ready worker",
+            owner=f"environment {env.config.name!r}",
+            seconds=self._start_timeout + BEAT_TIMEOUT,
+            poll=LEAST_POLL_SECONDS,
+        )
 
     async def _free_life(self, env: _Env, deadline: float) -> Life | None:
-        while True:
-            if self._failure is not None:
-                raise self._failure
-            if (life := env.free_life()) is not None:
-                return life
-            if time.monotonic() >= deadline:
-                return None
-            await self._wait_change(env, deadline - time.monotonic())
+        """A worker for an episode, None when there is none by the deadline (a `time.monotonic()` value)."""
 
-    async def _wait_change(self, env: _Env, timeout: float) -> None:
-        env.changed.clear()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(timeout, 1.0)):
-                await env.changed.wait()
+        def free() -> Life | None:
+            self._raise_failure()
+            return env.free_life()
+
+        owner = f"environment {env.config.name!r}"
+        seconds = deadline - time.monotonic()
+        try:
+            return await wait_async(free, subject="free worker", owner=owner, seconds=seconds, poll=LEAST_POLL_SECONDS)
+        except WaitTimeout:
+            return None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     @property
     def _address(self) -> str:

@@ -38,9 +38,13 @@ class Life:
         if not self.lost.done():
             self.lost.set_result(why)
 
+    def silent(self, now: float, beat_timeout: float) -> bool:
+        """Dead or stopped, by all that can be heard."""
+        return now - self.heard > beat_timeout
+
     def unhealthy(self, now: float, start_timeout: float, beat_timeout: float, hang_timeout: float) -> str | None:
         """Why this process must be given up, or None."""
-        if now - self.heard > beat_timeout:
+        if self.silent(now, beat_timeout):
             return f"sent no heartbeat for {now - self.heard:.0f} s"
         if self.tasks is None and now - self.started > start_timeout:
             return f"not ready after {start_timeout:.0f} s"
@@ -68,6 +72,12 @@ async def spawn(identity: str, address: str, python: str | None, env: dict[str, 
 def _open_log(log: Path) -> IO[bytes]:
     log.parent.mkdir(parents=True, exist_ok=True)
     return log.open("ab")
+
+
+def note(log: Path, text: str) -> None:
+    """Put a line of ours into a worker's log."""
+    with _open_log(log) as output:
+        output.write(f"prime-rl: {text}\n".encode())
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

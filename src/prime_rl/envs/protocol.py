@@ -15,7 +15,7 @@ Standard library and msgpack only: workers import this from their own virtual en
 
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgpack
 
@@ -182,7 +182,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(frame: bytes) -> Message:
-    """The message in a frame. Raises ProtocolError for anything else; field values are not checked."""
+    """The message in a frame. Raises ProtocolError for anything else; fields have their types, the items of lists are not checked."""
     try:
         data = msgpack.unpackb(frame)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
@@ -204,15 +204,34 @@ def _episode(data: Any) -> EpisodeResult:
         episode.outcome = Outcome(episode.outcome)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
-    if not isinstance(episode.samples, list):
-        raise ProtocolError(f"samples are a list, not {type(episode.samples).__name__}")
     episode.samples = [_build(SampleTokens, sample) for sample in episode.samples]
+    for sample in episode.samples:
+        if not len(sample.input_ids) == len(sample.loss_mask) == len(sample.logprobs):
+            raise ProtocolError("tokens, mask and logprobs of a sample differ in length")
     return episode
 
 
 def _build(cls: type[Any], data: Any) -> Any:
-    expected = {f.name for f in fields(cls)}
-    if not isinstance(data, dict) or set(data) != expected:
-        got = sorted(data) if isinstance(data, dict) else type(data).__name__
+    expected = _TYPES[cls]
+    if not isinstance(data, dict) or set(data) != set(expected):
+        got = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
         raise ProtocolError(f"{cls.__name__} needs fields {sorted(expected)}, got {got}")
+    for name, wanted in expected.items():
+        value = data[name]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+            raise ProtocolError(f"{cls.__name__}.{name} is a {type(value).__name__}")
     return cls(**data)
+
+
+def _accepted(annotation: Any) -> tuple[type, ...]:
+    """Types that a field may have on the wire: what is in a list or dict is not looked at, a whole number may stand for a float."""
+    plain = get_origin(annotation) or annotation
+    if plain is float:
+        return (float, int)
+    return (str,) if plain is Outcome else (object,) if plain is EpisodeResult else (plain,)
+
+
+_TYPES: dict[type[Any], dict[str, tuple[type, ...]]] = {
+    cls: {f.name: _accepted(get_type_hints(cls)[f.name]) for f in fields(cls)}
+    for cls in (*_KINDS.values(), EpisodeResult, SampleTokens)
+}

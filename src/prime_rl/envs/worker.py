@@ -18,7 +18,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from prime_rl import lifeline
+from prime_rl import faults, lifeline
 from prime_rl.envs.protocol import (
     TOKEN_VAR,
     VERSION,
@@ -104,8 +104,9 @@ class Worker:
             await self._send(Ready(env.renderer, env.arguments))
             stop = asyncio.create_task(self._stop.wait())
             receive = asyncio.create_task(self._receive(env, setup.name, slots))
-            # Waits for the next command, owed by the pool; the lifeline ends this process when the pool is gone.
-            await asyncio.wait({stop, receive}, return_when=asyncio.FIRST_COMPLETED)
+            # The lifeline ends this process when the pool is gone.
+            either = {stop, receive}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)  # bounded: `stop` is SIGTERM
             for task in (stop, receive, *self._running.values()):
                 task.cancel()
             await asyncio.wait({receive, *self._running.values()}, timeout=CLOSE_SECONDS)
@@ -114,7 +115,8 @@ class Worker:
 
     async def _receive(self, env: Any, name: str, slots: asyncio.Semaphore) -> None:
         while True:
-            match decode(await self._socket.recv()):
+            frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
+            match decode(frame):
                 case Run() as run:
                     task = asyncio.create_task(self._episode(env, name, run, slots))
                     self._running[run.request] = task
@@ -136,6 +138,8 @@ class Worker:
         else:
             try:
                 async with asyncio.timeout(run.timeout), slots:
+                    if faults.point(f"run:{name}") == "error":
+                        raise RuntimeError("fault injection")
                     result = await env.run(run.task_index, run.sampling, run.policy_version, run.episode_id)
             except TimeoutError:
                 result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
@@ -146,13 +150,17 @@ class Worker:
                 result = failed(Outcome.ERRORED, f"{type(error).__name__}: {error}")
         self._running.pop(run.request, None)
         self._finished += 1
-        await self._send(Result(run.request, result))
+        fault = faults.point(f"result:{name}")
+        if fault == "error":
+            result = failed(Outcome.ERRORED, "fault injection")
+        for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
+            await self._send(Result(run.request, result))
 
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))
 
     async def _tick(self) -> None:
-        while True:
+        while True:  # bounded: cancelled at the end of `serve`
             self._ticked = time.monotonic()
             await asyncio.sleep(TICK_SECONDS)
 
@@ -162,7 +170,7 @@ class Worker:
         socket.setsockopt(zmq.IDENTITY, f"{self._identity}#heartbeat".encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._address)
-        while not self._stopped.wait(HEARTBEAT_SECONDS):
+        while not self._stopped.wait(HEARTBEAT_SECONDS):  # bounded: a daemon thread; `serve` sets it at its end
             lag = time.monotonic() - self._ticked if self._loaded else 0.0
             where = _innermost(main_thread) if lag > LAG_SECONDS else ""
             try:
@@ -182,6 +190,7 @@ def _innermost(thread: int) -> str:
 
 def main() -> None:
     lifeline.watch()
+    faults.arm("environment")
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--identity", required=True)

@@ -58,6 +58,8 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
         options.append(st.sampled_from(setting.choices))
     elif setting.is_bool:
         options.append(st.booleans())
+    elif list[str] in setting.members:
+        options.append(st.lists(PLAIN_TEXT, max_size=2))
     elif int in setting.members:
         options.append(st.integers(1, 8))
     elif float in setting.members:

@@ -92,3 +92,30 @@ def test_garbage_is_refused(frame: bytes) -> None:
     """No bytes can raise anything but ProtocolError."""
     with contextlib.suppress(ProtocolError):
         decode(frame)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"kind": "cancel", "request": [1]},
+        {"kind": "cancel", "request": True},
+        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "in_flight": 0, "finished": 0},
+        {"kind": "tasks", "task_ids": "abc"},
+        {"kind": "hello", "version": VERSION, "token": None, "pid": 1},
+        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "outcome": "ok", "samples": {}}},
+        {
+            "kind": "result",
+            "request": 1,
+            "episode": {**vars(EPISODE), "samples": [{**vars(EPISODE.samples[0]), "logprobs": [0.0]}]},
+        },
+    ],
+)
+def test_fields_of_another_type_are_refused(data: object) -> None:
+    """A value of another type would fail later, in the middle of the pool: it is refused at the door."""
+    with pytest.raises(ProtocolError):
+        decode(msgpack.packb(data))
+
+
+def test_a_whole_number_may_stand_for_a_float() -> None:
+    """msgpack and Python do not insist on 1.0 where 1 is meant."""
+    assert decode(msgpack.packb({"kind": "heartbeat", "lag": 0, "blocked_at": "", "in_flight": 0, "finished": 0}))

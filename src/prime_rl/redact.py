@@ -1,0 +1,36 @@
+"""Which names are those of secrets, and tables without the values under such names. Standard library only."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "(withheld)"
+_SECRET_NAME = re.compile(
+    r"(^|[_.-])(API_?KEYS?|KEYS?|TOKEN|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE|CREDENTIALS?|AUTH|COOKIES?|PRIVATE)([_.-]|$)"
+    r"|(APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|_PWD)$",
+    re.IGNORECASE,
+)
+_URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+
+
+def is_secret(name: str, value: object = "") -> bool:
+    """Whether a variable or setting of this name (`HF_TOKEN`, `judge_api_key`), or with a URL that carries a password, holds a secret."""
+    named = _SECRET_NAME.search(name) is not None
+    # A proxy's password is needed to get anywhere; it opens nothing else.
+    in_url = isinstance(value, str) and not name.lower().endswith("_proxy") and _URL_WITH_PASSWORD.search(value)
+    return named or bool(in_url)
+
+
+def redacted(table: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a nested table in which text under the names of secrets is replaced: for what others get to see."""
+    return {name: _shown(str(name), value) for name, value in table.items()}
+
+
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return redacted(value)
+    if isinstance(value, list | tuple):
+        return [_shown(name, item) for item in value]
+    names_a_variable = name.endswith("_var")
+    secret = isinstance(value, str) and value and not names_a_variable and is_secret(name, value)
+    return HIDDEN if secret else value
