@@ -1,0 +1,90 @@
+"""The fast part of the fault matrix, on every commit: whole runs with several things going wrong in each (`scripts/fault_matrix.py` has all).
+
+The runs go two at a time, which is what two cores can do; a test waits for its own.
+"""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from faults.cells import DELAY_SECONDS, STOPPED
+from faults.harness import Cell, Result, run_cell
+from prime_rl.faults import Fault, Kind
+
+
+def on(process: str, *points: str, do: Kind = "kill", nth: int = 1) -> tuple[Fault, ...]:
+    return tuple(
+        Fault(point, process, do, nth=nth, seconds=DELAY_SECONDS if do == "delay" else 0.0) for point in points
+    )
+
+
+UNDISTURBED = Cell("none", "-", "-")
+CELLS = {
+    "trainer killed": Cell(
+        "kill", "trainer", "several",
+        on("trainer", "manifest:weights/step_1", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3"),
+    ),
+    "orchestrator killed": Cell(
+        "kill", "orchestrator", "several",
+        on("orchestrator", "renamed:rollouts/step_0", "write:rollouts/step_2", "join:checkpoints/step_2"),
+    ),
+    "engine and worker killed": Cell(
+        "kill", "inference, environment", "several",
+        on("inference", "update-loaded:v2") + on("inference", "generate", nth=9) + on("environment", "result:*", nth=6)
+        + on("inference", "update-received:v3", do="error"),
+        exact="training",
+    ),
+    "messages lost": Cell(
+        "drop, duplicate", "environment", "result:*",
+        on("environment", "result:*", do="drop", nth=3) + on("environment", "result:*", do="duplicate", nth=7)
+        + on("trainer", "rename:weights/step_2", do="delay"),
+        exact="nothing", settings={"orchestrator": {"rollout_timeout": 4.0}},
+    ),
+    "orchestrator stopped": Cell("stop", "orchestrator", "ledger:commit", on("orchestrator", "ledger:commit", do="stop", nth=4),
+                                 settings=STOPPED),
+    "disk full": Cell(
+        "enospc", "trainer", "write:weights/step_2", (Fault("write:weights/step_2", "trainer", "enospc", times=10**6),),
+        exact="training", ends="ends", settings={"max_restarts": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, "Future[Result]"]]:
+    """The cells of the selected tests, under way."""
+    root = tmp_path_factory.mktemp("runs")
+    selected = [
+        item.callspec.params["name"]
+        for item in request.session.items
+        if "name" in getattr(getattr(item, "callspec", None), "params", {})
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run_cell, UNDISTURBED, root / "undisturbed")
+
+        def run(name: str, directory: Path) -> Result:
+            cell = CELLS[name]
+            if cell.exact != "nothing":
+                assert first.result().problems == []
+            return run_cell(cell, directory, root / "undisturbed" / "run" if cell.reference else None)
+
+        ordered = sorted((name for name in CELLS if name in selected), key=lambda name: CELLS[name].exact != "nothing")
+        yield {
+            "undisturbed": first,
+            **{name: pool.submit(run, name, root / name.replace(" ", "-")) for name in ordered},
+        }
+
+
+def test_an_undisturbed_run_ends_right(runs):
+    assert runs["undisturbed"].result().problems == []
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_a_disturbed_run_ends_right(runs, name):
+    """Exit status, exactly-once, conservation, checkpoints, what is served; and, where order does not depend on time, the same bits."""
+    result = runs[name].result()
+    assert result.problems == []
+    assert result.outcome == ("ended, then recovered" if CELLS[name].ends == "ends" else "went on")
