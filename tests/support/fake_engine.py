@@ -10,6 +10,7 @@ compare what comes out of an environment with what the engine really got and gav
 import argparse
 import asyncio
 import json
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -184,7 +185,15 @@ class PolicyEngine(FakeEngine):
 
     def _add_routes(self, app: web.Application) -> None:
         base = hash_directory(self.model)
-        self._base = {"version": 0, "hash": version_hash(base), "base": str(self.model.resolve()), "weight_dir": None}
+        self._base = {
+            "version": 0,
+            "hash": version_hash(base),
+            "base": str(self.model.resolve()),
+            "weight_dir": None,
+            "boot": secrets.token_hex(
+                8
+            ),  # tells a server that was started again from the one that was given the weights
+        }
         self._served = dict(self._base)
         app.router.add_get("/health", self._health)
         app.router.add_get("/weights", self._weights)
