@@ -13,7 +13,8 @@ from prime_rl.config.trainer import TrainerConfig
 
 
 class RLConfig(BaseConfig):
-    """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them."""
+    """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
+    `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode"""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     device: Device = Field(default="auto", description="Where to train and serve (auto: CUDA where there is a GPU).")
@@ -92,6 +93,12 @@ class RLConfig(BaseConfig):
         return Problem(message, "orchestrator.seq_len", "trainer.seq_len")
 
     def _nothing_to_resume(self) -> Problem | None:
-        if not self.clean or self.ckpt is None or self.ckpt.resume_step is None:
-            return None
-        return Problem("clean would remove the checkpoint that ckpt.resume_step names", "clean", "ckpt.resume_step")
+        resumes = self.ckpt is not None and self.ckpt.resume_step is not None
+        if self.clean and resumes:
+            return Problem("clean would remove the checkpoint that ckpt.resume_step names", "clean", "ckpt.resume_step")
+        if self.clean and self.recover:
+            return Problem("clean would remove what recover goes on from", "clean", "recover")
+        if self.recover and resumes:
+            message = "recover goes on from the newest state, ckpt.resume_step from a checkpoint: give one of them"
+            return Problem(message, "recover", "ckpt.resume_step")
+        return None

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_MOST_SECONDS_A_LOOK = 5.0  # a longer gap was the launcher's own: a laptop that slept, a SIGSTOP, a starved machine
+_MOST_SECONDS_A_LOOK = 2.5  # a longer gap was the launcher's own: a laptop that slept, a SIGSTOP, a starved machine
 _WINDOW_SECONDS = 3600.0
 _MOST_BACKOFF_SECONDS = 60.0
 
@@ -17,11 +17,11 @@ class LoopClock:
         self._last = monotonic()
         self.now = 0.0
 
-    def tick(self) -> float:
-        """Call it at every look; returns the present time."""
+    def tick(self) -> bool:
+        """Call it at every look. Returns whether the launcher had been away for longer than a look takes."""
         last, self._last = self._last, self._monotonic()
         self.now += min(self._last - last, _MOST_SECONDS_A_LOOK)
-        return self.now
+        return self._last - last > _MOST_SECONDS_A_LOOK
 
 
 @dataclass(frozen=True)

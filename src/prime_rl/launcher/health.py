@@ -44,6 +44,10 @@ class ServerWatch:
         """A new life of the server."""
         self.began, self.ready, self.due = now, False, now
 
+    def forgive(self, now: float) -> None:
+        """The launcher was away: silence meanwhile is nobody's fault."""
+        self.answered = now
+
     def look(self, now: float) -> Health | None:
         """None: nothing new."""
         if now < self.due or (self.ready and not self.own):

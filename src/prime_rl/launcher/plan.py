@@ -8,7 +8,10 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
+
+RECOVER = "--recover"  # tells a job to go on from what is committed
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,13 @@ def trainer_ranks(config: RLConfig, gpus: Sequence[str]) -> int:
     return config.trainer_ranks or max(1, len(gpus))
 
 
+def recovery_interval(config: RLConfig) -> int | None:
+    """Steps between the trainer's recovery checkpoints: its own setting, else the run's where processes are started again."""
+    if config.trainer.recovery_interval is not None or config.bench or config.max_restarts == 0:
+        return config.trainer.recovery_interval
+    return config.recovery_interval
+
+
 def describe(plan: Plan) -> str:
     """The plan for people: processes, GPUs, ports, directories."""
     lines = [f"run directory  {plan.output_dir}"]
@@ -111,7 +121,8 @@ def describe(plan: Plan) -> str:
 
 
 def _sections(config: RLConfig) -> dict[str, BaseConfig]:
-    sections: dict[str, BaseConfig] = {"rl": config, "trainer": config.trainer, "orchestrator": config.orchestrator}
+    trainer = config.trainer.model_copy(update={"recovery_interval": recovery_interval(config)})
+    sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": config.orchestrator}
     if config.inference is not None:
         root = config.inference.weights_root or config.output_dir / "weights"
         sections["inference"] = config.inference.model_copy(update={"weights_root": root})
@@ -184,7 +195,12 @@ def _config_path(config: RLConfig, name: str) -> str:
 
 
 def _argv(config: RLConfig, name: str) -> tuple[str, ...]:
-    return (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", _config_path(config, name))
+    command = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", _config_path(config, name))
+    return (*command, *_recover(config)) if name in PAIR else command
+
+
+def _recover(config: RLConfig) -> tuple[str, ...]:
+    return (RECOVER,) if config.recover else ()
 
 
 def _trainer_argv(config: RLConfig, gpus: Sequence[str]) -> tuple[str, ...]:
@@ -194,7 +210,7 @@ def _trainer_argv(config: RLConfig, gpus: Sequence[str]) -> tuple[str, ...]:
     torchrun = ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
     # Port 0: torchrun picks a free one, so that two runs on one host never meet.
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
-    train = ("-m", "prime_rl.trainer.rl.train", "@", _config_path(config, "trainer"))
+    train = ("-m", "prime_rl.trainer.rl.train", "@", _config_path(config, "trainer"), *_recover(config))
     return (sys.executable, *torchrun, *rendezvous, *train)
 
 

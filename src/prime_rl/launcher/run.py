@@ -2,39 +2,72 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from prime_rl.config import RLConfig, write_toml
+from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.launcher import checks, rundir
+from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.gpus import visible_gpus
 from prime_rl.launcher.plan import Machine, Plan, describe, make_plan
 from prime_rl.launcher.progress import bench_table, minutes, summary
-from prime_rl.launcher.supervise import Outcome, Supervisor
+from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
 from prime_rl.orchestrator.ckpt import resume_progress
+from prime_rl.transport import checkpoints
+
+_Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
 
 
 def run(config: RLConfig) -> int:
     """Run to the end; returns the exit status. Raises UserError for what cannot work, before anything is started."""
     machine = Machine(visible_gpus(os.environ), len(os.sched_getaffinity(0)), os.environ)
-    plan = make_plan(config, machine)
-    _check(config)
+    if config.recover and not rundir.recoverable(config.output_dir):
+        print(f"nothing to recover in {config.output_dir}: starting from the beginning")
+        config = config.model_copy(update={"recover": False})
+    resolved = resume_at(config)
+    plan = make_plan(resolved, machine)
+    _check(resolved)
     if config.dry_run:
         _check_directory(config)
         _check_port(plan)
-        _write_configs(plan)
+        _write_configs(plan, config)
         print(describe(plan))
         return Outcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
         _check_port(plan)
-        if _resumes(config):
+        if _goes_on(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but the remains of a run that failed at its start
             rundir.clean(config.output_dir)
-        _write_configs(plan)
+        _write_configs(plan, config)
         with Console(config.output_dir, config.max_steps) as console:
             return _supervise(config, plan, owner, console).value
+
+
+def resume_at(config: RLConfig) -> RLConfig:
+    """`config` with `ckpt.resume_step -1` resolved into the number of the newest complete checkpoint, once for all processes.
+
+    Raises:
+        UserError: there is none, or it cannot be resumed from.
+    """
+    ckpt = config.trainer.ckpt
+    if ckpt is None or ckpt.resume_step != -1:
+        return config
+    root = (ckpt.output_dir or config.output_dir) / "checkpoints"
+    step = checkpoints.find(root, -1, "trainer", config.trainer.max_steps)
+    if checkpoints.part_dir(root, step, "orchestrator").exists():
+        checkpoints.check(root, step, "orchestrator")
+
+    def resolved(section: _Sections) -> _Sections:
+        assert section.ckpt is not None
+        return section.model_copy(update={"ckpt": section.ckpt.model_copy(update={"resume_step": step})})
+
+    return config.model_copy(
+        update={"trainer": resolved(config.trainer), "orchestrator": resolved(config.orchestrator)}
+    )
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Console) -> Outcome:
@@ -45,10 +78,28 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     began = time.time()
     names = ", ".join(process.name for process in plan.processes)
     console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
-    outcome = Supervisor(plan.processes, plan.server, config.output_dir, console.say, tick).run()
+    supervisor = Supervisor(plan.processes, plan.server, config.output_dir, console.say, tick, policy(config))
+    outcome = supervisor.run()
     console.look()
     _sum_up(config.output_dir, began, outcome, console, config.bench)
+    for line in restarts_summary(supervisor.restarts):
+        console.say(line)
     return outcome
+
+
+def policy(config: RLConfig) -> Policy:
+    """When a process counts as stalled, and how often it is started again. A benchmark that had to be started again measures nothing."""
+    restarts = 0 if config.bench else config.max_restarts
+    return Policy(restarts, config.restart_backoff, config.heartbeat_timeout, config.stall_timeout)
+
+
+def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
+    """One line a process that was started again: how often, and why."""
+    lines = []
+    for name in dict.fromkeys(restart.process for restart in restarts):
+        reasons = [restart.reason for restart in restarts if restart.process == name]
+        lines.append(f"restarts of {name}: {len(reasons)} ({'; '.join(reasons)})")
+    return lines
 
 
 def _sum_up(output_dir: Path, began: float, outcome: Outcome, console: Console, bench: bool) -> None:
@@ -83,17 +134,18 @@ def _check_port(plan: Plan) -> None:
 
 
 def _check_directory(config: RLConfig) -> None:
-    if not config.clean and not _resumes(config):
+    if not config.clean and not _goes_on(config):
         rundir.refuse_results(config.output_dir)
 
 
-def _resumes(config: RLConfig) -> bool:
-    return any(
+def _goes_on(config: RLConfig) -> bool:
+    return config.recover or any(
         ckpt is not None and ckpt.resume_step is not None
         for ckpt in (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt)
     )
 
 
-def _write_configs(plan: Plan) -> None:
+def _write_configs(plan: Plan, config: RLConfig) -> None:
+    """`rl.toml` as it was given: -1 stays -1 there, and means the newest checkpoint again when it is used again."""
     for path, section in plan.configs.items():
-        write_toml(section, path)
+        write_toml(config if path.stem == "rl" else section, path)

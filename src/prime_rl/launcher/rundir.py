@@ -25,14 +25,19 @@ _LOCK_SECONDS = 5.0
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
 _PROCESSES = ("rl", "trainer", "orchestrator", "inference")
 _COMMITTED = ("step_*", ".step_*")
+_ASIDE = ("given_up_*_step_*", ".given_up_*")  # what a new life of the trainer has renamed out of the way
+_REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "rollouts": _COMMITTED,
-    "weights": _COMMITTED,
-    "checkpoints": _COMMITTED,
+    "weights": (*_COMMITTED, *_ASIDE),
+    "checkpoints": (*_COMMITTED, *_ASIDE),
+    "recovery": _COMMITTED,
     "incarnations": ("*",),
+    "leases": _REPLACED,
+    "settings": _REPLACED,
     "metrics": tuple(f"{name}.jsonl" for name in _PROCESSES),
-    "status": tuple(f"{name}.json" for name in _PROCESSES),
-    "logs": (*(f"{name}.log" for name in _PROCESSES), "envs", "wandb"),
+    "status": tuple(pattern for name in _PROCESSES for pattern in (f"{name}.json", f"{name}.*.json", f".{name}.*")),
+    "logs": (*(f"{name}.log" for name in _PROCESSES), "restarts.jsonl", "envs", "wandb"),
     "configs": tuple(f"{name}.toml" for name in _PROCESSES),
     ".": ("ledger.sqlite*",),
 }
@@ -111,12 +116,18 @@ def results(output_dir: Path) -> list[str]:
     return [name for name, found in {**steps, "metrics": measured}.items() if found]
 
 
+def recoverable(output_dir: Path) -> bool:
+    """Whether an interrupted run has begun to commit: its trainer had opened a life, or a batch is there."""
+    return any((output_dir / "incarnations").glob("*.json")) or any((output_dir / "rollouts").glob("step_*"))
+
+
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
     if found := results(output_dir):
         raise UserError(
             f"{output_dir} holds an earlier run ({', '.join(found)}): choose another --output-dir, "
-            "remove them with --clean, or go on from a checkpoint with --ckpt.resume-step -1"
+            "remove them with --clean, go on from a checkpoint with --ckpt.resume-step -1, "
+            "or from whatever was committed with --recover"
         )
 
 
@@ -137,8 +148,9 @@ def clean(output_dir: Path) -> None:
 
 def forget_status(output_dir: Path) -> None:
     """Status files speak of processes that are gone: a run that goes on starts without them."""
-    for name in _WRITTEN["status"]:
-        (output_dir / "status" / name).unlink(missing_ok=True)
+    for pattern in _WRITTEN["status"]:
+        for path in (output_dir / "status").glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> _Claim | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn, user_error
 from prime_rl.launcher.clock import Budget, LoopClock, Policy
 from prime_rl.launcher.health import Health, ServerWatch
-from prime_rl.launcher.plan import Process, Server
+from prime_rl.launcher.plan import RECOVER, Process, Server
 from prime_rl.launcher.procs import adopting, by_parent, descendants, orphans, send
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
@@ -24,7 +24,6 @@ DRAIN_SECONDS = 300.0
 STOP_SECONDS = 15.0
 AFTER_SECONDS = 30.0
 SERVER_NAME = "inference"
-RECOVER = "--recover"
 
 
 class Outcome(Enum):
@@ -126,12 +125,18 @@ class Supervisor:
 
     def _watch(self, lifeline: Lifeline) -> Outcome:
         while True:  # bounded: as long as the run; every process is watched for stalls
-            self._clock.tick()
+            if self._clock.tick():
+                self._forgive()
             self._start_due(lifeline)
             if (outcome := self._look()) is not None:
                 return outcome
             self._tick()
             time.sleep(POLL_SECONDS)
+
+    def _forgive(self) -> None:
+        self._vigil.forgive(self._clock.now)
+        if self._server is not None:
+            self._server.forgive(self._clock.now)
 
     def _look(self) -> Outcome | None:
         """One look at everything: the outcome once there is one."""

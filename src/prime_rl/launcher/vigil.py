@@ -48,6 +48,13 @@ class Vigil:
         """It is not watched any more."""
         self._lives.pop(process, None)
 
+    def forgive(self, now: float) -> None:
+        """The launcher was away, and perhaps they all were: everybody's time begins anew."""
+        for life in self._lives.values():
+            life.began = now
+            life.halted.clear()
+            life.seen.clear()
+
     def look(
         self,
         now: float,

@@ -119,3 +119,30 @@ def test_the_server_loads_weights_of_this_run_only() -> None:
     assert set(sections) == {"rl", "trainer", "orchestrator", "inference"}
     assert isinstance(served := sections["inference"], InferenceConfig)
     assert served.weights_root == Path("outputs/weights")
+
+
+def test_recovery_needs_recovery_checkpoints() -> None:
+    """Where processes are started again the trainer keeps a rolling checkpoint; its own setting wins; a benchmark keeps none."""
+
+    def interval(**shared: object) -> int | None:
+        run = config(**shared)
+        section = make_plan(run, machine()).configs[Path("outputs/configs/trainer.toml")]
+        assert isinstance(section, TrainerConfig)
+        return section.recovery_interval
+
+    assert interval() == 10
+    assert interval(recovery_interval=3) == 3
+    assert interval(max_restarts=0) is None
+    assert interval(bench=True) is None
+    own = config().model_copy(update={"trainer": TrainerConfig(recovery_interval=7), "max_restarts": 0})
+    section = make_plan(own, machine()).configs[Path("outputs/configs/trainer.toml")]
+    assert isinstance(section, TrainerConfig)
+    assert section.recovery_interval == 7
+
+
+def test_recover_is_passed_to_the_jobs() -> None:
+    """`rl --recover`: trainer, with any number of ranks, and orchestrator are told; the server keeps nothing."""
+    for ranks in (1, 2):
+        plan = make_plan(config(recover=True, trainer_ranks=ranks), machine())
+        told = {process.name: process.argv[-1] == "--recover" for process in plan.processes}
+        assert told == {"inference": False, "trainer": True, "orchestrator": True}

@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
-from prime_rl.launcher.rundir import Owner, clean, forget_status, refuse_results
+from prime_rl.launcher.rundir import Owner, clean, forget_status, recoverable, refuse_results
 
 
 def edit_claim(root: Path, **fields: object) -> None:
@@ -58,18 +58,31 @@ def test_an_empty_directory_made_for_a_refused_run_goes_again(tmp_path: Path) ->
 
 def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None:
     """`--clean` removes the names that a run writes; a person's files beside them stay, even in `configs/`."""
-    for name in ("rollouts/step_0", "weights/step_0", "weights/step_1", "weights/.step_2.tmp-x", "logs/envs", "notes"):
+    directories = (
+        "rollouts/step_0", "weights/step_0", "weights/step_1", "weights/.step_2.tmp-x", "recovery/step_2", "recovery/.step_4.tmp-x",
+        "checkpoints/step_2", "checkpoints/given_up_1_step_4", "logs/envs", "notes",
+    )  # fmt: skip
+    for name in directories:
         (tmp_path / name).mkdir(parents=True)
     for name in (
         "configs/trainer.toml",
         "configs/mine.toml",
         "logs/trainer.log",
         "metrics/trainer.jsonl",
+        "incarnations/0.json",
+        "leases/orchestrator.json",
+        "settings/trainer.json",
+        "settings/.trainer.json.tmp-1",
+        "status/trainer.json",
+        "status/trainer.1.json",
+        "status/.trainer.1.json.tmp-1",
+        "logs/restarts.jsonl",
         "ledger.sqlite",
+        "ledger.sqlite-journal",
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    with pytest.raises(UserError, match=r"\(rollouts, weights, metrics\).*--clean"):
+    with pytest.raises(UserError, match=r"\(rollouts, weights, checkpoints, metrics\).*--clean.*--recover"):
         refuse_results(tmp_path)
     clean(tmp_path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
@@ -92,14 +105,18 @@ def test_clean_follows_no_link(tmp_path: Path) -> None:
 
 def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
     """After a typo was mended the run starts again without ado."""
-    for name in ("logs/trainer.log", "status/trainer.json", "metrics/orchestrator.jsonl"):
-        (tmp_path / name).parent.mkdir()
+    for name in ("logs/trainer.log", "status/trainer.json", "status/trainer.1.json", "metrics/orchestrator.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "weights" / "step_0").mkdir(parents=True)
     refuse_results(tmp_path)
     forget_status(tmp_path)
     assert (tmp_path / "logs/trainer.log").exists()
-    assert not (tmp_path / "status/trainer.json").exists()
+    assert not any((tmp_path / "status").iterdir())
+    assert not recoverable(tmp_path)
+    (tmp_path / "incarnations").mkdir()
+    (tmp_path / "incarnations/0.json").touch()
+    assert recoverable(tmp_path)
 
 
 def test_a_reused_pid_is_not_the_same_process() -> None:

@@ -1,0 +1,176 @@
+"""A process of a run that dies, halts or gets nowhere is started again alone; how often is bounded; nothing of its old life is left."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+
+from prime_rl.launcher.procs import identify
+from support.launching import Launch, all_gone, launch, until
+
+PORT = 8254
+QUICK = {"max_restarts": 2, "backoff": 0.2, "heartbeat_timeout": 3.0, "stall_timeout": 2.0}
+PATIENT = {**QUICK, "stall_timeout": 600.0}
+
+__all__ = ["launch"]  # a fixture
+
+Start = Callable[..., Launch]
+
+
+def lives(run: Launch, name: str) -> list[str]:
+    """What `name` said at the start of each life: its number and the options it was given on top."""
+    file = run.base / "events"
+    events = file.read_text().splitlines() if file.exists() else []
+    return [line.removeprefix(f"{name} life ") for line in events if line.startswith(f"{name} life ")]
+
+
+def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> None:
+    """It had been ready: it goes on from what is committed. Nothing of its old life is left, not even a stopped grandchild
+    in a session of its own; the others are not touched. Said in one line, counted in the summary and in a file."""
+    run = launch("trainer=mends:killed-with-family", "orchestrator=after", policy=PATIENT)
+    family = [run.pid("session"), run.pid("group")]
+    status, out = run.wait()
+    assert status == 0, out
+    assert lives(run, "trainer") == ["1", "2 --recover"]
+    assert (run.base / "orchestrator.lives").read_text() == "x"
+    assert (
+        "trainer was killed by SIGKILL: starting it again in 0.2 s (restart 1 of at most 2 an hour, recovering)" in out
+    )
+    assert "restarts of trainer: 1 (was killed by SIGKILL)" in out
+    (row,) = [json.loads(line) for line in (run.base / "run/logs/restarts.jsonl").read_text().splitlines()]
+    assert (row["process"], row["number"], row["recover"]) == ("trainer", 1, True)
+    assert not any(identify(pid) for pid in family)
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("stopped", r"orchestrator has been stopped (SIGSTOP) for"),
+        ("overdue", r"orchestrator still waits for rollouts/step_3 from orchestrator,"),
+        ("raises", r"orchestrator failed with exit status 1 (RuntimeError: unexpected)"),
+        ("complains", r"orchestrator failed with exit status 1 (error: the disk is full)"),
+    ],
+)
+def test_each_kind_of_failure_after_ready_is_mended(launch: Start, fault: str, why: str) -> None:
+    """Dead, halted, or waiting beyond its own deadline: started again with --recover, and the reason is said."""
+    run = launch(f"orchestrator=mends:{fault}", "trainer=after", policy=PATIENT)
+    status, out = run.wait()
+    assert status == 0, out
+    assert lives(run, "orchestrator") == ["1", "2 --recover"]
+    assert why in out
+
+
+def test_a_process_that_gets_nowhere_is_started_again(launch: Start) -> None:
+    """Its heart beats, it waits for nobody, and nothing moves."""
+    run = launch("trainer=mends:stuck", policy=QUICK)
+    status, out = run.wait()
+    assert status == 0, out
+    assert "trainer has got nowhere for" in out
+    assert lives(run, "trainer") == ["1", "2 --recover"]
+
+
+def test_a_process_that_waits_for_another_is_left_in_peace(launch: Start) -> None:
+    """Within its own deadline a wait may last longer than a stall."""
+    run = launch("trainer=mends:patient", policy=QUICK)
+    status, out = run.wait()
+    assert status == 0, out
+    assert lives(run, "trainer") == ["1"]
+
+
+def test_a_halted_rank_takes_its_whole_group_along(launch: Start) -> None:
+    """One rank is stopped: the trainer is started again as a whole, the stopped rank is dead."""
+    run = launch("trainer=mends:silent-rank", policy=PATIENT)
+    rank = run.pid("rank")
+    status, out = run.wait()
+    assert status == 0, out
+    assert "trainer rank 1 has given no sign of life" in out
+    assert identify(rank) is None
+
+
+def test_before_ready_a_crash_is_tried_again_as_it_was_started(launch: Start) -> None:
+    """Nothing of this life was committed in order: no --recover."""
+    run = launch("trainer=mends:early-raises", policy=PATIENT)
+    status, out = run.wait()
+    assert status == 0, out
+    assert lives(run, "trainer") == ["1", "2"]
+
+
+def test_before_ready_what_the_user_must_mend_ends_the_run(launch: Start) -> None:
+    """A second try would say the same."""
+    run = launch("trainer=mends:early-complains", "orchestrator=waits", policy=PATIENT)
+    status, out = run.wait()
+    assert status == 1, out
+    assert "error: the disk is full" in out
+    assert "starting it again" not in out
+    all_gone(run.pids())
+
+
+def test_restarts_are_bounded(launch: Start) -> None:
+    """Backoff doubles; past the limit the run ends with the reason, status 1 and nothing alive."""
+    run = launch("trainer=always-raises", "orchestrator=waits", policy=PATIENT)
+    status, out = run.wait()
+    assert status == 1, out
+    assert (run.base / "trainer.lives").read_text() == "xxx"
+    assert "starting it again in 0.2 s (restart 1 of" in out
+    assert "starting it again in 0.4 s (restart 2 of" in out
+    assert "trainer was started again 2 times within an hour: giving up" in out
+    assert "RuntimeError: life 3" in out
+    all_gone(run.pids())
+
+
+def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:
+    """The process that is down stays down; the run ends at once as interrupted."""
+    run = launch("trainer=always-raises", "orchestrator=drains", policy={**PATIENT, "backoff": 60.0})
+    run.up("orchestrator")
+    until((run.base / "run/logs/restarts.jsonl").exists, "restart planned")
+    run.popen.send_signal(signal.SIGINT)
+    status, out = run.wait()
+    assert status == 130, out
+    assert "orchestrator finished after SIGINT" in (run.base / "events").read_text()
+    assert (run.base / "trainer.lives").read_text() == "x"
+    all_gone(run.pids())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_own_server_is_started_again_and_nobody_else(launch: Start, number: signal.Signals) -> None:
+    """Dead or halted: it comes back under the same address, is awaited, and the jobs have gone on meanwhile."""
+    run = launch("inference=serves", "trainer=after", port=PORT, policy=PATIENT)
+    run.up("inference")
+    first = run.pid("inference")
+    os.kill(first, number)
+    until(lambda: "serves in life 2" in (run.base / "events").read_text(), "second life of the server")
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert "restarts of inference: 1" in out
+    assert (run.base / "trainer.lives").read_text() == "x"
+    assert identify(first) is None
+
+
+def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:
+    """Suspended together with its children for longer than any timeout: afterwards all go on."""
+    run = launch("trainer=mends:patient", "orchestrator=after", policy=PATIENT)
+    family = [run.popen.pid, run.pid("trainer"), run.pid("orchestrator")]
+    until(lambda: lives(run, "trainer") == ["1"], "trainer at work")
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in family:
+            os.kill(pid, number)
+        time.sleep(4)
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert "starting it again" not in out
+
+
+def test_a_halted_child_does_not_outlive_a_killed_launcher(launch: Start) -> None:
+    """A stopped process cannot watch its lifeline: the kernel kills it."""
+    run = launch("trainer=mends:stopped")
+    pid = run.pid("trainer")
+    until(lambda: lives(run, "trainer") == ["1"], "trainer at work")
+    time.sleep(1.0)
+    run.popen.kill()
+    run.popen.wait()
+    all_gone([pid])

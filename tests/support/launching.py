@@ -1,0 +1,251 @@
+"""The launcher's own code over small Python programs that stand in for trainer, orchestrator and server."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.launcher.procs import identify
+
+# argv = output_dir, drain seconds, port, policy as JSON, then name=kind pairs.
+DRIVER = """
+import json, sys
+from pathlib import Path
+from prime_rl.errors import UserError
+from prime_rl.launcher import rundir
+from prime_rl.launcher.clock import Policy
+from prime_rl.launcher.run import restarts_summary
+from prime_rl.launcher.console import Console
+from prime_rl.launcher.plan import Process, Server
+from prime_rl.launcher.clock import Policy
+from prime_rl.launcher.supervise import Supervisor
+
+root, drain, port = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+processes = []
+for pair in sys.argv[5:]:
+    name, _, kind = pair.partition("=")
+    argv = (sys.executable, "-c", (root.parent / "child.py").read_text(), kind, str(root), name, str(port))
+    processes.append(Process(name, argv, root / "logs" / f"{name}.log", service=name == "inference",
+                             drain_children=kind == "agent", after="trainer" if kind == "late" else None))
+server = Server(f"http://localhost:{port}", f"http://localhost:{port}/health", 5.0, "127.0.0.1", port) if port else None
+try:
+    with rundir.Owner(root), Console(root, 3) as console:
+        supervisor = Supervisor(processes, server, root, console.say, console.tick, Policy(**json.loads(sys.argv[4])),
+                                drain_seconds=drain, stop_seconds=3.0)
+        status = supervisor.run().value
+        console.look()
+        for line in restarts_summary(supervisor.restarts):
+            console.say(line)
+except UserError as error:
+    print(f"error: {error}")
+    status = 1
+sys.exit(status)
+"""
+
+CHILD = """
+import http.server, json, os, signal, subprocess, sys, time
+from pathlib import Path
+from prime_rl import lifeline
+lifeline.watch()
+kind, root, name, port, options = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:]
+(root.parent / f"{name}.pid").write_text(str(os.getpid()))
+lives = root.parent / f"{name}.lives"
+lives.open("a").write("x")
+life = len(lives.read_text())  # 1-based
+
+def say_up():
+    (root.parent / f"{name}.up").touch()
+
+def note(text):
+    with (root.parent / "events").open("a") as file:
+        file.write(f"{name} {text}\\n")
+
+def sleep_forever():
+    say_up()
+    while True:
+        time.sleep(60)
+
+def finish(number, frame):
+    note(f"finished after {signal.Signals(number).name}")
+    sys.exit(0)
+
+if kind == "steps":
+    from prime_rl.monitor import Status
+    from prime_rl.monitor.monitor import JsonlWriter, metrics_path
+    status = Status(root, name)
+    status.phase("training")
+    time.sleep(2)
+    out = JsonlWriter(metrics_path(root, name))
+    for step in range(3):
+        out.write(step, {"reward/mean": 0.5, "loss/mean": 0.1, "time/step": 0.1})
+    status.done("finished")
+elif kind == "drains":
+    signal.signal(signal.SIGINT, finish)
+    sleep_forever()
+elif kind == "stubborn":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sleep_forever()
+elif kind == "family":
+    out_of_session = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    in_group = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (root.parent / "group.pid").write_text(str(in_group.pid))
+    (root.parent / "session.pid").write_text(str(out_of_session.pid))
+    sleep_forever()
+elif kind == "agent":
+    rank = "import signal, sys, time\\nfrom pathlib import Path\\nfrom prime_rl import lifeline\\nlifeline.watch()\\n" \\
+           "signal.signal(signal.SIGINT, lambda *a: sys.exit(0))\\n" \\
+           f"Path({str(root.parent / (name + '.up'))!r}).touch()\\ntime.sleep(600)"
+    signal.signal(signal.SIGINT, lambda *a: sys.exit(9))
+    child = subprocess.Popen([sys.executable, "-c", rank], start_new_session=True)
+    (root.parent / "rank.pid").write_text(str(child.pid))
+    sys.exit(child.wait())
+elif kind in ("serves", "crashes-with-server"):
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+        def log_message(self, *args):
+            pass
+    server = http.server.HTTPServer(("127.0.0.1", port), Health)
+    from prime_rl.monitor import Status
+    Status(root, name).ready()
+    say_up()
+    note(f"serves in life {life}")
+    signal.signal(signal.SIGTERM, finish)
+    server.serve_forever()
+elif kind == "fails":
+    time.sleep(0.5)
+    print("loading")
+    print("error: the model is broken")
+    print("cleaning up")
+    sys.exit(3)
+elif kind == "raises":
+    time.sleep(0.5)
+    raise RuntimeError("unexpected")
+elif kind == "quits":
+    time.sleep(0.5)
+elif kind == "late":
+    assert (root / "status" / "trainer.json").exists()
+elif kind == "after":  # ends well once the file is there
+    while not (root.parent / "end").exists():
+        time.sleep(0.05)
+elif kind.startswith("mends:"):  # the first life goes wrong as told, the second ends well
+    from prime_rl.monitor import Status
+    fault = kind.partition(":")[2]
+    note(f"life {life} {' '.join(options)}".strip())
+    if life == 2:
+        (root.parent / "end").touch()
+        sys.exit(0)
+    status = Status(root, name)
+    if not fault.startswith("early-"):
+        status.phase("working")
+        status.ready()
+    if fault == "killed-with-family":
+        session = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+        group = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        os.kill(session.pid, signal.SIGSTOP)
+        (root.parent / "session.pid").write_text(str(session.pid))
+        (root.parent / "group.pid").write_text(str(group.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif fault == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault == "stuck":
+        time.sleep(600)
+    elif fault == "overdue":
+        status.waiting("rollouts/step_3", "orchestrator", 0.5)
+        time.sleep(600)
+    elif fault == "patient":  # waits for somebody longer than stall_timeout, within its own deadline
+        status.waiting("rollouts/step_3", "orchestrator", 600)
+        time.sleep(5)
+        status.done("finished")
+        sys.exit(0)
+    elif fault == "silent-rank":
+        rank = "import os, signal, sys; from pathlib import Path; from prime_rl.monitor import Status; " \\
+               "Status(Path(sys.argv[1]), 'trainer.1'); os.kill(os.getpid(), signal.SIGSTOP)"
+        child = subprocess.Popen([sys.executable, "-c", rank, str(root)], start_new_session=True)
+        (root.parent / "rank.pid").write_text(str(child.pid))
+        time.sleep(600)
+    elif fault.endswith("raises"):
+        raise RuntimeError("unexpected")
+    elif fault.endswith("complains"):
+        sys.exit("error: the disk is full")
+elif kind == "always-raises":
+    from prime_rl.monitor import Status
+    Status(root, name).ready()
+    raise RuntimeError(f"life {life}")
+else:
+    sleep_forever()
+"""
+
+
+class Launch:
+    """A launcher in a session of its own, as a terminal would run it."""
+
+    def __init__(
+        self, root: Path, *children: str, drain: float = 20.0, port: int = 0, policy: dict[str, float] | None = None
+    ) -> None:
+        self.base = root
+        (root / "child.py").write_text(CHILD)
+        self.popen = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                DRIVER,
+                str(root / "run"),
+                str(drain),
+                str(port),
+                json.dumps(policy or {}),
+                *children,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def wait(self) -> tuple[int, str]:
+        out, _ = self.popen.communicate(timeout=60)
+        return self.popen.returncode, out
+
+    def pid(self, name: str) -> int:
+        path = self.base / f"{name}.pid"
+        until(lambda: path.exists() and path.read_text() != "", f"{path.name}")
+        return int(path.read_text())
+
+    def up(self, *names: str) -> None:
+        for name in names:
+            until((self.base / f"{name}.up").exists, f"{name} up")
+
+    def pids(self) -> list[int]:
+        return [int(path.read_text()) for path in self.base.glob("*.pid")]
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {seconds} s"
+        time.sleep(0.05)
+
+
+def all_gone(pids: list[int]) -> None:
+    until(lambda: not any(identify(pid) for pid in pids), "end of every process")
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    started: list[Launch] = []
+
+    def start(*children: str, **options: float) -> Launch:
+        started.append(Launch(tmp_path, *children, **options))  # type: ignore[arg-type]
+        return started[-1]
+
+    yield start
+    for each in started:
+        if each.popen.poll() is None:
+            each.popen.kill()
+            each.popen.wait()

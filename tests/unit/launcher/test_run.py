@@ -1,0 +1,70 @@
+"""What `rl` decides before it starts anything: where a run goes on, and what is said of restarts at its end."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import OrchestratorConfig, RLConfig
+from prime_rl.config.shared import CkptConfig, EnvConfig
+from prime_rl.errors import UserError
+from prime_rl.launcher.run import policy, restarts_summary, resume_at
+from prime_rl.launcher.supervise import Restart
+from prime_rl.transport import checkpoints
+from prime_rl.transport.commit import stage
+
+
+def config(root: Path, **given: object) -> RLConfig:
+    orchestrator = OrchestratorConfig(environments=[EnvConfig(id="reverse-text")])
+    return RLConfig(output_dir=root, orchestrator=orchestrator, **given)
+
+
+def save(root: Path, step: int, *parts: str) -> None:
+    for part in parts:
+        with stage(root / "checkpoints" / f"step_{step}" / part, step=step, producer=part) as path:
+            (path / "state").write_text(part)
+
+
+def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
+    """-1 becomes the number of the newest joint manifest in both sections; a half-saved one is passed over."""
+    run = config(tmp_path, ckpt=CkptConfig(resume_step=-1))
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        resume_at(run)
+    for step in (2, 4):
+        save(tmp_path, step, "trainer", "orchestrator")
+        checkpoints.join(tmp_path / "checkpoints", step, checkpoints.TOGETHER, "orchestrator")
+    save(tmp_path, 6, "trainer")
+    found = resume_at(run)
+    assert found.trainer.ckpt is not None
+    assert found.orchestrator.ckpt is not None
+    assert (found.trainer.ckpt.resume_step, found.orchestrator.ckpt.resume_step) == (4, 4)
+    assert run.trainer.ckpt is not None
+    assert run.trainer.ckpt.resume_step == -1
+    (tmp_path / "checkpoints/step_4/orchestrator/manifest.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot resume from step 4"):
+        resume_at(run)
+
+
+def test_recover_excludes_what_contradicts_it(tmp_path: Path) -> None:
+    """--clean would remove it, a resume step means something else."""
+    for given in ({"clean": True}, {"ckpt": CkptConfig(resume_step=-1)}):
+        with pytest.raises(ValueError, match="recover"):
+            config(tmp_path, recover=True, **given)
+
+
+def test_a_benchmark_is_not_started_again(tmp_path: Path) -> None:
+    """Its numbers would be worthless."""
+    assert policy(config(tmp_path)).max_restarts == 3
+    assert policy(config(tmp_path, bench=True)).max_restarts == 0
+
+
+def test_the_summary_names_each_restart() -> None:
+    """A line a process: how often, and why."""
+    restarts = [
+        Restart(0.0, "trainer", "was killed by SIGKILL", 1, 1.0, 20.0, True),
+        Restart(1.0, "inference", "ended too early", 1, 1.0, 20.0, False),
+        Restart(2.0, "trainer", "has got nowhere for 9 s", 2, 2.0, 20.0, True),
+    ]
+    assert restarts_summary(restarts) == [
+        "restarts of trainer: 2 (was killed by SIGKILL; has got nowhere for 9 s)",
+        "restarts of inference: 1 (ended too early)",
+    ]

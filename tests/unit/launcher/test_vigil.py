@@ -1,0 +1,148 @@
+"""Who counts as stalled, and how often a process is started again: pure functions of what was seen and when."""
+
+from dataclasses import replace
+
+import pytest
+
+from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
+from prime_rl.launcher.vigil import Vigil
+from prime_rl.monitor.process import ProcessId
+from prime_rl.monitor.status import ProcessStatus, Waiting
+
+POLICY = Policy(max_restarts=3, backoff=1.0, heartbeat_timeout=60.0, stall_timeout=1800.0)
+WORKING = ProcessStatus("trainer", 7, "training", 3, 0.0, 0.0, None, None, progress=0.0, ready=0.0)
+
+
+class Run:
+    """Feeds a vigil with statuses whose clocks have nothing to do with the launcher's."""
+
+    def __init__(self) -> None:
+        self.vigil = Vigil(POLICY)
+        self.now = 0.0
+        self.beats = 0
+
+    def look(self, seconds: float, *statuses: ProcessStatus, beating: bool = True, **more: object) -> dict[str, str]:
+        self.now += seconds
+        self.beats += beating
+        told = {status.process: replace(status, heartbeat=-5e8 + self.beats) for status in statuses}
+        return self.vigil.look(self.now, told, more.get("halted", {}), more.get("services", ()))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run() -> Run:
+    run = Run()
+    run.vigil.begin("trainer", 0.0)
+    return run
+
+
+def test_a_heart_that_beats_and_work_that_moves_are_no_stall(run: Run) -> None:
+    """However long, and whatever the other's clock says."""
+    for hour in range(100):
+        assert run.look(50.0, replace(WORKING, progress=float(hour))) == {}
+
+
+def test_silence_is_a_stall_after_heartbeat_timeout(run: Run) -> None:
+    """Nothing new in the file for longer than that."""
+    assert run.look(1.0, WORKING) == {}
+    assert run.look(60.0, WORKING, beating=False) == {}
+    assert run.look(1.0, WORKING, beating=False) == {"trainer": "has given no sign of life for 61 s"}
+
+
+def test_a_rank_speaks_for_its_process(run: Run) -> None:
+    """Rank 1 silent: the trainer has stalled. Its progress does not count, rank 0 speaks for all."""
+    rank = replace(WORKING, process="trainer.1")
+    for hour in range(10):
+        assert run.look(600.0, replace(WORKING, progress=float(hour)), rank) == {}
+    for _ in range(2):
+        found = run.look(35.0, rank, beating=False)
+    assert found == {"trainer": "rank 1 has given no sign of life for 70 s"}
+
+
+def test_no_progress_while_nobody_is_waited_for(run: Run) -> None:
+    """The end of a wait begins the time anew."""
+    wait = replace(WORKING, waiting=Waiting("rollouts/step_3", "orchestrator", 0.0, 7200.0))
+    run.look(0.0, WORKING)
+    assert run.look(1800.0, WORKING) == {}
+    assert run.look(1.0, WORKING) == {"trainer": "has got nowhere for 1801 s (training, step 3)"}
+    assert run.look(1.0, wait) == {}
+    assert run.look(7000.0, wait) == {}
+    assert run.look(1.0, WORKING) == {}
+
+
+def test_a_wait_beyond_its_own_deadline(run: Run) -> None:
+    """Its owner should have ended it: the launcher does, after a little more."""
+    wait = replace(WORKING, waiting=Waiting("rollouts/step_3", "orchestrator", 1e9, 1e9 + 100.0))
+    assert run.look(0.0, wait) == {}
+    assert run.look(160.0, wait) == {}
+    assert run.look(1.0, wait) == {
+        "trainer": "still waits for rollouts/step_3 from orchestrator, 61 s after its own deadline"
+    }
+
+
+def test_a_stopped_process_without_status(run: Run) -> None:
+    """torchrun's agent writes no status; /proc tells. One that goes on in between is not to blame."""
+    halted = {"trainer": [ProcessId(9, 1)]}
+    assert run.look(0.0, WORKING, halted=halted) == {}
+    assert run.look(50.0, WORKING) == {}
+    assert run.look(20.0, WORKING, halted=halted) == {}
+    assert run.look(61.0, WORKING, halted=halted) == {"trainer": "has been stopped (SIGSTOP) for 61 s"}
+
+
+def test_never_a_report(run: Run) -> None:
+    """A process that hangs before its first word."""
+    assert run.look(1800.0) == {}
+    assert run.look(1.0) == {"trainer": "has not reported within 1800 s"}
+
+
+def test_a_service_may_idle_and_take_its_time_to_start(run: Run) -> None:
+    """Without requests it gets nowhere; while it starts its own deadline counts; once ready its heart must beat."""
+    run.vigil.begin("inference", 0.0)
+    server = replace(WORKING, process="inference", ready=None)
+    options: dict[str, object] = {"services": ["inference"]}
+    assert run.look(9000.0, server, replace(WORKING, progress=1.0), beating=False, **options) == {}
+    assert run.look(900.0, server, replace(WORKING, progress=2.0), **options) == {}
+    assert run.look(9000.0, replace(server, ready=1.0), replace(WORKING, progress=3.0), **options) == {}
+    found = run.look(61.0, replace(server, ready=1.0), replace(WORKING, progress=4.0), beating=False, **options)
+    assert found["inference"] == "has given no sign of life for 61 s"
+
+
+def test_a_process_that_said_goodbye_must_go(run: Run) -> None:
+    """Its heartbeat ends with its last word; hanging at exit is a stall all the same."""
+    done = replace(WORKING, outcome="finished")
+    run.look(0.0, done)
+    assert run.look(299.0, done, beating=False) == {}
+    assert run.look(2.0, done, beating=False) == {"trainer": "said `finished` 301 s ago and has not ended"}
+
+
+def test_an_absent_launcher_and_a_new_life_begin_anew(run: Run) -> None:
+    """What was seen before counts no more."""
+    run.look(0.0, WORKING)
+    run.now += 5000.0
+    run.vigil.forgive(run.now)
+    assert run.look(0.0, WORKING, beating=False) == {}
+    run.now += 5000.0
+    run.vigil.begin("trainer", run.now)
+    assert run.look(0.0, WORKING, beating=False) == {}
+
+
+def test_the_launchers_clock_stands_still_while_it_is_away() -> None:
+    """A laptop that slept for an hour, seen from any monotonic clock."""
+    times = iter([0.0, 0.1, 3600.1, 3600.2])
+    clock = LoopClock(lambda: next(times))
+    assert not clock.tick()
+    assert clock.tick()
+    assert not clock.tick()
+    assert clock.now == pytest.approx(2.7)
+
+
+def test_restarts_are_counted_a_process_and_an_hour() -> None:
+    """Backoff doubles within the hour; what lies further back is forgotten; each process has its own number."""
+    budget = Budget(POLICY)
+    assert [budget.ask("trainer", now) for now in (0.0, 10.0, 20.0, 30.0)] == [
+        Grant(1, 1.0), Grant(2, 2.0), Grant(3, 4.0), None,
+    ]  # fmt: skip
+    assert budget.ask("orchestrator", 30.0) == Grant(1, 1.0)
+    assert budget.ask("trainer", 3600.0) == Grant(3, 4.0)
+    assert Budget(Policy(max_restarts=0)).ask("trainer", 0.0) is None
+    patient = Budget(Policy(max_restarts=100))
+    assert max(grant.seconds for _ in range(20) if (grant := patient.ask("x", 0.0))) == 60.0
