@@ -8,6 +8,7 @@ import os
 import secrets
 import shutil
 import sqlite3
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ FORMAT = 1
 _BUSY_SECONDS = 10.0
 _COPY_ATTEMPTS = 50
 _COPY_PAUSE_SECONDS = 0.1
+_DAMAGED_ATTEMPTS = 3
 
 # 16 KiB pages: tokens of an episode lie in few overflow pages. The partial index holds only what is not trained yet.
 _SCHEMA = f"""
@@ -179,8 +181,11 @@ def create(path: Path) -> None:
             os.close(descriptor)
 
 
-def connect(path: Path) -> sqlite3.Connection:
+def connect(path: Path, shown: Path | None = None) -> sqlite3.Connection:
     """Open an existing ledger; a transaction that a crash cut short is rolled back.
+
+    Args:
+        shown: The name that messages give it, for a copy.
 
     Raises:
         UserError: it is damaged, truncated, locked or of another format. Nothing is written then.
@@ -188,7 +193,7 @@ def connect(path: Path) -> sqlite3.Connection:
     with file_errors(path):
         db = sqlite3.connect(f"file:{_quoted(path)}?mode=rw", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False)  # fmt: skip
         try:
-            _check(db, path)
+            _check(db, path, shown or path)
             db.execute("PRAGMA journal_mode = DELETE")
             db.execute("PRAGMA synchronous = FULL")
             db.execute("PRAGMA secure_delete = OFF")  # freed tokens need not be overwritten
@@ -200,20 +205,21 @@ def connect(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _check(db: sqlite3.Connection, path: Path) -> None:
+def _check(db: sqlite3.Connection, path: Path, shown: Path) -> None:
     tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     if "meta" not in tables:
-        raise UserError(damaged(path, "it is no ledger"))
+        raise UserError(damaged(shown, "it is no ledger"))
     row = db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
     if row is None or row[0] != FORMAT:
+        found = row[0] if row else "unknown"
         raise UserError(
-            f"{path} has format {row[0] if row else 'unknown'}; this version reads format {FORMAT}: go on with the version that wrote it"
+            f"{shown} has format {found}; this version reads format {FORMAT}: go on with the version that wrote it"
         )
     pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
-    if (found := path.stat().st_size) < pages * size:
-        raise UserError(damaged(path, f"it is truncated: {found} bytes of {pages * size}"))
+    if (length := path.stat().st_size) < pages * size:
+        raise UserError(damaged(shown, f"it is truncated: {length} bytes of {pages * size}"))
     if (verdict := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise UserError(damaged(path, verdict))
+        raise UserError(damaged(shown, verdict))
 
 
 @contextmanager
@@ -296,12 +302,32 @@ def _unpack_sample(data: dict[str, Any]) -> SampleTokens:
 # -- reading beside the writer -------------------------------------------------------------------------------------------------
 
 
-def copy(path: Path, target: Path) -> None:
-    """Copy a ledger that may be in use, with its journal, without locking its writer. Copied again while it changes underneath.
+@contextmanager
+def open_copy(path: Path) -> Iterator[sqlite3.Connection]:
+    """A private copy of a ledger that may be in use; its writer is never locked out.
 
     Raises:
-        UserError: there is no ledger, or it did not hold still.
+        UserError: there is no ledger, it does not hold still, or it is damaged.
     """
+    with tempfile.TemporaryDirectory(prefix="ledger-") as directory:
+        target = Path(directory) / path.name
+        for left in reversed(range(_DAMAGED_ATTEMPTS)):
+            _copy(path, target)
+            try:
+                db = connect(target, shown=path)
+                break
+            except UserError:  # copied amid a write after all? Then the next copy is whole
+                if not left:
+                    raise
+                time.sleep(_COPY_PAUSE_SECONDS)
+        try:
+            yield db
+        finally:
+            db.close()
+
+
+def _copy(path: Path, target: Path) -> None:
+    """Copy a ledger with its journal; again while it changes underneath."""
     for _ in range(_COPY_ATTEMPTS):
         before = _stamp(path)
         if before[0] is None:

@@ -288,6 +288,8 @@ def _sample(batch: pa.RecordBatch, row: int) -> Sample:
 
 def _from_arrow(values: pa.Array, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """A flat array without nulls, as numpy; like the writer's half, without pandas."""
+    if not len(values):
+        return np.empty(0, dtype)
     data, first, last = values.buffers()[1], values.offset, values.offset + len(values)
     if dtype == np.bool_:
         return np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")[first:last]
