@@ -15,6 +15,7 @@ from typing import Self
 
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
+from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
 _MISSED_BEATS = 3
@@ -171,15 +172,15 @@ def _locked(directory: Path) -> Iterator[None]:
     """Two launchers of one host must not both find the claim dead. (Across hosts the heartbeat has to do.)"""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        deadline = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(f"another rl has held the lock on {directory} for {_LOCK_SECONDS:.0f} s") from None
-                time.sleep(0.05)
+        wait(lambda: _try_lock(fd), subject=f"lock on {directory}", owner="another rl", seconds=_LOCK_SECONDS)
         yield
     finally:
         os.close(fd)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -17,6 +18,7 @@ from prime_rl.launcher.procs import adopting, by_parent, descendants, orphans, s
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
+from prime_rl.wait import WaitTimeout, wait
 
 POLL_SECONDS = 0.1
 JUDGE_SECONDS = 1.0
@@ -342,14 +344,21 @@ class Supervisor:
             if not child.exited():
                 # A server that is still loading hears no SIGTERM and has nothing to lose.
                 os.kill(child.popen.pid, signal.SIGKILL if loading and child.spec.service else signal.SIGTERM)
-        deadline = time.monotonic() + self._stop_seconds
-        while self._interrupts < 2 and time.monotonic() < deadline and not all(child.exited() for child in running):
-            time.sleep(POLL_SECONDS)
+        self._await_exits(running)
         known = [child.popen.pid for child in self._children.values()]
         for child in running:
             child.reap(known)
         for process in [*strays, *descendants(os.getpid()), *orphans(known)]:
             send(process, signal.SIGKILL)
+
+    def _await_exits(self, children: Sequence[Child]) -> None:
+        """Until all have ended, `stop_seconds` have passed, or a second Ctrl-C."""
+        with suppress(WaitTimeout):
+            wait(
+                lambda: all(child.exited() for child in children),
+                subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=POLL_SECONDS,
+                stop=lambda: self._interrupts > 1,
+            )  # fmt: skip
 
 
 def _reason(fall: _Fall) -> str:

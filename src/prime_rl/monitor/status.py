@@ -85,7 +85,8 @@ class Status:
         self._ready: float | None = None
         self._host, self._id = socket.gethostname(), me()
         self._last_write = 0.0
-        self._lock = threading.RLock()  # a signal handler may call while the same thread is inside
+        # Reentrant: a signal handler may call while the same thread is inside.
+        self._lock = threading.RLock()  # bounded: held for the write of one small file
         self._ended = threading.Event()
         self._succeed(_writers.get(self._path))
         _writers[self._path] = self
@@ -152,7 +153,9 @@ class Status:
             self._ready = before._ready
 
     def _beat(self) -> None:
-        while not self._ended.wait(HEARTBEAT_SECONDS):  # ends with the process, or with close()
+        while not self._ended.wait(
+            HEARTBEAT_SECONDS
+        ):  # bounded: a daemon thread, it ends with the process, or with close()
             with self._lock:
                 if not self._ended.is_set():
                     self._write()
