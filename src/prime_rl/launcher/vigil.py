@@ -22,6 +22,7 @@ class _Seen:
     beat_at: float
     progress: tuple[float, Waiting | None]
     got_on_at: float
+    pulses: bool = False  # a server that reports each answer of its engine as progress
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Vigil:
             now: Of the launcher's clock, in seconds.
             statuses: Last words, by name.
             halted: Processes that are stopped by a signal at present, by the name of the process they belong to.
-            services: These answer requests: without any they get nowhere, and are right.
+            services: These get nowhere without requests, and are right. One that reports its engine's answers as progress must go on doing so.
         """
         faults = {}
         for name, life in self._lives.items():
@@ -93,6 +94,7 @@ class Vigil:
         if seen.heartbeat != status.heartbeat:
             seen.heartbeat, seen.beat_at = status.heartbeat, now
         if seen.progress != signs:
+            seen.pulses = status.ready is not None
             seen.progress, seen.got_on_at = signs, now
         if status.outcome is not None:
             return self._lingers(now - seen.beat_at, key, status.outcome)
@@ -102,8 +104,17 @@ class Vigil:
         whose = f"rank {rank} " if rank else ""
         if (silent := now - seen.beat_at) > self._policy.heartbeat_timeout:
             return f"{whose}has given no sign of life for {silent:.0f} s"
-        # Rank 0 speaks for the others; a service without requests rightly gets nowhere.
-        return None if rank or service else self._stuck(now - seen.got_on_at, status)
+        if service:
+            return self._mute(now - seen.got_on_at) if seen.pulses and status.waiting is None else None
+        return None if rank else self._stuck(now - seen.got_on_at, status)  # rank 0 speaks for the others
+
+    def _mute(self, same_for: float) -> str | None:
+        """A server's heart beats, but the engine behind it does not answer."""
+        return (
+            f"has had no answer from its engine for {same_for:.0f} s"
+            if same_for > self._policy.heartbeat_timeout
+            else None
+        )
 
     def _lingers(self, silent: float, key: str, outcome: str) -> str | None:
         """The last word was said; what is left to do is to exit."""

@@ -106,6 +106,20 @@ def test_a_service_may_idle_and_take_its_time_to_start(run: Run) -> None:
     assert found["inference"] == "has given no sign of life for 61 s"
 
 
+def test_a_server_whose_engine_falls_silent(run: Run) -> None:
+    """Once it has reported answers of its engine it must go on with that, except while a change has a deadline of its own."""
+    run.vigil.begin("inference", 0.0)
+    run.vigil.end("trainer")
+    serving = replace(WORKING, process="inference")
+    loading = replace(serving, progress=2.0, waiting=Waiting("update", "engine", 0.0, 600.0))
+    options: dict[str, object] = {"services": ["inference"]}
+    for status in (serving, replace(serving, progress=1.0), replace(serving, progress=2.0), loading, loading):
+        assert run.look(50.0, status, **options) == {}
+    assert run.look(50.0, replace(serving, progress=2.0), **options) == {}
+    found = run.look(61.0, replace(serving, progress=2.0), **options)
+    assert found == {"inference": "has had no answer from its engine for 61 s"}
+
+
 def test_a_process_that_said_goodbye_must_go(run: Run) -> None:
     """Its heartbeat ends with its last word; hanging at exit is a stall all the same."""
     done = replace(WORKING, outcome="finished")
