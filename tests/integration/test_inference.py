@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conftest import InferenceServer, LaunchServer, make_tiny_model
+from prime_rl import faults
+from prime_rl.inference.pulse import PULSE_SECONDS
+from prime_rl.monitor.status import ProcessStatus, read_status
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import (
     hash_directory,
@@ -377,13 +380,88 @@ def test_the_model_is_served_under_its_configured_name(server: InferenceServer) 
 def test_a_killed_server_leaves_no_engine(start_server: LaunchServer, tiny_model: Path) -> None:
     """Contract: the engine ends with its server, even one killed with SIGKILL by hand, without a launcher that watches."""
     server = start_server(tiny_model)
-    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-    engines = [int(pid) for pid in children if b"multiprocessing.resource_tracker" not in cmdline(int(pid))]
-    assert engines
+    below = engines(server.pid)
+    assert below
     os.kill(server.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
-    while any(running(pid) for pid in engines):
-        assert time.monotonic() < deadline, "an engine outlived its server"
+    until(lambda: not any(running(pid) for pid in below), "end of the engines", 30)
+
+
+@pytest.mark.slow
+def test_a_halted_engine_shows_and_a_dead_one_ends_the_server(start_server: LaunchServer, tiny_model: Path) -> None:
+    """Contract: while the engine is stopped the server lives (heartbeat) and makes no progress; it goes on when the engine does;
+    a killed engine ends the server, as a failure, where vLLM alone would go on or end with status 0."""
+    server = start_server(tiny_model)
+    (engine,) = engines(server.pid)
+
+    def status() -> ProcessStatus:
+        return read_status(server.output_dir)["inference"]
+
+    until(lambda: status().progress > (status().ready or 0.0), "the engine's pulse")
+    os.kill(engine, signal.SIGSTOP)
+    halted = time.time() + PULSE_SECONDS
+    until(lambda: status().heartbeat > halted + 3 * PULSE_SECONDS, "a heartbeat of the server")
+    assert status().progress <= halted
+    assert (status().phase, status().waiting) == ("serving", None)
+    os.kill(engine, signal.SIGCONT)
+    until(lambda: status().progress > halted + 3 * PULSE_SECONDS, "progress after the halt")
+    os.kill(engine, signal.SIGKILL)
+    assert exit_status(server.pid) == 1
+    assert status().outcome == "failed: the engine died"
+
+
+@pytest.mark.slow
+def test_a_key_guards_the_server_and_appears_nowhere(
+    start_server: LaunchServer,
+    tiny_model: Path,
+    chat_prompt: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Contract: with a key (here by environment) generation and weight routes ask for it; it is in no file of the run, no log,
+    no command line. A fault of the token route is answered 500, as planned and no more often. A stop that is asked for is a success."""
+    key, plan = "a-key-nobody-may-see", tmp_path / "faults.json"
+    plan.write_text(json.dumps([{"point": "generate", "process": "inference", "do": "error", "times": 2}]))
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    monkeypatch.setenv(faults.ENV, str(plan))
+    server = start_server(tiny_model)
+    bearer = {"headers": {"Authorization": f"Bearer {key}"}}
+    for path in ("/inference/v1/generate", "/v1/generate", "/update_weights", "/reload_weights", "/pause", "/resume"):
+        assert server.post(path).status_code == 401, path
+    assert server.get("/weights").status_code == 401
+    assert server.get("/weights", **bearer).status_code == 200
+    body = request(server, chat_prompt)
+    answers = [server.post("/v1/generate", body, **bearer).status_code for _ in range(3)]
+    assert answers == [500, 500, 200]
+    for pid in (server.pid, *engines(server.pid)):
+        assert key.encode() not in cmdline(pid)
+    os.kill(server.pid, signal.SIGTERM)
+    assert exit_status(server.pid) == 0
+    assert read_status(server.output_dir)["inference"].outcome == "stopped"
+    for file in server.output_dir.rglob("*"):
+        assert not file.is_file() or key.encode() not in file.read_bytes(), file
+
+
+def engines(server: int) -> list[int]:
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    return [int(pid) for pid in children if b"multiprocessing.resource_tracker" not in cmdline(int(pid))]
+
+
+def exit_status(pid: int, seconds: float = 60.0) -> int:
+    """Of a child of this process, which stays to be waited for."""
+    end = []
+    until(
+        lambda: end.append(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)) or end[-1],
+        "its end",
+        seconds,
+    )
+    assert end[-1] is not None
+    return int(end[-1].si_status)
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s"
         time.sleep(0.1)
 
 

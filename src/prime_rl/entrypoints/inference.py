@@ -2,13 +2,14 @@
 
 import sys
 
-from prime_rl import lifeline
+from prime_rl import faults, lifeline
 from prime_rl.config import InferenceConfig, load
 from prime_rl.errors import UserError
 
 
 def main() -> None:
     lifeline.watch()
+    faults.arm("inference")
     config = load(InferenceConfig, prog="inference")
     from prime_rl.inference import server
 

@@ -11,6 +11,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import gpu_count, local_model
 from prime_rl.inference.settings import PLUGIN
+from prime_rl.redact import is_secret
 
 WORKER_EXTENSION = "prime_rl.inference.weights.WeightsExtension"
 LOOPBACK = "127.0.0.1"
@@ -36,6 +37,21 @@ def listen_host(config: InferenceConfig) -> str:
     return config.server.host or (ALL_ADDRESSES if api_key(config) else LOOPBACK)
 
 
+def guarded_host(config: InferenceConfig) -> str:
+    """`listen_host`, which must be out of others' reach or behind a key: who reaches the weight routes decides what is served.
+
+    Raises:
+        UserError: other hosts would reach a server without a key.
+    """
+    host = listen_host(config)
+    if config.headless or is_loopback(host) or api_key(config) is not None:
+        return host
+    raise UserError(
+        f"server.host {host} would open the weight routes to every host that reaches it: set a key (VLLM_API_KEY, which clients need "
+        "too), or leave server.host out to listen on loopback"
+    )
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine can reach `host`."""
     try:
@@ -48,7 +64,7 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     """vLLM's argument list. `[vllm]` of the config wins over everything chosen here.
 
     Raises:
-        UserError: a setting in `[vllm]` would break the weight routes.
+        UserError: a setting in `[vllm]` would break the weight routes or hold a secret, or other hosts would reach a server without a key.
     """
     flags = _own_flags(config) | _parallel_flags(config) | compat.release_flags(engine)
     if resolve_device(config, engine) == "cpu":
@@ -59,7 +75,13 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     if not config.headless and extra.get("api_server_count", 1) != 1:
         raise UserError("vllm.api_server_count: weight updates need one API server process")
     if "worker_extension_cls" in extra or "api_key" in extra:
-        raise UserError("vllm: worker_extension_cls is taken, and the key is given as --api-key")
+        raise UserError("vllm: worker_extension_cls is taken, and the key is given by VLLM_API_KEY or --api-key")
+    if taken := sorted({"host", "port", "uds"} & extra.keys()):
+        raise UserError(f"vllm.{taken[0]}: where the server listens is set by [server]")
+    if secret := next(
+        (name for name, value in extra.items() if isinstance(value, str) and is_secret(name, value)), None
+    ):
+        raise UserError(f"vllm.{secret}: a secret is given by an environment variable (HF_TOKEN, …), not in a config")
     return to_argv(flags | extra)
 
 
@@ -106,7 +128,7 @@ def _own_flags(config: InferenceConfig) -> dict[str, Any]:
         "trust_remote_code": config.model.trust_remote_code or None,
         "dtype": config.model.dtype,
         "chat_template": config.model.chat_template,
-        "host": None if config.headless else listen_host(config),
+        "host": None if config.headless else guarded_host(config),
         "port": None if config.headless else config.server.port,
         "max_model_len": config.max_model_len,
         "gpu_memory_utilization": config.gpu_memory_utilization,

@@ -8,6 +8,7 @@ Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. With
 """
 
 import argparse
+import asyncio
 import os
 import secrets
 from dataclasses import asdict
@@ -15,19 +16,23 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
+from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.service import PauseMode, Places, Refused, Served, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings
 from prime_rl.monitor import Status, log
 
-TOKEN_ROUTE = "/inference/v1/generate"
+TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
+FOLLOW_SECONDS = 60.0
 
 
 class _Body(BaseModel):
@@ -63,8 +68,10 @@ router = APIRouter(dependencies=[Depends(require_key)])
 
 
 @router.post("/update_weights")
-async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
-    return _brief(await service.update(body.weight_dir, body.version))
+async def update_weights(service: Service, body: UpdateBody, after: BackgroundTasks) -> dict[str, Any]:
+    served = await service.update(body.weight_dir, body.version)
+    after.add_task(faults.point, f"update-answered:v{body.version}")
+    return _brief(served)
 
 
 @router.post("/reload_weights")
@@ -108,11 +115,14 @@ class PrimeRoutes:
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
         app.add_exception_handler(Refused, _refused)
-        add_alias(app, TOKEN_ROUTE, "/v1/generate")
+        add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
+        if faults.armed():
+            app.add_middleware(FaultyGenerate)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         settings, engine = exported_settings(), compat.require_engine()
         model_config = engine_client.model_config
+        status = Status(settings.output_dir, "inference")
         state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         state.prime_service = WeightService(
             engine_client,
@@ -120,12 +130,29 @@ class PrimeRoutes:
             places=Places(settings.weights_root, settings.loopback),
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
+            status=status,
         )
-        await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
-        status = Status(settings.output_dir, "inference")
+        async with asyncio.timeout(FOLLOW_SECONDS):
+            await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
         status.phase("serving")
         status.ready()
+        state.prime_pulse = asyncio.create_task(Pulse(engine_client, status).run())
         log.get(__name__).info("serving %s on port %s", args.model, args.port)
+
+
+class FaultyGenerate:
+    """Answers 500 at the fault point `generate`. Part of the server only under a plan of faults."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = scope["type"] == "http" and scope["path"] in (TOKEN_ROUTE, TOKEN_ALIAS)
+        if asked and faults.point("generate") == "error":
+            answer = JSONResponse({"error": {"message": "fault injection", "code": 500}}, status_code=500)
+            await answer(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 def add_alias(app: FastAPI, path: str, alias: str) -> None:

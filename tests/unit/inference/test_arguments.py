@@ -125,7 +125,8 @@ def test_pipeline_parallel() -> None:
     ("settings", "key_in_environment", "host"),
     [
         (NONE, None, "127.0.0.1"),
-        ({"server": {"host": "10.1.2.3"}}, None, "10.1.2.3"),
+        ({"server": {"host": "127.0.0.2"}}, None, "127.0.0.2"),
+        ({"server": {"host": "10.1.2.3"}}, "k", "10.1.2.3"),
         ({"api_key": "k"}, None, "0.0.0.0"),
         (NONE, "k", "0.0.0.0"),
         ({"api_key": "k", "server": {"host": "localhost"}}, "k", "localhost"),
@@ -141,6 +142,37 @@ def test_who_can_reach_the_server(
     argv = arguments(config(**settings), CPU)
     assert flags(argv)["--host"] == host
     assert "k" not in argv
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "gpu-node-7"])
+def test_other_hosts_need_a_key(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    """Contract: without a key the server refuses to listen where other hosts reach it, and says why; engines that answer no
+    HTTP (headless) need none."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(UserError, match=rf"server.host {host} would open the weight routes .* set a key"):
+        arguments(config(server={"host": host}), CPU)
+    arguments(config(server={"host": host}, headless=True), CPU)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "says"),
+    [
+        ({"hf_token": "hf-1"}, "vllm.hf_token: a secret is given by an environment variable"),
+        ({"api-key": "k"}, "the key is given by VLLM_API_KEY"),
+        ({"host": "0.0.0.0"}, r"vllm.host: .* \[server\]"),
+        ({"uds": "/tmp/s"}, r"vllm.uds: .* \[server\]"),
+    ],
+)
+def test_options_of_vllm_open_no_back_door(vllm: dict[str, Any], says: str) -> None:
+    """Contract: `[vllm]` neither holds keys, which would be written to configs and logs, nor moves the server elsewhere."""
+    with pytest.raises(UserError, match=says):
+        arguments(config(vllm=vllm), CPU)
+
+
+def test_remote_code_is_off() -> None:
+    """Contract: code that comes with a model runs only when asked for."""
+    assert "--trust-remote-code" not in arguments(config(), CPU)
+    assert "--trust-remote-code" in arguments(config(model={"trust_remote_code": True}), CPU)
 
 
 def test_loopback() -> None:

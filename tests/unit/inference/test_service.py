@@ -3,15 +3,20 @@
 import asyncio
 import json
 import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from prime_rl import faults
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import Places, Refused, Served, WeightService, check_fit
+from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
 
@@ -199,6 +204,88 @@ def test_places(tmp_path: Path) -> None:
     with pytest.raises(Refused) as error:
         confined.confine("a\0b")
     assert error.value.status == 400
+
+
+async def test_files_are_confined(base: Path, tmp_path: Path) -> None:
+    """Contract: a file that is a link out of the root, or that a manifest names outside of its directory, is not even looked at."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    linked = commit(root, 1)
+    (tmp_path / "elsewhere").write_bytes((linked / "model.safetensors").read_bytes())
+    (linked / "model.safetensors").unlink()
+    (linked / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    named = commit(root, 2)
+    manifest = json.loads((named / "manifest.json").read_text())
+    manifest["files"]["../../elsewhere"] = manifest["files"]["model.safetensors"]
+    (named / "manifest.json").write_text(json.dumps(manifest))
+    for directory, version in ((linked, 1), (named, 2)):
+        with pytest.raises(Refused, match="outside the weights root") as error:
+            await service.update(str(directory), version)
+        assert error.value.status == 403
+    assert engine.calls == []
+
+
+async def test_a_change_is_told_with_its_deadline(base: Path, tmp_path: Path) -> None:
+    """Contract: while weights are loaded the status waits for the engine with a deadline, so that the silence is no stall;
+    afterwards, also after a failure, it serves."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    engine.gate = asyncio.Event()
+    status = Status(tmp_path, "inference")
+    service = WeightService(engine, base, Places(root, any_local=False), AsyncMock(), status=status)
+    try:
+        for version, fail in ((1, set()), (2, {"prime_load"})):
+            engine.fail, engine.calls = fail, []
+            engine.gate.clear()
+            update = asyncio.create_task(service.update(str(commit(root, version)), version))
+            async with asyncio.timeout(5):
+                while "prime_load" not in engine.calls:
+                    await asyncio.sleep(0.01)
+            waiting = read_status(tmp_path)["inference"].waiting
+            assert waiting is not None
+            assert (waiting.subject, waiting.owner) == (f"version {version} in the engine", "engine")
+            assert waiting.deadline > waiting.since
+            engine.gate.set()
+            await asyncio.gather(update, return_exceptions=True)
+            after = read_status(tmp_path)["inference"]
+            assert (after.phase, after.waiting) == ("serving", None)
+    finally:
+        status.close()
+
+
+def test_fault_points(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: under a plan the token route answers 500 as often as planned, under both names; an update is refused before or
+    after the load; without a plan there is no such layer."""
+    plan = tmp_path / "faults.json"
+    points = [("generate", 2), ("update-received:v1", 1), ("update-loaded:v1", 1), ("update-answered:v1", 1)]
+    rows = [{"point": point, "process": "inference", "do": "error", "times": times} for point, times in points]
+    plan.write_text(json.dumps(rows))
+    monkeypatch.setenv(faults.ENV, str(plan))
+    monkeypatch.setattr(faults, "_plan", [])
+    faults.arm("inference")
+    client = make_client(base, tmp_path / "weights")
+    directory = commit(tmp_path / "weights", 1)
+    with client:
+        paths = ("/inference/v1/generate", "/v1/generate", "/v1/generate")
+        assert [client.post(path).status_code for path in paths] == [500, 500, 200]
+        body = {"weight_dir": str(directory), "version": 1}
+        assert [client.post("/update_weights", json=body).status_code for _ in range(3)] == [500, 500, 200]
+        assert client.get("/weights").json()["version"] == 1
+        assert sorted(path.name for path in tmp_path.glob("*.seen")) == [f"faults.inference.{n}.seen" for n in range(4)]
+    monkeypatch.setattr(faults, "_plan", [])
+    assert not make_client(base, tmp_path / "weights").app.user_middleware  # type: ignore[attr-defined]
+
+
+def make_client(base: Path, root: Path) -> TestClient:
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.prime_service = make(FakeEngine(), base, root)
+        yield
+
+    app = FastAPI(lifespan=lifespan)
+    app.post("/inference/v1/generate")(lambda: {})
+    PrimeRoutes().attach_router(app)
+    app.state.prime_keys = []
+    return TestClient(app)
 
 
 def test_fit() -> None:
