@@ -47,7 +47,7 @@ class InferenceConfig(BaseConfig):
         default=None,
         repr=False,
         json_schema_extra={"secret": True},
-        description="Key that requests must carry. Better VLLM_API_KEY or PRIME_INFERENCE__API_KEY: all users of a machine see its command lines.",
+        description="Key that requests must carry; better given as VLLM_API_KEY: command lines are public.",
     )
     weights_root: Path | None = Field(
         default=None, description="Directory that weights are loaded from (None: any local one, on loopback only)."
