@@ -3,7 +3,7 @@
 import asyncio
 import sys
 
-from prime_rl import lifeline
+from prime_rl import faults, lifeline
 from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_environment, check_model
@@ -13,6 +13,7 @@ from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
 
 def main() -> None:
     """Parse the command line and run until the last step is committed."""
+    faults.arm("orchestrator")
     lifeline.watch()
     config = load(OrchestratorConfig, prog="orchestrator")
     log.setup(config.log.level, "orchestrator")
@@ -29,8 +30,8 @@ def run(config: OrchestratorConfig) -> None:
     check_model(config.model.name)
     for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
         check_environment(env)
-    progress = resume_progress(config.output_dir, config.ckpt, config.max_steps)
     if not (config.dry_run or config.bench):
+        progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over
     path = config.output_dir / "configs" / "orchestrator.toml"
     write_toml(config, path)

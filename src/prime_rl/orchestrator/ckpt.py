@@ -1,102 +1,239 @@
-"""Where the orchestrator goes on. It keeps no state of its own: the step follows from the trainer's checkpoint, everything else from the
-committed batches and the seed.
+"""Where the orchestrator goes on, and its part of a checkpoint.
+
+The state after each step is in the manifest of the batch that ended it (`extra["state"]`), committed with the batch by one rename. A checkpoint's
+part is a copy of it, made whenever the trainer's part of that step is there: nothing about checkpoints has to be remembered over a crash.
 """
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prime_rl.errors import UserError
-from prime_rl.transport.commit import CommitError, list_steps, read_manifest
-from prime_rl.transport.weights import version_dir, weights_manifest
+from prime_rl.monitor import log
+from prime_rl.transport import checkpoints
+from prime_rl.transport.commit import MANIFEST, CommitError, disk_errors, list_steps, prune, read_manifest, stage
+from prime_rl.transport.protocol import first_to_collect, joinable
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import CkptConfig
 
-_TRAINER_PART = "trainer"
+logger = log.get("orchestrator")
+
+PART: checkpoints.Part = "orchestrator"
+STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class State:
+    """The orchestrator's state between two steps. The random numbers have no state of their own: task stream and requests are functions of `seed`.
+
+    Args:
+        step: The next step to collect.
+        seed: The run's seed.
+        groups_opened: The position in the task stream.
+        environments: How many of these groups each environment got.
+        open_groups: Groups that were drawn and are in no batch yet.
+        algorithm: State of the algorithm; the present ones have none.
+        ledger: The ledger's account, with the batch before `step` counted as batched.
+    """
+
+    step: int = 0
+    seed: int = 0
+    groups_opened: int = 0
+    environments: dict[str, int] = field(default_factory=dict)
+    open_groups: list[int] = field(default_factory=list)
+    algorithm: dict[str, Any] = field(default_factory=dict)
+    ledger: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data for a manifest."""
+        return asdict(self)
 
 
 @dataclass(frozen=True)
 class Progress:
-    """`step` is the next step to collect, `groups_opened` the groups drawn from the task stream so far, `version` the weights to start on."""
+    """Where the run goes on: `step` is the next step to collect, `version` the step that the trainer's life starts from.
+
+    `resumed`: from a checkpoint, with what was committed after it. `recovered`: from whatever is committed.
+    """
 
     step: int = 0
-    groups_opened: int = 0
     version: int = 0
     resumed: bool = False
+    recovered: bool = False
+    state: State = field(default_factory=State)
+
+    @property
+    def fresh(self) -> bool:
+        """Whether this is a run from the beginning."""
+        return not (self.resumed or self.recovered)
 
 
-@dataclass(frozen=True)
-class Incarnation:
-    """One life of the trainer: its number, and the step it started from. -1 before the first."""
-
-    number: int = -1
-    start: int = 0
-
-
-def resume_progress(output_dir: Path, ckpt: "CkptConfig | None", max_steps: int | None = None) -> Progress:
-    """Where to start: step 0, or after what the run directory already holds for the checkpoint that is resumed.
+def resume_progress(
+    output_dir: Path, ckpt: "CkptConfig | None", max_steps: int | None = None, recover: bool = False
+) -> Progress:
+    """Where to start: step 0, or after what the run directory already holds.
 
     Batches committed beyond the checkpoint are trained again unchanged, so collecting goes on after them.
 
     Raises:
-        UserError: there is no such checkpoint, or it lies beyond `max_steps`.
+        UserError: there is no such checkpoint, it is damaged, or it lies beyond `max_steps`.
     """
-    if ckpt is None or ckpt.resume_step is None:
+    asked = ckpt.resume_step if ckpt is not None else None
+    root = checkpoints_root(output_dir, ckpt)
+    if recover:
+        return _recover(output_dir, root, asked)
+    if asked is None:
         return Progress()
-    root = (ckpt.output_dir or output_dir) / "checkpoints"
-    saved = [step for step in list_steps(root) if (root / f"step_{step}" / _TRAINER_PART).is_dir()]
-    if not saved:
-        raise UserError(f"nothing to resume: {root} holds no checkpoint of the trainer")
-    step = saved[-1] if ckpt.resume_step == -1 else ckpt.resume_step
-    if step not in saved:
-        raise UserError(f"no checkpoint of step {step} in {root}; there are {', '.join(map(str, saved))}")
-    if max_steps is not None and step > max_steps:
-        raise UserError(f"max_steps {max_steps} is below the checkpoint's step {step}: nothing to do")
-    following = step
-    committed = list_steps(output_dir / "rollouts")
-    while following in committed:
-        following += 1
-    return Progress(following, _groups_opened(output_dir / "rollouts", following - 1), step, resumed=True)
+    version = checkpoints.find(root, asked, PART, max_steps)
+    state = read_part(root, version)
+    step, state = _after_batches(output_dir, version, state)
+    return Progress(step, version, resumed=True, state=state)
+
+
+def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
+    """Where the run's checkpoints are."""
+    return ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
 
 
 def refuse_used(output_dir: Path, progress: Progress) -> None:
     """Raise UserError where a fresh run would mix its batches with those of an earlier one."""
-    if not progress.resumed and (steps := list_steps(output_dir / "rollouts")):
+    if progress.fresh and (steps := list_steps(output_dir / "rollouts")):
         raise UserError(
             f"{output_dir / 'rollouts'} holds steps {steps[0]}-{steps[-1]} of an earlier run: choose another output_dir, remove it "
-            "(`rl --clean`), or go on from a checkpoint with --ckpt.resume-step"
+            "(`rl --clean`), go on from a checkpoint with --ckpt.resume-step, or from all that is committed with --recover"
         )
 
 
-def latest_incarnation(output_dir: Path) -> Incarnation:
-    """The trainer's present life, by the files that it commits when it starts."""
-    numbers = [int(path.stem) for path in (output_dir / "incarnations").glob("*.json") if path.stem.isdigit()]
-    if not numbers:
-        return Incarnation()
-    number = max(numbers)
-    return Incarnation(number, json.loads((output_dir / "incarnations" / f"{number}.json").read_text())["step"])
+def read_state(rollouts: Path, step: int) -> State:
+    """The state after the batch of `step`.
+
+    Raises:
+        CommitError: the batch is not committed, or its manifest says nothing of a state.
+    """
+    directory = rollouts / f"step_{step}"
+    return _state(read_manifest(directory).extra.get("state"), directory / MANIFEST)
 
 
-def newest_version(weights_dir: Path, incarnation: Incarnation) -> int | None:
-    """The newest committed version of a life: one it made, or the one it started from. None before there is one."""
-    for version in reversed(list_steps(weights_dir)):
-        if version == incarnation.start:
-            return version
-        try:
-            if weights_manifest(version_dir(weights_dir, version)).incarnation == incarnation.number:
-                return version
-        except CommitError:  # pruned since it was listed
-            continue
-    return None
+def read_part(root: Path, step: int) -> State:
+    """The state in this process's part of checkpoint `step`.
 
-
-def _groups_opened(rollouts: Path, last: int) -> int:
-    """How far the task stream was drawn when the batch of step `last` was committed."""
-    if last < 0:
-        return 0
+    Raises:
+        UserError: it is damaged.
+    """
+    path = checkpoints.part_dir(root, step, PART) / STATE_FILE
     try:
-        return int(read_manifest(rollouts / f"step_{last}").extra["groups_opened"])
-    except (CommitError, KeyError) as error:
-        raise UserError(f"cannot resume: the batch before the checkpoint is missing or damaged ({error})") from error
+        return _state(json.loads(path.read_bytes()), path)
+    except (CommitError, OSError, ValueError) as error:
+        raise UserError(f"cannot resume from step {step}: {error}") from error
+
+
+def missing_rows(rollouts: Path, logged: Mapping[int, Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Metrics of committed batches that a crash kept from being logged, by step.
+
+    Args:
+        logged: The rows of `metrics/orchestrator.jsonl` by step. One without `reward/mean` holds an evaluation only.
+    """
+    found = {}
+    for step in list_steps(rollouts):
+        if "reward/mean" not in logged.get(step, {}):
+            metrics = read_manifest(rollouts / f"step_{step}").extra.get("metrics")
+            if metrics:
+                found[step] = metrics
+    return found
+
+
+class JointCheckpoints:
+    """The orchestrator owns the joint manifest: it adds its part to the trainer's, joins the two, and removes what is not kept any more."""
+
+    def __init__(self, output_dir: Path, ckpt: "CkptConfig | None") -> None:
+        self.root = checkpoints_root(output_dir, ckpt)
+        self.rollouts = output_dir / "rollouts"
+        self._keep = ckpt.keep if ckpt is not None else None
+        self._keep_interval = ckpt.keep_interval if ckpt is not None else None
+        self._hopeless: set[int] = set()
+
+    def clean(self) -> None:
+        """Remove what an earlier life left half-done: its staged parts, and manifests that were not renamed."""
+        for step in list_steps(self.root):
+            directory = checkpoints.step_dir(self.root, step)
+            for path in directory.glob(f".{PART}.*"):
+                prune(path)
+            for path in directory.glob(f".{MANIFEST}.tmp-*"):
+                path.unlink(missing_ok=True)
+
+    def join(self, lives: Mapping[int, int]) -> list[int]:
+        """Complete every checkpoint whose trainer part is committed and belongs to the present history. Returns their steps.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        joined = [step for step in self._waiting(lives) if self._join(step)]
+        if joined:
+            checkpoints.remove_expendable(self.root, self._keep, self._keep_interval)
+        return joined
+
+    def _waiting(self, lives: Mapping[int, int]) -> list[int]:
+        """Steps with a trainer part of the present history and no joint manifest."""
+        complete = {*checkpoints.complete_steps(self.root), *self._hopeless}
+        parts = {}
+        for step in checkpoints.steps_with(self.root, "trainer"):
+            if step not in complete:
+                try:
+                    extra = read_manifest(checkpoints.part_dir(self.root, step, "trainer")).extra
+                except CommitError:  # set aside since it was listed
+                    continue
+                parts[step] = int(extra.get("life", max(lives, default=0)))
+        return joinable(parts, lives)
+
+    def _join(self, step: int) -> bool:
+        try:
+            part = checkpoints.part_dir(self.root, step, PART)
+            state = read_state(self.rollouts, step - 1)
+            if not (part / MANIFEST).is_file():
+                with stage(part, step=step, producer=PART) as directory, disk_errors(directory):
+                    (directory / STATE_FILE).write_text(json.dumps(state.to_json(), indent=1))
+            checkpoints.join(self.root, step, checkpoints.TOGETHER, PART)
+        except (CommitError, FileNotFoundError) as error:
+            if checkpoints.part_dir(self.root, step, "trainer").is_dir():  # else it was set aside meanwhile
+                self._hopeless.add(step)
+                logger.warning("checkpoint %d stays without the orchestrator's part: %s", step, error)
+            return False
+        logger.info("checkpoint %d is complete", step)
+        return True
+
+
+def _recover(output_dir: Path, root: Path, asked: int | None) -> Progress:
+    """After a crash: everything that is committed counts. `asked` is the checkpoint that the run once was resumed from, if any."""
+    batches = list_steps(output_dir / "rollouts")
+    if asked is None or asked in batches:
+        step, state = _after_batches(output_dir, min(batches, default=0), State())
+        return Progress(step, recovered=True, state=state)
+    version = checkpoints.find(root, asked, PART)
+    step, state = _after_batches(output_dir, version, read_part(root, version))
+    return Progress(step, recovered=True, state=state)
+
+
+def _after_batches(output_dir: Path, start: int, state: State) -> tuple[int, State]:
+    """The first step from `start` on that is to be collected, and the state there; `state` if there is no batch from `start` on."""
+    rollouts = output_dir / "rollouts"
+    step = first_to_collect(list_steps(rollouts), start)
+    if step == start:
+        return step, state
+    try:
+        return step, read_state(rollouts, step - 1)
+    except CommitError as error:
+        raise UserError(f"cannot go on from step {step}: the batch before it is damaged ({error})") from error
+
+
+def _state(data: object, path: Path) -> State:
+    if not isinstance(data, dict):
+        raise CommitError(f"{path} tells no state of the orchestrator: another version wrote it")
+    try:
+        return State(**data)
+    except TypeError as error:
+        raise CommitError(
+            f"{path} tells the orchestrator's state in a way that this version does not know ({error})"
+        ) from error

@@ -5,113 +5,33 @@ The orchestrator keeps the engines busy while the trainer works on an older batc
 * *What may start now?* An episode for step n starts only on a policy version >= max(0, n - async_level). With async_level 0 nothing starts
   before the trainer has caught up (synchronous, on-policy); with k the engines work up to k steps ahead.
 * *What is a batch?* The first `batch_size / group_size` groups that are complete, in the order in which they were opened.
-* *What is too old?* A sample is trained at most `max_off_policy_steps` after the oldest version that sampled one of its tokens; what could
-  only be trained later than that is cancelled or dropped, and counted.
+* *What is too old, or sampled by weights that do not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that
+  sampled one of its tokens; what could only be trained later than that is cancelled or dropped. What a life of the trainer sampled that was given
+  up, or a server that cannot prove what it served, is dropped and made again: the group keeps its place.
 
-The shell (`orchestrator.py`) feeds events in (`finish`, `fail`, `serve`) and does what comes out (`next_start`, `ready_batch`). Simulators
-and property tests drive this very class.
+The shell (`orchestrator.py`) feeds events in (`finish`, `fail`, `serve`) and does what comes out (`next_start`, `ready_batch`). Every change of an
+episode's state is told to a `Record`, the ledger. Simulators and property tests drive this very class.
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Generic, TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Generic
 
-from prime_rl.transport.protocol import may_start, planned_step, too_old
+from prime_rl.orchestrator.episodes import (
+    Batch,
+    Drop,
+    Finished,
+    Group,
+    Limits,
+    Record,
+    Result,
+    Start,
+    Task,
+    Unrecorded,
+)
+from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_old
 
-Result = TypeVar("Result")
-
-
-class Drop(StrEnum):
-    """Why an episode was not trained."""
-
-    ERRORED = "errored"  # the environment failed, or no attempt was left
-    TIMEOUT = "timeout"  # it passed its deadline
-    STALE = "stale"  # it could only be trained beyond the off-policy bound
-    UNPROVEN = "unproven"  # what sampled it was given up, or could not be proven
-    FILTERED = "filtered"  # it carries no learning signal
-    CANCELLED = "cancelled"  # the run ended while it was in flight
-
-
-@dataclass(frozen=True)
-class Task:
-    """One row of an environment's dataset."""
-
-    env: str
-    index: int
-    task_id: str
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The numbers the decisions depend on. Sizes are in episodes, levels in steps."""
-
-    batch_size: int
-    group_size: int
-    async_level: int
-    max_off_policy_steps: int
-    max_concurrent: int
-    max_steps: int | None = None
-    max_attempts: int = 3
-
-    def __post_init__(self) -> None:
-        if self.batch_size % self.group_size:
-            raise ValueError(f"batch_size {self.batch_size} is not a multiple of the group size {self.group_size}")
-        if self.max_off_policy_steps < self.async_level:
-            raise ValueError(
-                f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
-            )
-
-    @property
-    def groups_per_batch(self) -> int:
-        return self.batch_size // self.group_size
-
-
-@dataclass(frozen=True)
-class Start:
-    """An episode to start now. `number` is its place in its group; `version` is what the engines serve at this moment."""
-
-    episode: int
-    group: int
-    number: int
-    attempt: int
-    task: Task
-    version: int
-
-
-@dataclass(frozen=True)
-class Finished(Generic[Result]):
-    """A finished episode: the versions that may have sampled its tokens are `first` … `last`."""
-
-    start: Start
-    first: int
-    last: int
-    result: Result
-
-
-@dataclass
-class Group(Generic[Result]):
-    """Attempts at one task, scored together."""
-
-    number: int
-    task: Task
-    waiting: list[tuple[int, int]]  # (number in the group, attempt) still to start
-    flying: set[int] = field(default_factory=set)
-    finished: list[Finished[Result]] = field(default_factory=list)
-    lost: int = 0  # episodes that ended without a result
-
-    @property
-    def complete(self) -> bool:
-        return not self.waiting and not self.flying
-
-
-@dataclass(frozen=True)
-class Batch(Generic[Result]):
-    """Complete groups, ready to be trained at `step`, in the order in which they were opened."""
-
-    step: int
-    groups: list[Group[Result]]
+__all__ = ["Batch", "Core", "Drop", "Finished", "Group", "Limits", "Record", "Start", "Task", "Unrecorded"]
 
 
 class Core(Generic[Result]):
@@ -122,74 +42,90 @@ class Core(Generic[Result]):
         tasks: Endless iterator over tasks, in the order in which groups are opened.
         step: The first step to collect (0 in a fresh run).
         version: The policy version the engines serve.
+        life: The trainer's present life.
         groups_opened: Groups opened before, in a resumed run.
+        record: Told of everything that happens to an episode.
     """
 
     def __init__(
-        self, limits: Limits, tasks: Iterator[Task], step: int = 0, version: int = 0, groups_opened: int = 0
+        self,
+        limits: Limits,
+        tasks: Iterator[Task],
+        step: int = 0,
+        version: int = 0,
+        life: int = 0,
+        groups_opened: int = 0,
+        record: Record[Result] | None = None,
     ) -> None:
         self.limits = limits
         self.step = step
         self.version = version
         self.announced = version
+        self.life = life
+        self.must_go_back = False  # what the engines serve was given up: nothing starts until `go_back`
         self.groups_opened = groups_opened
         self.issued = 0
-        self.trained = 0
+        self.trained = 0  # in a committed batch
         self.dropped: Counter[Drop] = Counter()
         self._tasks = tasks
+        self._record: Record[Result] = record or Unrecorded()
         self._groups: dict[int, Group[Result]] = {}  # open or complete, not yet in a batch; in the order of opening
-        self._flying: dict[int, Start] = {}
+        self._flying: dict[str, Start] = {}
+        self._unproven: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
+
+    def restore(self, groups: Iterable[Group[Result]], issued: int, trained: int, dropped: Mapping[Drop, int]) -> None:
+        """Go on with what an earlier life of the orchestrator left: its open groups, in the order of opening, and its counts.
+
+        What is `finished` in them was proven. Call `begin_life` afterwards: versions may have been given up meanwhile.
+        """
+        self._groups = {group.number: group for group in groups}
+        self.issued, self.trained, self.dropped = issued, trained, Counter(dropped)
+        for group in list(self._groups.values()):
+            self._settle(group)
 
     # -- what may start ------------------------------------------------------------------------------------------------------
 
     def next_start(self) -> Start | None:
         """The next episode that may start now, or None. Opened groups are continued before a new one is opened."""
-        if len(self._flying) >= self.limits.max_concurrent:
+        if self.must_go_back or len(self._flying) >= self.limits.max_concurrent:
             return None
-        group = next((group for group in self._groups.values() if group.waiting), None)
+        group = self._startable()
         if group is None:
             if not self.may_open():
                 return None
             group = self._open()
-        number, attempt = group.waiting.pop(0)
-        start = Start(self.issued, group.number, number, attempt, group.task, self.version)
-        self.issued += 1
+        if group.again:
+            number, attempt = group.again.pop(0)
+        else:
+            number, attempt = group.waiting.pop(0)
+            self.issued += 1
+        start = Start(group.number, number, attempt, group.task, self.version)
         group.flying.add(start.episode)
         self._flying[start.episode] = start
+        self._record.issued(start.episode, start.version, self.life)
         return start
 
     def may_open(self) -> bool:
         """Whether a group opened now would be for a step that the served version allows."""
-        step = planned_step(self.step, len(self._groups), self.limits.groups_per_batch)
+        step = self._planned_step(len(self._groups))
         if self.limits.max_steps is not None and step >= self.limits.max_steps:
             return False
         return may_start(step, self.version, self.limits.async_level)
 
-    def _open(self) -> Group[Result]:
-        group: Group[Result] = Group(
-            self.groups_opened, next(self._tasks), [(number, 0) for number in range(self.limits.group_size)]
-        )
-        self._groups[group.number] = group
-        self.groups_opened += 1
-        return group
-
     # -- what happened -------------------------------------------------------------------------------------------------------
 
-    def finish(self, episode: int, result: Result) -> None:
-        """An episode ended with a result that can be trained."""
+    def finish(self, episode: str, result: Result) -> None:
+        """An episode ended with a result that can be trained, once the engines have proven what they served (`prove`)."""
         start, group = self._land(episode)
-        group.finished.append(Finished(start, start.version, self.announced, result))
-        self._settle(group)
+        finished = Finished(start, start.version, self.announced, result, self.life)
+        group.finished.append(finished)
+        self._unproven[episode] = finished
 
-    def fail(self, episode: int, reason: Drop, retry: bool = False) -> bool:
+    def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
         """An episode ended without a result. With `retry` it is issued again, up to `max_attempts` times. Returns whether it will be."""
         start, group = self._land(episode)
         again = retry and start.attempt + 1 < self.limits.max_attempts
-        self.dropped[reason] += 1
-        if again:
-            group.waiting.insert(0, (start.number, start.attempt + 1))
-        else:
-            group.lost += 1
+        self._drop(group, start, reason, detail, again)
         self._settle(group)
         return again
 
@@ -208,47 +144,127 @@ class Core(Generic[Result]):
         """Episodes in flight that could only be trained beyond the off-policy bound; the shell cancels them and reports `fail(STALE)`."""
         return [start for start in self._flying.values() if self._too_old(start.version)]
 
-    def restart_from(self, version: int) -> list[Start]:
-        """What was sampled and is not in a batch yet is worth nothing: its weights were given up, or never proven. Go on from `version`.
+    # -- what the engines served ---------------------------------------------------------------------------------------------
+
+    def unproven(self) -> list[str]:
+        """Episodes that finished since the last proof. Ask before the engines are asked, and `prove` these."""
+        return list(self._unproven)
+
+    def prove(self, episodes: Iterable[str]) -> None:
+        """The engines have proven what they serve, after these had finished: they count."""
+        for episode in episodes:
+            finished = self._unproven.pop(episode, None)
+            if finished is not None:
+                self._record_finished(finished)
+
+    def doubt(self, detail: str) -> list[Start]:
+        """The engines served something else since the last proof: what finished since then, and what is in flight, is made again.
 
         Returns:
-            What is in flight; the shell cancels it and reports `fail(UNPROVEN)`.
+            What was in flight; the shell cancels it.
         """
-        for group in list(self._groups.values()):
-            group.waiting.clear()
-            self.dropped[Drop.UNPROVEN] += len(group.finished)
-            group.finished.clear()
-            self._settle(group)
-        self.version = self.announced = version
-        return list(self._flying.values())
+        for finished in list(self._unproven.values()):
+            self._give_up(self._groups[finished.start.group], finished, detail)
+        self.announced = self.version
+        return self._give_up_flying(list(self._flying.values()), detail)
 
-    def abandon(self) -> list[Start]:
-        """The run ends: nothing starts any more; returns what is in flight."""
+    def begin_life(self, life: int, lives: Mapping[int, int]) -> list[Start]:
+        """The trainer's present life is `life`: what versions sampled that it gave up is made again.
+
+        Returns:
+            What was in flight and is given up; the shell cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
+        """
+        detail = f"version given up in life {life}"
         for group in self._groups.values():
-            group.waiting.clear()
-        return list(self._flying.values())
+            for finished in list(group.finished):
+                if not may_batch(finished.first, finished.last, finished.life, lives):
+                    self._give_up(group, finished, detail)
+        given_up = self._give_up_flying(
+            [
+                start
+                for start in self._flying.values()
+                if not may_batch(start.version, self.announced, self.life, lives)
+            ],
+            detail,
+        )
+        self.must_go_back = self.must_go_back or not may_batch(self.version, self.announced, self.life, lives)
+        self.life = life
+        return given_up
+
+    def go_back(self, version: int) -> None:
+        """The engines serve `version` now, of the present life; it may be older than what they served before."""
+        if self._flying and version < self.announced:
+            raise ValueError(f"{len(self._flying)} episodes in flight were sampled by later versions than {version}")
+        self.version = self.announced = version
+        self.must_go_back = False
 
     # -- what is a batch -----------------------------------------------------------------------------------------------------
 
     def ready_batch(self) -> Batch[Result] | None:
-        """The batch of the current step if enough groups are complete. Nothing changes until `advance` or `discard`."""
+        """The batch of the current step if enough groups are complete, independent of the order in which their episodes came back.
+
+        Nothing changes until `advance` or `discard`.
+        """
         self._drop_stale()
         complete = [group for group in self._groups.values() if group.complete]
         if len(complete) < self.limits.groups_per_batch:
             return None
+        for group in complete:
+            group.finished.sort(key=lambda finished: finished.start.number)
         return Batch(self.step, complete[: self.limits.groups_per_batch])
 
-    def advance(self, batch: Batch[Result], trained: int) -> None:
-        """The batch is committed: go on to the next step. `trained` of its finished episodes are in it; the others were filtered."""
-        self._remove(batch)
-        self.trained += trained
-        self.dropped[Drop.FILTERED] += sum(len(group.finished) for group in batch.groups) - trained
-        self.step += 1
+    def advance(
+        self, batch: Batch[Result], trained: Collection[str], filtered: Collection[str], truncated: Collection[str] = ()
+    ) -> None:
+        """The batch is committed: go on to the next step.
 
-    def discard(self, batch: Batch[Result]) -> None:
-        """The batch carries no learning signal at all: collect another one for the same step."""
+        Args:
+            trained: Episodes with samples in it.
+            filtered: Those left out for want of a learning signal.
+            truncated: Those left out because none of their sampled tokens fits a sample.
+
+        Raises:
+            ValueError: these are not all finished episodes of the batch, or one of them is not proven.
+        """
+        if {*trained, *filtered, *truncated} != batch.episodes:
+            raise ValueError(f"step {batch.step}: not every finished episode of the batch is trained or dropped")
+        if unproven := batch.episodes & self._unproven.keys():
+            raise ValueError(f"step {batch.step}: nothing proves what sampled {', '.join(sorted(unproven))}")
         self._remove(batch)
-        self.dropped[Drop.FILTERED] += sum(len(group.finished) for group in batch.groups)
+        self.trained += len(trained)
+        self.dropped[Drop.FILTERED] += len(filtered)
+        self.dropped[Drop.TRUNCATED] += len(truncated)
+        self.step += 1
+        numbers = [group.number for group in batch.groups]
+        self._record.batched(batch.step, list(trained), list(filtered), list(truncated), numbers)
+
+    def discard(self, batch: Batch[Result], truncated: Collection[str] = ()) -> None:
+        """The batch carries no learning signal at all: collect another one for the same step. Its episodes are proven before."""
+        self._remove(batch)
+        for episode in truncated:
+            self._record.dropped(episode, Drop.TRUNCATED)
+        self.dropped[Drop.TRUNCATED] += len(truncated)
+        self.dropped[Drop.FILTERED] += len(batch.episodes) - len(truncated)
+        self._record.discarded([group.number for group in batch.groups], Drop.FILTERED, "no signal in the whole batch")
+
+    # -- the end, and the account ----------------------------------------------------------------------------------------------
+
+    def abandon(self) -> list[Start]:
+        """The run ends for good: what is in no batch will be in none. Returns what was in flight; the shell cancels it."""
+        flying = list(self._flying.values())
+        for start in flying:
+            self._drop(self._land(start.episode)[1], start, Drop.CANCELLED)
+        for group in list(self._groups.values()):
+            group.waiting.clear()
+            for number, attempt in group.again:
+                self._drop(group, Start(group.number, number, attempt, group.task, self.version), Drop.CANCELLED)
+            group.again.clear()
+            for finished in group.finished:
+                self._unproven.pop(finished.start.episode, None)
+                self._drop(group, finished.start, Drop.CANCELLED)
+            group.finished.clear()
+            self._settle(group)
+        return flying
 
     @property
     def done(self) -> bool:
@@ -261,42 +277,97 @@ class Core(Generic[Result]):
         return len(self._flying)
 
     @property
+    def owed(self) -> int:
+        """Issued episodes without a proven end: in flight, in flight when the last life ended, or finished and not proven yet."""
+        return self.in_flight + sum(len(group.again) for group in self._groups.values()) + len(self._unproven)
+
+    @property
     def waiting_for_batch(self) -> int:
-        """Finished episodes that are not in a batch yet."""
-        return sum(len(group.finished) for group in self._groups.values())
+        """Finished and proven episodes that are not in a batch yet."""
+        return sum(len(group.finished) for group in self._groups.values()) - len(self._unproven)
+
+    @property
+    def open_groups(self) -> list[int]:
+        """Numbers of the groups that are in no batch yet, in the order of opening."""
+        return list(self._groups)
 
     def check_conservation(self) -> None:
         """Every issued episode is trained, dropped, finished or in flight; raises `AssertionError` with the difference."""
-        known = self.trained + self.dropped.total() + self.waiting_for_batch + self.in_flight
+        known = self.trained + self.dropped.total() + self.waiting_for_batch + self.owed
         if known != self.issued:
             raise AssertionError(
                 f"{self.issued} episodes were issued, {known} are accounted for: {self.trained} trained, {dict(self.dropped)} dropped, "
-                f"{self.waiting_for_batch} finished, {self.in_flight} in flight"
+                f"{self.waiting_for_batch} finished, {self.owed} in flight"
             )
 
     # -- private -------------------------------------------------------------------------------------------------------------
 
-    def _land(self, episode: int) -> tuple[Start, Group[Result]]:
+    def _planned_step(self, place: int) -> int:
+        """The step that the group at `place` among the unbatched ones will be trained at."""
+        return planned_step(self.step, place, self.limits.groups_per_batch)
+
+    def _startable(self) -> Group[Result] | None:
+        """The first open group with an episode to start that the gate lets through. It is closed for one again after going back."""
+        for place, group in enumerate(self._groups.values()):
+            if group.again or group.waiting:
+                allowed = may_start(self._planned_step(place), self.version, self.limits.async_level)
+                return group if allowed else None
+        return None
+
+    def _open(self) -> Group[Result]:
+        task = next(self._tasks)
+        group: Group[Result] = Group(self.groups_opened, task, [(i, 0) for i in range(self.limits.group_size)])
+        self._groups[group.number] = group
+        self.groups_opened += 1
+        self._record.opened(group.number, task.env, task.index, task.task_id)
+        return group
+
+    def _land(self, episode: str) -> tuple[Start, Group[Result]]:
         start = self._flying.pop(episode)
         group = self._groups[start.group]
         group.flying.remove(episode)
         return start, group
 
+    def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", again: bool = False) -> None:
+        """An episode of `group` ends untrained; with `again` its place is tried once more."""
+        self.dropped[reason] += 1
+        self._record.dropped(start.episode, reason, detail, again)
+        if again:
+            group.waiting.append((start.number, start.attempt + 1))
+            group.waiting.sort()
+        else:
+            group.lost += 1
+
+    def _give_up(self, group: Group[Result], finished: Finished[Result], detail: str) -> None:
+        group.finished.remove(finished)
+        self._unproven.pop(finished.start.episode, None)
+        self._drop(group, finished.start, Drop.STALE, detail, again=True)
+
+    def _give_up_flying(self, starts: list[Start], detail: str) -> list[Start]:
+        for start in starts:
+            _, group = self._land(start.episode)
+            self._drop(group, start, Drop.STALE, detail, again=True)
+        return starts
+
     def _settle(self, group: Group[Result]) -> None:
         """A complete group without a single result is no group: it leaves, and another one takes its place."""
         if group.complete and not group.finished:
             del self._groups[group.number]
+            self._record.discarded([group.number], Drop.ERRORED, "no episode of the group has a result")
 
     def _too_old(self, version: int) -> bool:
         return too_old(self.step, version, self.limits.max_off_policy_steps)
 
     def _drop_stale(self) -> None:
         for group in list(self._groups.values()):
-            fresh = [episode for episode in group.finished if not self._too_old(episode.first)]
-            self.dropped[Drop.STALE] += len(group.finished) - len(fresh)
-            group.lost += len(group.finished) - len(fresh)
-            group.finished = fresh
+            for finished in [episode for episode in group.finished if self._too_old(episode.first)]:
+                self.prove([finished.start.episode])  # it is dropped at once, but what it was like should be known
+                group.finished.remove(finished)
+                self._drop(group, finished.start, Drop.STALE, "beyond max_off_policy_steps")
             self._settle(group)
+
+    def _record_finished(self, finished: Finished[Result]) -> None:
+        self._record.finished(finished.start.episode, finished.first, finished.last, finished.life, finished.result)
 
     def _remove(self, batch: Batch[Result]) -> None:
         for group in batch.groups:

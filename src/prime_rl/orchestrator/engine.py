@@ -59,7 +59,7 @@ class Engine:
             UserError: it did not come up in time.
         """
         start = time.monotonic()
-        while not await self._healthy():
+        while not await self._healthy():  # bounded: by the deadline below
             if time.monotonic() - start > self._config.ready_timeout:
                 raise UserError(
                     f"no inference server at {self.root} after {self._config.ready_timeout:.0f} s (client.base_url, client.ready_timeout)"

@@ -94,7 +94,7 @@ async def evaluate(
     begin = time.monotonic()
     tasks = pool.tasks(plan.worker)
     tasks = tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
-    room = asyncio.Semaphore(max_concurrent)
+    room = asyncio.Semaphore(max_concurrent)  # bounded: every episode that holds a place has its deadline
     total, finished = len(tasks) * plan.rollouts_per_example, 0
 
     async def attempt(index: int, number: int) -> EpisodeResult:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.orchestrator.account import EnvAccount
 from prime_rl.orchestrator.core import Batch, Drop, Group
 from prime_rl.orchestrator.samples import Scored, output_tokens
 
@@ -16,8 +17,28 @@ class Tally:
     failures: dict[Drop, int] = field(default_factory=dict)
     output_tokens: int = 0
     discarded_batches: int = 0
-    seconds_update: float = 0.0
+    stale_before: int = 0  # dropped as stale when the counting began
     seconds_gated: float = 0.0
+
+    @staticmethod
+    def since(before: EnvAccount, now: EnvAccount, batch_size: int) -> "Tally":
+        """The counts that the ledger still tells of, between two states of its account with no batch committed in between.
+
+        `batch_size` episodes at most are in a batch that was discarded. Tokens and seconds of an earlier life are not known.
+        """
+
+        def more(reason: Drop) -> int:
+            return now.dropped.get(reason, 0) - before.dropped.get(reason, 0)
+
+        failures = {reason: count for reason in (Drop.ERRORED, Drop.TIMEOUT) if (count := more(reason)) > 0}
+        unused = max(more(Drop.FILTERED) + more(Drop.TRUNCATED), 0)
+        finished = max(now.finished - before.finished, 0) + unused
+        return Tally(
+            outcomes=finished + sum(failures.values()),
+            failures=failures,
+            discarded_batches=-(-unused // batch_size),
+            stale_before=before.dropped.get(Drop.STALE, 0),
+        )
 
     def fail(self, reason: Drop) -> None:
         self.outcomes += 1
@@ -28,8 +49,15 @@ class Tally:
         self.output_tokens += output_tokens(result)
 
 
-def step_metrics(batch: Batch[EpisodeResult], scored: Scored, tally: Tally, seconds: float) -> dict[str, float]:
-    """Metrics of one committed step.
+def step_metrics(
+    batch: Batch[EpisodeResult], scored: Scored, tally: Tally, *, stale: int, seconds: float, updating: float
+) -> dict[str, float]:
+    """Metrics of one step, before it is committed.
+
+    Args:
+        stale: Episodes dropped as stale over the whole run.
+        seconds: Since the step before.
+        updating: Seconds of these that the engines took to load weights.
 
     `reward/mean` is over all finished episodes of the batch, before the zero-advantage filter; `off_policy/*` counts, for the samples that
     are trained, the steps between this one and the oldest version that sampled one of their tokens.
@@ -47,20 +75,34 @@ def step_metrics(batch: Batch[EpisodeResult], scored: Scored, tally: Tally, seco
         "num_turns/mean": _mean([result.num_turns for result in results]),
         "is_truncated/mean": _mean([result.is_truncated for result in results]),
         "errors/rate": sum(tally.failures.values()) / max(tally.outcomes, 1),
-        "filtered/zero_advantage": 1.0 - scored.trained_episodes / len(episodes),
+        "filtered/zero_advantage": len(scored.filtered) / len(episodes),
+        "filtered/truncated": len(scored.truncated) / len(episodes),
         "filtered/discarded_batches": float(tally.discarded_batches),
         "off_policy/mean": _mean(ages),
         "off_policy/max": float(max(ages, default=0)),
+        "off_policy/dropped": float(stale - tally.stale_before),
         "progress/samples": float(len(scored.samples)),
         "progress/tokens": float(sum(len(sample.input_ids) for sample in scored.samples)),
         "perf/throughput": tally.output_tokens / max(seconds, 1e-9),
         "time/step": seconds,
-        "time/update_weights": tally.seconds_update,
+        "time/update_weights": updating,
         "time/wait_for_weights": tally.seconds_gated,
     }
     metrics |= {f"errors/{reason}": float(count) for reason, count in tally.failures.items()}
     metrics |= _solved(batch.groups)
     return metrics | _per_environment(batch.groups)
+
+
+def bench_table(rows: list[dict[str, float]]) -> str:
+    """Throughput of generation: the mean over steps but the first, which warms the engine up."""
+    timed = rows[1:] or rows
+    seconds = sum(row["time/step"] for row in timed) / len(timed)
+    tokens = sum(row["perf/throughput"] * row["time/step"] for row in timed) / len(timed)
+    rollouts = sum(row["progress/samples"] for row in timed) / len(timed)
+    return (
+        f"{'steps':>8}{'rollouts/s':>14}{'tokens/s':>12}{'step time s':>14}\n"
+        f"{len(timed):>8}{rollouts / seconds:>14.1f}{tokens / seconds:>12.0f}{seconds:>14.3f}"
+    )
 
 
 def _solved(groups: Sequence[Group[EpisodeResult]]) -> dict[str, float]:

@@ -1,11 +1,13 @@
-"""The policy that is served: which version the trainer's present life has committed, and whether the server can prove that it serves it."""
+"""The policy that is served: which versions belong to the trainer's present history, what the orchestrator may still read of them, and whether
+the server can prove what it serves.
+"""
 
 from pathlib import Path
 
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.ckpt import Incarnation, latest_incarnation, newest_version
 from prime_rl.orchestrator.engine import Engine, Served
-from prime_rl.transport.commit import CommitError, list_steps
+from prime_rl.transport.lives import Seen, drop_lease, read_lease, read_lives, read_versions, write_lease
+from prime_rl.transport.protocol import Lease, Life, current_life, newest_version, valid
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 
@@ -16,7 +18,10 @@ class ServedPolicy:
         self.output_dir = output_dir
         self.weights_dir = output_dir / "weights"
         self.engine = engine
-        self.life = Incarnation()
+        self.lives: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+        self.lease = read_lease(output_dir)
+        self._seen: Seen = {}
         self._expected: Served | None = None
         self._coming: Served | None = None
 
@@ -25,24 +30,40 @@ class ServedPolicy:
         """The version that the server is loading now, if it is."""
         return None if self._coming is None else self._coming.version
 
-    def ready(self, version: int, resumed: bool) -> bool:
-        """Whether the trainer has begun its life and committed `version`, and nothing of a life that was given up stands beyond it."""
-        life = latest_incarnation(self.output_dir)
-        if life.number < 0 or version not in list_steps(self.weights_dir):
-            return False
-        beyond = [later for later in list_steps(self.weights_dir) if later > version]
-        if not (resumed and beyond):
-            return True
-        return life.start == version and all(self._made_by(later, life) for later in beyond)
+    @property
+    def loaded(self) -> bool:
+        """Whether the server was ever given a version."""
+        return self._expected is not None
 
+    @property
+    def life(self) -> Life:
+        """The trainer's present life, at the last look."""
+        return current_life(self.lives)
+
+    @property
     def newest(self) -> int | None:
-        """The newest version of the trainer's present life, as far as it is known here."""
-        return newest_version(self.weights_dir, self.life)
+        """The newest version of the present history, at the last look."""
+        return newest_version(self.versions, self.lives)
 
-    def new_life(self) -> Incarnation | None:
-        """The trainer's newer life, if it began one."""
-        life = latest_incarnation(self.output_dir)
-        return life if life.number > self.life.number else None
+    def look(self) -> None:
+        """Read what stands in the run directory. Versions first: a version is never seen without the life that made it."""
+        self.versions = read_versions(self.weights_dir, self._seen)
+        self.lives = read_lives(self.output_dir)
+
+    def valid(self, version: int) -> bool:
+        """Whether `version` is committed and belongs to the present history, at the last look."""
+        return version in self.versions and valid(version, self.versions[version], self.lives)
+
+    def hold(self, lease: Lease) -> None:
+        """Tell the trainer what may still be read, so that it does not remove it."""
+        if lease != self.lease:
+            write_lease(self.output_dir, lease)
+            self.lease = lease
+
+    def release(self) -> None:
+        """Nothing is read any more."""
+        drop_lease(self.output_dir)
+        self.lease = None
 
     async def check_base(self, version: int) -> None:
         """Before anything is loaded: a server that holds another base model than the trainer is not ours to overwrite.
@@ -77,10 +98,4 @@ class ServedPolicy:
         try:
             return await self.engine.served() in (self._expected, self._coming)
         except UserError:
-            return False
-
-    def _made_by(self, version: int, life: Incarnation) -> bool:
-        try:
-            return weights_manifest(version_dir(self.weights_dir, version)).incarnation == life.number
-        except CommitError:  # being retired
             return False

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scored:
-    """A batch's samples, and how many of its episodes they come from."""
+    """A batch's samples, and what became of its finished episodes, by name."""
 
     samples: list[Sample]
-    trained_episodes: int
+    trained: list[str]
+    filtered: list[str]  # of advantage zero
+    truncated: list[str]  # all sampled tokens are cut off
 
 
 def score_batch(batch: Batch[EpisodeResult], config: "OrchestratorConfig", temperatures: dict[str, float]) -> Scored:
@@ -28,20 +30,22 @@ def score_batch(batch: Batch[EpisodeResult], config: "OrchestratorConfig", tempe
 
     Returns:
         Samples in the order of their groups. With `filter_zero_advantage` those of advantage zero are left out: they would only widen the
-        loss's denominator.
+        loss's denominator. So are those whose sampled tokens all lie beyond `seq_len`.
     """
-    samples: list[Sample] = []
-    trained = 0
+    scored = Scored([], [], [], [])
     for group in batch.groups:
         finished = sorted(group.finished, key=lambda episode: episode.start.number)
         advantages = group_advantages(config.algorithm, [episode.result.reward for episode in finished])
         for episode, advantage in zip(finished, advantages, strict=True):
-            if config.filter_zero_advantage and advantage == 0.0:
-                continue
             rows = episode_samples(episode, advantage, temperatures[group.task.env], config.seq_len)
-            samples += rows
-            trained += bool(rows)
-    return Scored(samples, trained)
+            if not rows:
+                scored.truncated.append(episode.start.episode)
+            elif config.filter_zero_advantage and advantage == 0.0:
+                scored.filtered.append(episode.start.episode)
+            else:
+                scored.trained.append(episode.start.episode)
+                scored.samples.extend(rows)
+    return scored
 
 
 def episode_samples(
@@ -57,7 +61,7 @@ def episode_samples(
             continue
         rows.append(
             Sample(
-                sample_id=f"{start.group}.{start.number}.{start.attempt}.{number}",
+                sample_id=f"{start.episode}.{number}",
                 group_id=str(start.group),
                 task_id=start.task.task_id,
                 env=start.task.env,

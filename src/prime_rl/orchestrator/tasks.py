@@ -1,4 +1,4 @@
-"""Which task comes next: seeded, endless, resumable by its count alone."""
+"""Which task comes next: seeded, endless; how many were drawn is all of its state."""
 
 import itertools
 import random
@@ -7,16 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from prime_rl.orchestrator.core import Task
 
 
-def task_stream(
-    tasks: Mapping[str, Sequence[Task]], ratios: Mapping[str, float], seed: int, skip: int = 0
-) -> Iterator[Task]:
+def task_stream(tasks: Mapping[str, Sequence[Task]], ratios: Mapping[str, float], seed: int) -> Iterator[Task]:
     """Tasks for ever: environments drawn by their ratio, each one's tasks shuffled anew every epoch.
 
     Args:
         tasks: The tasks of each environment.
         ratios: Relative weight of each environment.
-        seed: The run's seed; the same seed gives the same stream.
-        skip: Tasks to leave out at the start, in a resumed run.
+        seed: The run's seed; the same seed gives the same stream, so that a resumed run goes on by drawing what was drawn before.
     """
     names = sorted(tasks)
     if empty := [name for name in names if not tasks[name]]:
@@ -24,10 +21,8 @@ def task_stream(
     choose = random.Random(f"{seed}/environments")
     streams = {name: _epochs(tasks[name], f"{seed}/{name}") for name in names}
     weights = [ratios[name] for name in names]
-    for number in itertools.count():
-        task = next(streams[choose.choices(names, weights)[0] if len(names) > 1 else names[0]])
-        if number >= skip:
-            yield task
+    while True:
+        yield next(streams[choose.choices(names, weights)[0] if len(names) > 1 else names[0]])
 
 
 def _epochs(tasks: Sequence[Task], seed: str) -> Iterator[Task]:

@@ -1,35 +1,38 @@
-"""Where the orchestrator goes on: after what is committed, not before and not beyond."""
-
-import json
+"""Where the orchestrator goes on: after what is committed, not before and not beyond; and its part of the checkpoints."""
 
 import pytest
 
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.ckpt import Incarnation, Progress, latest_incarnation, newest_version, resume_progress
+from prime_rl.orchestrator.ckpt import (
+    JointCheckpoints,
+    Progress,
+    State,
+    missing_rows,
+    read_part,
+    refuse_used,
+    resume_progress,
+)
+from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
-from prime_rl.transport.weights import TensorEntry, manifest_extra
+from support.scripted import commit_batch
 
 
-def commit_batch(output_dir, step, groups_opened):
-    with stage(
-        output_dir / "rollouts" / f"step_{step}",
-        step=step,
-        producer="orchestrator",
-        extra={"groups_opened": groups_opened},
-    ):
+def commit_trainer_part(output_dir, step, life=0):
+    place = output_dir / "checkpoints" / f"step_{step}" / "trainer"
+    with stage(place, step=step, producer="trainer", extra={"life": life}):
         pass
 
 
 def commit_checkpoint(output_dir, step):
-    with stage(output_dir / "checkpoints" / f"step_{step}" / "trainer", step=step, producer="trainer"):
-        pass
+    """A complete one; the batch before it must be there."""
+    commit_trainer_part(output_dir, step)
+    assert step in JointCheckpoints(output_dir, None).join({})
 
 
-def commit_version(output_dir, version, life):
-    extra = manifest_extra(version, life, {"w": TensorEntry("f", "F32", [1], str(version))})
-    with stage(output_dir / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
-        pass
+def where(progress: Progress) -> tuple[int, int, int]:
+    """The next step, the groups drawn so far, the version."""
+    return progress.step, progress.state.groups_opened, progress.version
 
 
 def test_a_fresh_run_starts_at_zero(tmp_path):
@@ -40,55 +43,152 @@ def test_a_fresh_run_starts_at_zero(tmp_path):
 
 def test_it_goes_on_after_the_batches_that_are_committed_already(tmp_path):
     """Batches beyond the checkpoint are trained again unchanged; collecting goes on after them, with their place in the task stream."""
-    commit_checkpoint(tmp_path, 2)
     for step, groups in enumerate([10, 20, 33, 41]):
         commit_batch(tmp_path, step, groups)
-    assert resume_progress(tmp_path, CkptConfig(resume_step=2)) == Progress(4, 41, 2, resumed=True)
-
-
-def test_what_an_interrupted_trainer_saved_can_be_resumed_with_nothing_else(tmp_path):
-    """The trainer's own checkpoint after Ctrl-C is enough: -1 is the newest of it."""
-    for step, groups in enumerate([10, 20, 33]):
-        commit_batch(tmp_path, step, groups)
     commit_checkpoint(tmp_path, 2)
-    commit_checkpoint(tmp_path, 3)
-    assert resume_progress(tmp_path, CkptConfig(resume_step=-1)) == Progress(3, 33, 3, resumed=True)
+    progress = resume_progress(tmp_path, CkptConfig(resume_step=2))
+    assert where(progress) == (4, 41, 2)
+    assert progress.resumed
+    assert not progress.fresh
 
 
 def test_a_gap_in_the_batches_ends_what_is_reused(tmp_path):
-    """Only an unbroken row of batches from the checkpoint on counts."""
-    commit_checkpoint(tmp_path, 2)
+    """Only an unbroken row of batches from the checkpoint on counts; the state is the one in the checkpoint."""
     commit_batch(tmp_path, 1, 20)
-    commit_batch(tmp_path, 3, 41)
-    assert resume_progress(tmp_path, CkptConfig(resume_step=2)) == Progress(2, 20, 2, resumed=True)
-
-
-def test_a_lost_batch_is_an_error_and_not_a_repeated_task_stream(tmp_path):
-    """Without the batch before the checkpoint nobody knows which tasks were drawn."""
     commit_checkpoint(tmp_path, 2)
-    with pytest.raises(UserError, match="the batch before the checkpoint is missing"):
-        resume_progress(tmp_path, CkptConfig(resume_step=2))
+    commit_batch(tmp_path, 3, 41)
+    assert where(resume_progress(tmp_path, CkptConfig(resume_step=2))) == (2, 20, 2)
 
 
-@pytest.mark.parametrize(("step", "message"), [(5, "no checkpoint of step 5"), (-1, "nothing to resume")])
+def test_the_newest_complete_checkpoint_is_resumed_and_a_single_part_never(tmp_path):
+    """-1: a part of the trainer without this process's part is no checkpoint."""
+    for step, groups in enumerate([10, 20, 33]):
+        commit_batch(tmp_path, step, groups)
+    commit_checkpoint(tmp_path, 2)
+    commit_trainer_part(tmp_path, 3)
+    assert where(resume_progress(tmp_path, CkptConfig(resume_step=-1))) == (3, 33, 2)
+    with pytest.raises(UserError, match="resume_step 3: not in"):
+        resume_progress(tmp_path, CkptConfig(resume_step=3))
+
+
+def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
+    """Another output directory, with the first one's checkpoints: the task stream goes on, with the groups that were open."""
+    state = State(step=2, groups_opened=9, open_groups=[7, 8], environments={"env": 9})
+    commit_batch(tmp_path / "old", 1, 9, state=state.to_json())
+    commit_checkpoint(tmp_path / "old", 2)
+    ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
+    assert resume_progress(tmp_path / "new", ckpt) == Progress(2, 2, resumed=True, state=state)
+
+
+def test_after_a_crash_everything_committed_counts(tmp_path):
+    """No checkpoint is needed: the row of batches says where to go on, from the first one that there is."""
+    assert where(resume_progress(tmp_path, None, recover=True)) == (0, 0, 0)
+    for step, groups in [(4, 41), (5, 50)]:
+        commit_batch(tmp_path, step, groups)
+    progress = resume_progress(tmp_path, None, recover=True)
+    assert where(progress) == (6, 50, 0)
+    assert progress.recovered
+
+
+def test_a_crash_right_after_resuming_goes_on_from_the_same_checkpoint(tmp_path):
+    """The process is started again with its old configuration and --recover, before it has committed anything."""
+    commit_batch(tmp_path / "old", 1, 20)
+    commit_checkpoint(tmp_path / "old", 2)
+    ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
+    assert where(resume_progress(tmp_path / "new", ckpt, recover=True)) == (2, 20, 0)
+    commit_batch(tmp_path / "new", 2, 30)
+    assert where(resume_progress(tmp_path / "new", ckpt, recover=True)) == (3, 30, 0)
+
+
+@pytest.mark.parametrize(("step", "message"), [(5, "resume_step 5: not in"), (-1, "holds no checkpoint")])
 def test_a_checkpoint_that_is_not_there_is_named(tmp_path, step, message):
     """One clear line instead of a run from nowhere."""
     if step != -1:
+        commit_batch(tmp_path, 1, 20)
         commit_checkpoint(tmp_path, 2)
     with pytest.raises(UserError, match=message):
         resume_progress(tmp_path, CkptConfig(resume_step=step))
 
 
-def test_versions_of_a_life_that_was_given_up_do_not_count(tmp_path):
-    """The newest version is one that the present life made, or the one it started from."""
-    assert latest_incarnation(tmp_path) == Incarnation()
-    (tmp_path / "incarnations").mkdir()
-    for number, start in enumerate([0, 2]):
-        (tmp_path / "incarnations" / f"{number}.json").write_text(json.dumps({"step": start}))
-    life = latest_incarnation(tmp_path)
-    assert life == Incarnation(1, 2)
-    for version in range(5):
-        commit_version(tmp_path, version, life=0)
-    assert newest_version(tmp_path / "weights", life) == 2
-    commit_version(tmp_path, 6, life=1)
-    assert newest_version(tmp_path / "weights", life) == 6
+def test_a_damaged_state_is_named_with_its_checkpoint(tmp_path):
+    """Flipped bytes in the state: an error that names the checkpoint, not a run from a wrong place."""
+    commit_batch(tmp_path, 1, 20)
+    commit_checkpoint(tmp_path, 2)
+    (tmp_path / "checkpoints" / "step_2" / "orchestrator" / "state.json").write_text("{}")
+    with pytest.raises(UserError, match="cannot resume from step 2"):
+        resume_progress(tmp_path, CkptConfig(resume_step=2))
+
+
+def test_a_used_directory_is_refused_unless_it_is_gone_on_with(tmp_path):
+    """A fresh run never mixes its batches with those of another."""
+    commit_batch(tmp_path, 0, 3)
+    with pytest.raises(UserError, match="holds steps 0-0 of an earlier run"):
+        refuse_used(tmp_path, Progress())
+    refuse_used(tmp_path, Progress(recovered=True))
+
+
+def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):
+    """Nothing is remembered: whenever a part of the trainer stands alone, the state of that step is added and the two are joined."""
+    root = tmp_path / "checkpoints"
+    for step in range(3):
+        commit_batch(tmp_path, step, 10 * (step + 1))
+    joint = JointCheckpoints(tmp_path, None)
+    assert joint.join({0: 0}) == []
+    commit_trainer_part(tmp_path, 2)
+    assert joint.join({0: 0}) == [2]
+    assert read_part(root, 2).groups_opened == 20
+    assert read_part(root, 2).step == 2
+    assert joint.join({0: 0}) == []
+    for part in checkpoints.TOGETHER:
+        checkpoints.check(root, 2, part)
+
+
+def test_only_checkpoints_of_the_present_history_are_joined(tmp_path):
+    """A part that a later life gave up stays single: joined, it would be resumed from."""
+    commit_batch(tmp_path, 3, 40)
+    commit_trainer_part(tmp_path, 4, life=0)
+    joint = JointCheckpoints(tmp_path, None)
+    assert joint.join({0: 0, 1: 2}) == []
+    assert joint.join({0: 0, 1: 4}) == [4]
+
+
+def test_a_checkpoint_whose_batch_is_gone_stays_single_and_does_not_stop_the_run(tmp_path, caplog):
+    """The state of that step is not known any more: said once, and the others are joined."""
+    commit_batch(tmp_path, 3, 40)
+    commit_trainer_part(tmp_path, 2)
+    commit_trainer_part(tmp_path, 4)
+    joint = JointCheckpoints(tmp_path, None)
+    assert joint.join({}) == [4]
+    assert joint.join({}) == []
+
+
+def test_completing_a_checkpoint_removes_what_is_not_kept(tmp_path):
+    """The owner of the joint manifest removes: the newest `keep`, and every multiple of `keep_interval`, stay."""
+    joint = JointCheckpoints(tmp_path, CkptConfig(keep=1, keep_interval=4))
+    for step in range(8):
+        commit_batch(tmp_path, step, step + 1)
+    for step in (2, 4, 6, 8):
+        commit_trainer_part(tmp_path, step)
+        joint.join({0: 0})
+    assert checkpoints.complete_steps(tmp_path / "checkpoints") == [4, 8]
+
+
+def test_what_a_crash_left_in_a_checkpoint_is_cleaned_and_completed(tmp_path):
+    """A staged part and a manifest that was never renamed: removed, and the checkpoint is joined anew."""
+    commit_batch(tmp_path, 1, 20)
+    commit_trainer_part(tmp_path, 2)
+    place = tmp_path / "checkpoints" / "step_2"
+    (place / ".orchestrator.tmp-1").mkdir()
+    (place / ".manifest.json.tmp-1").write_text("{")
+    joint = JointCheckpoints(tmp_path, None)
+    joint.clean()
+    assert sorted(path.name for path in place.iterdir()) == ["trainer"]
+    assert joint.join({}) == [2]
+
+
+def test_metrics_that_a_crash_kept_from_being_logged_are_found(tmp_path):
+    """They stand in the batch's manifest; a row that holds an evaluation only does not count."""
+    for step in range(3):
+        commit_batch(tmp_path, step, step + 1, metrics={"reward/mean": float(step)})
+    logged = {0: {"step": 0, "reward/mean": 0.0}, 1: {"step": 1, "eval/env/reward/mean": 0.5}}
+    assert missing_rows(tmp_path / "rollouts", logged) == {1: {"reward/mean": 1.0}, 2: {"reward/mean": 2.0}}

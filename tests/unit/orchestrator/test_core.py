@@ -14,6 +14,12 @@ def endless_tasks():
     return (Task("env", i, f"task-{i}") for i in itertools.count())
 
 
+def advance(core, batch):
+    """Prove and commit a whole batch."""
+    core.prove(core.unproven())
+    core.advance(batch, trained=batch.episodes, filtered=())
+
+
 def make_core(limits: Limits, **kwargs) -> Core[float]:
     return Core(limits, endless_tasks(), **kwargs)
 
@@ -64,7 +70,7 @@ class World:
                 self.core.finish(start.episode, self.random.random())
         while (batch := self.core.ready_batch()) is not None:
             self.batches.append(batch)
-            self.core.advance(batch, sum(len(group.finished) for group in batch.groups))
+            advance(self.core, batch)
 
 
 worlds = st.builds(
@@ -129,7 +135,7 @@ def test_synchronous_training_waits_for_the_trainer():
     assert core.next_start() is None
     for start in starts:
         core.finish(start.episode, 1.0)
-    core.advance(core.ready_batch(), 4)
+    advance(core, core.ready_batch())
     assert core.next_start() is None
     core.serve(1)
     assert core.next_start().version == 1
@@ -194,6 +200,7 @@ def test_a_discarded_batch_is_collected_again_for_the_same_step():
     core = make_core(Limits(2, 1, 0, 0, 10, 1))
     for _ in range(2):
         core.finish(core.next_start().episode, 0.0)
+    core.prove(core.unproven())
     core.discard(core.ready_batch())
     assert core.step == 0
     assert core.dropped[Drop.FILTERED] == 2
@@ -222,22 +229,85 @@ def test_tokens_sampled_during_an_update_are_stamped_with_the_coming_version_too
     assert core.version == 0
 
 
-def test_going_back_to_a_version_drops_what_was_sampled_and_counts_it():
-    """A server that lost its weights, a trainer that began again: finished and flying episodes are worth nothing."""
+def test_what_a_life_sampled_that_was_given_up_is_made_again_in_its_place():
+    """The trainer went on from version 1 while 3 was served: finished and flying episodes are dropped and tried again, on a version that the
+    gate allows; nothing starts before the engines have gone back."""
     core = make_core(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
     starts = [core.next_start() for _ in range(6)]
     for start in starts[:3]:
         core.finish(start.episode, 1.0)
-    flying = core.restart_from(1)
-    assert sorted(start.episode for start in flying) == [start.episode for start in starts[3:]]
-    for start in flying:
-        core.fail(start.episode, Drop.UNPROVEN)
-    assert core.dropped[Drop.UNPROVEN] == 6
-    assert core.version == 1
+    flying = core.begin_life(1, {0: 0, 1: 1})
+    assert [start.episode for start in flying] == [start.episode for start in starts[3:]]
+    assert core.dropped[Drop.STALE] == 6
+    assert core.must_go_back
+    assert core.next_start() is None
+    core.go_back(1)
     assert core.next_start() is None  # step 3 needs version 2
     core.serve(2)
-    assert core.next_start().version == 2
+    again = core.next_start()
+    assert (again.episode, again.version) == ("0.0.1", 2)
     core.check_conservation()
+
+
+def test_what_counts_in_the_new_life_too_is_kept():
+    """A life that begins at the version that is served gives up nothing: what was sampled is of the same history."""
+    core = make_core(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
+    starts = [core.next_start() for _ in range(4)]
+    core.finish(starts[0].episode, 1.0)
+    assert core.begin_life(1, {0: 0, 1: 3}) == []
+    assert not core.must_go_back
+    assert core.dropped.total() == 0
+    assert core.life == 1
+    core.serve(4)
+    core.finish(starts[1].episode, 1.0)  # in flight over the change: its last version is of the new life
+    assert core.begin_life(2, {0: 0, 1: 3, 2: 3}) == starts[2:]
+    assert core.dropped[Drop.STALE] == 3
+    core.check_conservation()
+
+
+def test_an_unproven_server_takes_back_only_what_finished_since_the_last_proof():
+    """A server that lost its weights: what was proven before stays, the rest is made again on the same version."""
+    core = make_core(Limits(4, 2, 0, 8, 100, 10))
+    starts = [core.next_start() for _ in range(4)]
+    core.finish(starts[0].episode, 1.0)
+    core.prove(core.unproven())
+    core.finish(starts[1].episode, 1.0)
+    assert core.doubt("gone") == starts[2:]
+    assert (core.waiting_for_batch, core.dropped[Drop.STALE]) == (1, 3)
+    assert [core.next_start().episode for _ in range(3)] == ["0.1.1", "1.0.1", "1.1.1"]
+    core.check_conservation()
+
+
+def test_a_batch_that_is_not_proven_cannot_be_committed():
+    """Nothing that a server may have sampled with other weights reaches a batch."""
+    core = make_core(Limits(1, 1, 0, 0, 1))
+    core.finish(core.next_start().episode, 1.0)
+    batch = core.ready_batch()
+    with pytest.raises(ValueError, match=r"nothing proves what sampled 0\.0\.0"):
+        core.advance(batch, trained=batch.episodes, filtered=())
+
+
+def test_every_finished_episode_of_a_batch_is_accounted_for():
+    """Trained, filtered or truncated: one that is forgotten is an error."""
+    core = make_core(Limits(2, 2, 0, 0, 2))
+    for _ in range(2):
+        core.finish(core.next_start().episode, 1.0)
+    core.prove(core.unproven())
+    with pytest.raises(ValueError, match="not every finished episode"):
+        core.advance(core.ready_batch(), trained=["0.0.0"], filtered=())
+    core.advance(core.ready_batch(), trained=["0.0.0"], filtered=(), truncated=["0.1.0"])
+    assert core.dropped == {Drop.TRUNCATED: 1, Drop.FILTERED: 0}
+    core.check_conservation()
+
+
+def test_a_run_that_ends_for_good_leaves_nothing_open():
+    """Episodes in flight, finished and to be started again are dropped, with the reason that the run ended."""
+    core = make_core(Limits(4, 2, 1, 8, 3, 10))
+    starts = [core.next_start() for _ in range(3)]
+    core.finish(starts[0].episode, 1.0)
+    assert core.abandon() == starts[1:]
+    assert core.dropped[Drop.CANCELLED] == core.issued == 3
+    assert (core.open_groups, core.in_flight) == ([], 0)
 
 
 def test_versions_never_go_back():

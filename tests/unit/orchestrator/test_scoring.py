@@ -34,11 +34,11 @@ def episode(number, reward, first=0, last=0, samples=None, **fields) -> Finished
     result = EpisodeResult(
         "e", "reverse-text", "train/abc", Outcome.OK, reward=reward, samples=samples or [tokens()], **fields
     )
-    return Finished(Start(number, 7, number, 0, TASK, first), first, last, result)
+    return Finished(Start(7, number, 0, TASK, first), first, last, result)
 
 
 def batch(*groups) -> Batch[EpisodeResult]:
-    return Batch(5, [Group(7 + i, TASK, [], set(), list(finished)) for i, finished in enumerate(groups)])
+    return Batch(5, [Group(7 + i, TASK, finished=list(finished)) for i, finished in enumerate(groups)])
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_sample_carries_its_lineage_and_its_advantage_on_sampled_tokens_only()
     assert first.temperature == 0.7
     assert first.advantages == [0.0, 0.0, 0.5, 0.5, 0.5]
     assert second.advantages == [0.0, 0.0, -0.5, -0.5, -0.5]
-    assert scored.trained_episodes == 2
+    assert scored.trained == ["7.0.0", "7.1.0"]
     first.check()
 
 
@@ -83,7 +83,8 @@ def test_groups_without_spread_are_filtered_and_counted():
     """Zero-advantage filter: no samples, and not counted as trained; switched off they stay."""
     groups = batch([episode(0, 0.5), episode(1, 0.5)], [episode(0, 1.0), episode(1, 0.0)])
     assert [s.group_id for s in score_batch(groups, Settings(), {"reverse-text": 1.0}).samples] == ["7", "7"]
-    assert score_batch(groups, Settings(), {"reverse-text": 1.0}).trained_episodes == 2
+    assert len(score_batch(groups, Settings(), {"reverse-text": 1.0}).trained) == 2
+    assert len(score_batch(groups, Settings(), {"reverse-text": 1.0}).filtered) == 2
     assert len(score_batch(groups, Settings(filter_zero_advantage=False), {"reverse-text": 1.0}).samples) == 4
 
 
@@ -92,9 +93,12 @@ def test_samples_are_cut_to_seq_len_and_marked_truncated():
     rows = score_batch(batch([episode(0, 1.0), episode(1, 0.0)]), Settings(seq_len=4), {"reverse-text": 1.0}).samples
     assert [len(row.input_ids) for row in rows] == [4, 4]
     assert all(row.is_truncated for row in rows)
-    assert (
-        score_batch(batch([episode(0, 1.0), episode(1, 0.0)]), Settings(seq_len=2), {"reverse-text": 1.0}).samples == []
-    )
+    scored = score_batch(batch([episode(0, 1.0), episode(1, 1.0)]), Settings(seq_len=2), {"reverse-text": 1.0})
+    assert (scored.samples, scored.trained, scored.filtered) == ([], [], [])
+    assert scored.truncated == [
+        "7.0.0",
+        "7.1.0",
+    ]  # whatever their advantage is: they are not dropped for want of a signal
 
 
 def test_the_order_within_a_group_does_not_depend_on_who_finished_first():

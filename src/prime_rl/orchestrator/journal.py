@@ -1,0 +1,189 @@
+"""The ledger in the loop: what an earlier life left is put back into the core, what happens is written at the right moments, and the two accounts
+must agree.
+
+A finished episode is written only after the engines have proven what they serve: whatever the ledger holds as finished may be trained.
+"""
+
+import asyncio
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.errors import UserError
+from prime_rl.monitor import log
+from prime_rl.orchestrator.account import Account
+from prime_rl.orchestrator.ckpt import Progress, State
+from prime_rl.orchestrator.core import Batch, Core, Drop, Finished, Group, Start, Task
+from prime_rl.orchestrator.ledger import Ledger, OpenGroup, read_batches
+from prime_rl.orchestrator.metrics import Tally
+from prime_rl.orchestrator.samples import Scored
+
+logger = log.get("orchestrator")
+
+FLUSH_SECONDS = 1.0  # the least time between two flushes within a step
+
+
+class Journal:
+    """One run's ledger, and its place in the task stream."""
+
+    def __init__(self, output_dir: Path, seed: int, progress: Progress) -> None:
+        """Raises UserError when the ledger is damaged, or belongs to a run that this one would be mixed with."""
+        self.rollouts = output_dir / "rollouts"
+        self.seed = seed
+        self.ledger = Ledger(output_dir / "ledger.sqlite")
+        self._drawn: Counter[str] = Counter()  # groups by environment
+        self._flushed = time.monotonic()
+        issued = self.ledger.account().total.issued
+        if progress.fresh and issued:
+            self.ledger.close()
+            raise UserError(
+                f"{self.ledger.path} tells of {issued} episodes of an earlier run: choose another output_dir, remove it (`rl --clean`), or go "
+                "on with --recover"
+            )
+        if not progress.fresh and progress.state.groups_opened and progress.state.seed != seed:
+            self.ledger.close()
+            raise UserError(
+                f"the run began with seed {progress.state.seed} and would go on with {seed}: tasks would be repeated and left out; give --seed "
+                f"{progress.state.seed}"
+            )
+
+    # -- going on ------------------------------------------------------------------------------------------------------------
+
+    def restore(self, core: Core[EpisodeResult], state: State, stream: Iterator[Task], version: int) -> Tally:
+        """Put into `core` what an earlier life left, and draw `stream` to where it was.
+
+        Args:
+            stream: The task stream from its beginning.
+            version: The newest committed version of the present history.
+
+        Returns:
+            Counts since the last committed batch.
+
+        Raises:
+            UserError: the ledger's tasks are not the ones that the stream gives.
+        """
+        for line in self.ledger.reconcile(read_batches(self.rollouts), version):
+            logger.warning("ledger: %s", line)
+        known = self.ledger.groups_opened()
+        tasks = list(itertools.islice(stream, max(known, state.groups_opened)))
+        self._drawn.update(task.env for task in tasks)
+        core.groups_opened = len(tasks)
+        groups = [self._restored(group, tasks) for group in self.ledger.open_groups(core.limits.group_size)]
+        for number in state.open_groups:
+            if number >= known:  # drawn in a run whose ledger is not here: a checkpoint that was taken elsewhere
+                groups.append(self._opened_elsewhere(number, tasks[number], core.limits.group_size))
+        total = self.ledger.account().total
+        dropped = {Drop(reason): count for reason, count in total.dropped.items()}
+        core.restore(groups, total.issued, total.trained + total.batched, dropped)
+        if groups:
+            finished = sum(len(group.finished) for group in groups)
+            again = sum(len(group.again) for group in groups)
+            logger.info(
+                "%d open groups go on, with %d finished episodes; %d are started again", len(groups), finished, again
+            )
+        before = Account.from_json(state.ledger) if known else Account()
+        return Tally.since(before.total, total, core.limits.batch_size)
+
+    def _restored(self, found: OpenGroup, tasks: Sequence[Task]) -> Group[EpisodeResult]:
+        task = Task(found.env, found.task_index, found.task_id)
+        if tasks[found.number] != task:
+            raise UserError(
+                f"group {found.number} is about task {task.task_id} of {task.env}, but the seed and the environments give "
+                f"{tasks[found.number].task_id} of {tasks[found.number].env}: go on with those that the run began with"
+            )
+        finished = [
+            Finished(
+                Start(found.number, one.number, one.attempt, task, one.version),
+                one.first,
+                one.last,
+                one.result,
+                one.life,
+            )
+            for one in found.finished
+        ]
+        return Group(found.number, task, waiting=found.waiting, again=found.again, finished=finished, lost=found.lost)
+
+    def _opened_elsewhere(self, number: int, task: Task, size: int) -> Group[EpisodeResult]:
+        self.ledger.opened(number, task.env, task.index, task.task_id)
+        return Group(number, task, waiting=[(i, 0) for i in range(size)])
+
+    def drawing(self, stream: Iterator[Task]) -> Iterator[Task]:
+        """The rest of the stream; what is drawn is counted."""
+        for task in stream:
+            self._drawn[task.env] += 1
+            yield task
+
+    # -- writing -------------------------------------------------------------------------------------------------------------
+
+    def extra(self, core: Core[EpisodeResult], batch: Batch[EpisodeResult], scored: Scored) -> dict[str, Any]:
+        """What the manifest of a batch says about episodes, and the orchestrator's state once it is committed."""
+        numbers = [group.number for group in batch.groups]
+        extra = self.ledger.batch_extra(batch.step, scored.trained, scored.filtered, scored.truncated, numbers)
+        state = State(
+            step=batch.step + 1,
+            seed=self.seed,
+            groups_opened=core.groups_opened,
+            environments=dict(sorted(self._drawn.items())),
+            open_groups=[number for number in core.open_groups if number not in set(numbers)],
+            ledger=extra["ledger"]["account"],
+        )
+        return extra | {"state": state.to_json()}
+
+    @property
+    def due(self) -> bool:
+        """Whether it is time to flush within a step."""
+        return time.monotonic() - self._flushed >= FLUSH_SECONDS
+
+    async def flush(self) -> None:
+        """Write what was recorded, in a thread. One transaction.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        self._flushed = time.monotonic()
+        await asyncio.to_thread(self.ledger.flush)
+
+    def check(self, core: Core[EpisodeResult]) -> None:
+        """The scheduler's account and the ledger's are conserved, and the same.
+
+        Raises:
+            UserError: they are not; the message tells the difference.
+        """
+        account = self.ledger.account()
+        try:
+            core.check_conservation()
+            account.check()
+        except AssertionError as error:
+            raise UserError(
+                f"episodes are lost or counted twice, so the run stops (a fault of prime-rl): {error}"
+            ) from error
+        total = account.total
+        ours = {
+            "issued": core.issued,
+            "in flight": core.owed,
+            "finished": core.waiting_for_batch,
+            "in a batch": core.trained,
+        } | {str(reason): count for reason, count in core.dropped.items()}
+        theirs = {
+            "issued": total.issued,
+            "in flight": total.in_flight,
+            "finished": total.finished,
+            "in a batch": total.batched + total.trained,
+        } | total.dropped
+        wrong = [
+            f"{name}: {ours.get(name, 0)} here, {theirs.get(name, 0)} in the ledger"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name, 0) != theirs.get(name, 0)
+        ]
+        if wrong:
+            raise UserError(
+                f"the scheduler and {self.ledger.path.name} do not agree, so the run stops (a fault of prime-rl): {'; '.join(wrong)}"
+            )
+
+    def close(self) -> None:
+        """Close the file; call `flush` before."""
+        self.ledger.close()

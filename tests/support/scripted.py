@@ -1,0 +1,167 @@
+"""A scripted trainer, engine and pool of environments around the real orchestrator: what the outside world may do to it, in milliseconds."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+from prime_rl.config.orchestrator import OrchestratorConfig
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
+from prime_rl.monitor import Monitor, Status
+from prime_rl.orchestrator.ckpt import JointCheckpoints, State
+from prime_rl.orchestrator.engine import Served
+from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
+from prime_rl.transport.lives import read_lives, read_versions
+from prime_rl.transport.protocol import to_set_aside
+from prime_rl.transport.rollouts import open_batch
+from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
+
+
+class ScriptedTrainer:
+    """Commits versions and lives as the trainer does."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def live(self, number: int, start: int) -> None:
+        """Open a life, then set aside what it gives up."""
+        (self.directory / "incarnations").mkdir(exist_ok=True)
+        write_atomically(self.directory / "incarnations" / f"{number}.json", json.dumps({"step": start}).encode())
+        for version in to_set_aside(read_versions(self.directory / "weights"), read_lives(self.directory)):
+            prune(self.directory / "weights" / f"step_{version}")
+
+    def commit(self, version: int, life: int = 0) -> None:
+        extra = manifest_extra(version, life, self.tensors(version, life))
+        with stage(self.directory / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
+            pass
+
+    @staticmethod
+    def tensors(version: int, life: int) -> dict[str, TensorEntry]:
+        return {"w": TensorEntry("model.safetensors", "F32", [1], f"{version}-{life}")}
+
+    def checkpoint(self, step: int, life: int = 0) -> None:
+        place = self.directory / "checkpoints" / f"step_{step}" / "trainer"
+        with stage(place, step=step, producer="trainer", extra={"life": life}):
+            pass
+
+    def batch(self, step: int, groups_opened: int) -> None:
+        """A committed batch as an earlier life of the orchestrator left it: group `step`, both of its episodes trained."""
+        commit_batch(self.directory, step, groups_opened)
+
+
+class ScriptedEngine:
+    """Serves what it is given; `base()` is a server that somebody has started again."""
+
+    root = "http://engine"
+
+    def __init__(self) -> None:
+        self.updates: list[tuple[int, int]] = []  # (version, life)
+        self.base()
+
+    def base(self) -> None:
+        self.now = Served(0, version_hash(ScriptedTrainer.tensors(0, 0)))
+
+    async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
+        await asyncio.sleep(0)
+
+    async def served(self) -> Served:
+        return self.now
+
+    async def update(self, weights) -> Served:
+        await asyncio.sleep(0.01)
+        self.now = Served(weights.version, weights.hash)
+        self.updates.append((weights.version, weights.incarnation))
+        return self.now
+
+
+class ScriptedPool:
+    """Every episode takes 20 ms; tokens and rewards are a function of its place and the version, and rewards differ within a group.
+
+    `before` may change the world or the result.
+    """
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self.sampled: dict[str, int] = {}  # episode -> version that really sampled it
+        self.before: Callable[[str, int], Outcome | None] = lambda episode, version: None
+        self.evaluated: list[int] = []
+        self.seconds = 0.02
+
+    async def start(self, timeout: float) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+    def tasks(self, env: str) -> list[TaskInfo]:
+        return [TaskInfo("task", 0)]
+
+    async def run(self, *, episode_id: str, policy_version: int, env: str, **_) -> EpisodeResult:
+        await asyncio.sleep(self.seconds)
+        if outcome := self.before(episode_id, policy_version):
+            return EpisodeResult(episode_id, env, "task", outcome, "scripted")
+        if episode_id.startswith("eval"):
+            self.evaluated.append(self.engine.now.version)
+        self.sampled[episode_id] = self.engine.now.version
+        place = episode_id.rpartition(".")[0] or episode_id
+        chance = xxhash.xxh3_64_intdigest(f"{place}/{self.engine.now.version}".encode())
+        tokens = SampleTokens([1, chance % 1000], [False, True], [0.0, -(chance % 97) / 97], 1, 0.0)
+        reward = float(episode_id.split(".")[1]) + chance % 7 / 7 if "." in episode_id else 0.5
+        return EpisodeResult(episode_id, env, "task", Outcome.OK, reward=reward, samples=[tokens])
+
+
+class World:
+    def __init__(self, directory: Path, **settings: object) -> None:
+        base = {"batch_size": 2, "rollouts_per_example": 2, "async_level": 0, "max_off_policy_steps": 8, "max_steps": 3}
+        self.config = OrchestratorConfig(output_dir=directory, environment={"id": "env"}, **(base | settings))
+        self.trainer = ScriptedTrainer(directory)
+        self.engine = ScriptedEngine()
+        self.pool = ScriptedPool(self.engine)
+        self.directory = directory
+
+    def orchestrator(self) -> Orchestrator:
+        monitor = Monitor(self.directory, "orchestrator", self.config.monitor, {})
+        return Orchestrator(self.config, self.pool, self.engine, Status(self.directory, "orchestrator"), monitor)
+
+    def joint(self, step: int) -> None:
+        """A complete checkpoint of `step`, as both processes left it."""
+        self.trainer.checkpoint(step)
+        JointCheckpoints(self.directory, None).join({})
+
+    def versions(self, step: int) -> list[int]:
+        batch = open_batch(self.directory / "rollouts" / f"step_{step}")
+        return sorted({int(version) for row in batch.rows(range(len(batch))) for version in row.policy_versions})
+
+    def really_sampled(self, step: int) -> set[int]:
+        batch = open_batch(self.directory / "rollouts" / f"step_{step}")
+        return {self.pool.sampled[row.sample_id.rpartition(".")[0]] for row in batch.rows(range(len(batch)))}
+
+
+def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0, **extra: object) -> None:
+    """The batch of `step`, with the two episodes of group `step` in it, as the orchestrator commits one."""
+    issued = 2 * (step + 1)
+    account = {"env": {"issued": issued, "batched": issued}}
+    ledger = {
+        "trained": [f"{step}.0.0", f"{step}.1.0"], "filtered": [], "truncated": [],
+        "groups": [[step, "env", 0, "task"]], "account": account,
+    }  # fmt: skip
+    state = State(step=step + 1, seed=seed, groups_opened=groups_opened, ledger=account)
+    told = {"groups_opened": groups_opened, "ledger": ledger, "state": state.to_json(), **extra}
+    with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
+        pass
+
+
+async def until(condition: Callable[[], bool], timeout: float = 20.0, run: "asyncio.Task[None] | None" = None) -> None:
+    """Poll; a `run` that fails meanwhile raises what it failed with."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            if run is not None and run.done():
+                run.result()
+            await asyncio.sleep(0.01)
+
+
+def has_batch(world: World, step: int) -> Callable[[], bool]:
+    return lambda: step in list_steps(world.directory / "rollouts")
