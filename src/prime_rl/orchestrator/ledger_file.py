@@ -219,7 +219,7 @@ def _check(db: sqlite3.Connection, path: Path, shown: Path) -> None:
     if (length := path.stat().st_size) < pages * size:
         raise UserError(damaged(shown, f"it is truncated: {length} bytes of {pages * size}"))
     if (verdict := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise UserError(damaged(shown, verdict))
+        raise UserError(damaged(shown, verdict.splitlines()[-1]))
 
 
 @contextmanager
