@@ -3,15 +3,17 @@
 import os
 import sys
 
-from prime_rl import lifeline
+from prime_rl import faults, lifeline
 from prime_rl.config import TrainerConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_model
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import log
+from prime_rl.transport.commit import disk_errors
 
 
 def main() -> None:
     """Parse the command line and train: one process, or one rank of torchrun."""
+    faults.arm("trainer")
     lifeline.watch()
     config = load(TrainerConfig, prog="trainer")
     rank = int(os.environ.get("RANK", 0))
@@ -24,13 +26,12 @@ def main() -> None:
 
 
 def run(config: TrainerConfig, rank: int) -> None:
-    """Check what can be checked before torch is imported, write the resolved config, train."""
+    """Check what can be checked before torch is imported, then train; the resolved config is written once the run is not refused."""
     check_model(config.model.name, weights=config.data.fake is None)
-    path = config.output_dir / "configs" / "trainer.toml"
-    if rank == 0:
-        write_toml(config, path)
     if config.dry_run:
         if rank == 0:
+            path = config.output_dir / "configs" / "trainer.toml"
+            write_toml(config, path)
             data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
             print(
                 f"trainer: {config.model.name} on {config.device}, {data}, versions to {config.output_dir / 'weights'}"
@@ -39,12 +40,8 @@ def run(config: TrainerConfig, rank: int) -> None:
         return
     from prime_rl.trainer.rl.train import train
 
-    try:
+    with disk_errors(config.output_dir):
         train(config)
-    except UserError as error:
-        if rank == 0:
-            Status(config.output_dir, "trainer").done(f"failed: {error}")
-        raise
 
 
 if __name__ == "__main__":

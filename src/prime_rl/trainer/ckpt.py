@@ -1,29 +1,40 @@
-"""The trainer's part of a checkpoint: model, optimizer, progress and random state in torch's distributed format.
+"""The training state on disk over a run: where the run goes on from, what is saved when, and what later lives still need.
 
-`checkpoints/step_N` holds the state after N updates; the part `trainer` in it is committed by rename. It can be resumed on another number of
-ranks. The learning rate is a function of the step, so there is no scheduler state.
+`checkpoints/step_N/trainer` and `recovery/step_N` hold the state after N updates (model, optimizer, progress and random state; the learning rate
+is a function of the step), committed by rename. Either can be loaded by another number of ranks.
 """
 
-import errno
 import secrets
-import shutil
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from prime_rl import faults
 from prime_rl.errors import UserError
+from prime_rl.monitor import log
+from prime_rl.trainer import dcp
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World, agree, broadcast, on_main
-from prime_rl.transport.commit import Stage, disk_errors, list_steps, prune, verify
+from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
+from prime_rl.trainer.source import Source
+from prime_rl.trainer.weights import Versions
+from prime_rl.transport import checkpoints
+from prime_rl.transport.commit import Stage, clean_stages, list_steps, prune, read_manifest, subject_of
+from prime_rl.transport.lives import read_lives, read_versions
+from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
+from prime_rl.wait import wait
 
-PART = "trainer"
+if TYPE_CHECKING:
+    from prime_rl.config.trainer import TrainingConfig
+
+logger = log.get(__name__)
+
+PART: checkpoints.Part = "trainer"
 _STATE = "state"
-_NO_ROOM_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -35,105 +46,260 @@ class Progress:
     samples: int = 0
 
 
-def saved_steps(root: Path) -> list[int]:
-    """Steps with a committed trainer part under the checkpoints root, ascending."""
-    return [step for step in list_steps(root) if (root / f"step_{step}" / PART).is_dir()]
+Kind = Literal["checkpoint", "recovery checkpoint"]
 
 
-def find(root: Path, resume_step: int, max_steps: int | None) -> int:
-    """The step to resume from; -1 is the newest.
+class Checkpoints:
+    """Everything between the training state and the disk. Every rank calls every method, at the same point of the run.
+
+    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, and `save` where it is `due`; `finish`. One save at most is under
+    way; a failure in the background is raised by the next call, on every rank.
+
+    Args:
+        alone: Whether no other process takes part in the checkpoints, so that this one joins them.
+        recover: Go on from whatever was committed last.
+        recovery_interval: Steps between two recovery checkpoints; they are always written in the background.
+    """
+
+    def __init__(
+        self,
+        config: "TrainingConfig",
+        world: World,
+        *,
+        alone: Callable[[], bool],
+        recover: bool = False,
+        recovery_interval: int | None = None,
+    ) -> None:
+        self.world, self.alone, self.recover, self.recovery_interval = world, alone, recover, recovery_interval
+        self.output_dir, self.config, self.max_steps = config.output_dir, config.ckpt, config.max_steps
+        self.root = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
+        self.recovery = config.output_dir / "recovery"
+        self.found: Path | None = None  # the state that this run goes on from
+        self.base: str | None = None  # hash of the base model
+        self.life = 0
+        self._timeout = config.dist_timeout
+        self._pending: tuple[Path, Future[None]] | None = None
+        if recovery_interval is not None or (self.config is not None and self.config.save_async):
+            self._background = background_world(world, config.dist_timeout)
+            self._copy = dcp.HostCopy(self._background)
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def choose(self) -> None:
+        """Decide what to go on from, before anything is loaded or written. Rank 0 hashes that state's files, within `dist_timeout`.
+
+        Raises:
+            UserError: there is no such checkpoint, it is damaged or of a newer format; an earlier run or something foreign is in the way.
+        """
+        found = on_main(self.world, self._choose)
+        self.found = None if found is None else Path(found)
+
+    def check_model(self, source: Source) -> None:
+        """The base model must be the one that the run, and the state it goes on from, began with. Rank 0 hashes it, within `dist_timeout`.
+
+        Raises:
+            UserError: it is another one.
+        """
+        on_main(self.world, lambda: self._check_model(source))
+
+    def load(self, policy: Policy, optimizer: torch.optim.Optimizer) -> Progress:
+        """Put the chosen state into model and optimizer, which are the ones that are saved from now on.
+
+        Raises:
+            UserError: the state is damaged, or belongs to another model.
+        """
+        self.policy, self.optimizer = policy, optimizer
+        return Progress() if self.found is None else load(self.found, policy, optimizer, self.world)
+
+    def begin(self, versions: Versions, start: int) -> None:
+        """Open a life that goes on from step `start`, and set aside what it gives up."""
+        self.life, self.base = versions.open(start)
+        on_main(self.world, lambda: self._give_up_after(start))
+
+    def due(self, step: int) -> Kind | None:
+        """What is to be saved after `step` updates."""
+        interval = None if self.config is None else self.config.interval
+        if interval is not None and step % interval == 0:
+            return "checkpoint"
+        if self.recovery_interval is not None and step % self.recovery_interval == 0:
+            return "recovery checkpoint"
+        return None
+
+    def save(self, progress: Progress, kind: Kind = "checkpoint") -> None:
+        """Commit the training state, in the background where that is asked for: then this returns once a copy of it is made.
+
+        Raises:
+            UserError: the disk is full, or an earlier save failed; nothing half-written stands under a final name.
+        """
+        self.wait()
+        asynchronous = kind != "checkpoint" or (self.config is not None and self.config.save_async)
+        place = checkpoints.part_dir(self.root, progress.step, PART)
+        final = place if kind == "checkpoint" else checkpoints.step_dir(self.recovery, progress.step)
+        state = _state(self.policy, self.optimizer) | {"rng": {str(self.world.rank): _rng(self.world)}}
+        if not asynchronous:
+            self._write(state, progress, final, self.world)
+            return
+        copy = self._copy.take(state)
+        faults.point(f"saved-copy:step_{progress.step}")
+        self._pending = final, self._thread.submit(self._write, copy, progress, final, self._background)
+
+    def look(self) -> None:
+        """Whether the save in the background has ended. Raises what it failed with, on every rank in the same step."""
+        if self._pending is None:
+            return
+        saved = self._pending[1]
+        ended = saved.done()
+        failed = ended and saved.exception(timeout=0) is not None
+        all_ended, any_failed = sum_over_ranks(self.world, [ended, failed])
+        if any_failed or all_ended == self.world.size:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the save in the background, if there is one, at most `dist_timeout`.
+
+        Raises:
+            UserError: it failed, or takes longer.
+        """
+        if self._pending is None:
+            return
+        (final, saved), self._pending = self._pending, None
+
+        def result() -> None:
+            wait(saved.done, subject=subject_of(final), owner="the thread that writes it", seconds=self._timeout)
+            saved.result(timeout=0)
+
+        agree(self.world, result)
+
+    def finish(self, progress: Progress) -> None:
+        """At the end of a run: a last checkpoint unless this step has one, and nothing is left under way."""
+        self.wait()
+        if self.config is not None and progress.step > 0 and progress.step not in on_main(self.world, self._saved):
+            self.save(progress)
+            self.wait()
+
+    def needed(self) -> set[int]:
+        """Steps of the checkpoints that are there or being written, whose weights must stay. Rank 0."""
+        final = None if self._pending is None else self._pending[0]
+        pending = set() if final is None or final.name != PART else {int(final.parent.name.removeprefix("step_"))}
+        return {*self._saved(), *pending}
+
+    def _saved(self) -> list[int]:
+        return checkpoints.steps_with(self.root, PART)
+
+    def _choose(self) -> str | None:
+        resume = None if self.config is None else self.config.resume_step
+        refuse_foreign(self.output_dir / "weights", self.root)
+        if self.recover:
+            return self._newest_whole()
+        if resume is not None:
+            step = checkpoints.find(self.root, resume, PART, self.max_steps)
+            return str(checkpoints.part_dir(self.root, step, PART))
+        refuse_earlier(self.output_dir, self.root)
+        return None
+
+    def _newest_whole(self) -> str | None:
+        for step, directory, problem in checkpoints.recoverable(self.root, self.recovery, read_lives(self.output_dir)):
+            if problem is None:
+                logger.info("recovering from %s, after %d updates", subject_of(directory), step)
+                return str(directory)
+            logger.warning("%s is passed over for an older state: %s", subject_of(directory), problem)
+        logger.info("nothing to recover from: training starts with the base model")
+        return None
+
+    def _check_model(self, source: Source) -> None:
+        """Reads the base model only where there is something to compare it with."""
+        run, saved = version_dir(self.output_dir / "weights", 0), None
+        if self.found is not None:
+            saved = read_manifest(self.found).extra.get("base")
+        began = weights_manifest(run).hash if run.is_dir() else None
+        if source.directory is None or not (began or saved):
+            return
+        base = version_hash(hash_directory(source.directory))
+        for place, other in ((run, began), (self.found, saved)):
+            if other not in (None, base):
+                raise UserError(
+                    f"{place} belongs to another base model than {source.name}: give the model.name it began with"
+                )
+
+    def _give_up_after(self, start: int) -> None:
+        checkpoints.clean(self.root, PART)
+        for path in checkpoints.set_aside_after(self.root, start, self.life):
+            logger.warning("a checkpoint beyond step %d is given up; it lies in %s now", start, path)
+        clean_stages(self.recovery)
+        kept = max((step for step in list_steps(self.recovery) if step <= start), default=None)
+        self._remove_recovery_but(kept)
+        if self.alone() and start in self._saved():
+            checkpoints.join(
+                self.root, start, checkpoints.ALONE, PART
+            )  # where a crash came between part and joint manifest
+
+    def _write(self, state: dcp.State, progress: Progress, final: Path, world: World) -> None:
+        """Write and commit `state`. Rank 0 hashes its files while the others wait, within `dist_timeout`. May run in a thread of its own."""
+        nonce = broadcast(world, secrets.token_hex(8))
+        stage = agree(world, lambda: Stage(final, nonce))
+        extra = {"progress": asdict(progress), "ranks": world.size, "life": self.life, "base": self.base}
+        try:
+            dcp.save(state, stage.path / _STATE, world.group)
+            on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
+        except BaseException:
+            stage.abort()
+            raise
+        on_main(world, lambda: self._tidy(progress.step, final))
+
+    def _tidy(self, step: int, final: Path) -> None:
+        """After a commit: what it makes superfluous goes."""
+        if final.name != PART:
+            self._remove_recovery_but(step)
+        elif self.alone() and self.config is not None:
+            checkpoints.join(self.root, step, checkpoints.ALONE, PART)
+            checkpoints.remove_expendable(self.root, self.config.keep, self.config.keep_interval)
+
+    def _remove_recovery_but(self, kept: int | None) -> None:
+        for step in list_steps(self.recovery):
+            if step != kept:
+                prune(checkpoints.step_dir(self.recovery, step))
+
+
+def refuse_earlier(output_dir: Path, root: Path) -> None:
+    """Raise UserError where a new run would mix its results with those of an earlier one."""
+    versions = [version for version in list_steps(output_dir / "weights") if version > 0]
+    saved = checkpoints.steps_with(root, PART)
+    for place, what, steps in ((root, "checkpoints", saved), (output_dir / "weights", "versions", versions)):
+        if steps:
+            raise UserError(
+                f"{place} holds {what} of an earlier run (up to step_{steps[-1]}): go on from a checkpoint with --ckpt.resume-step, "
+                "from what was committed last with --recover, or choose another --output-dir"
+            )
+
+
+def refuse_foreign(weights_dir: Path, root: Path) -> None:
+    """Raise UserError where a directory bears the name of a version or a checkpoint and is none: nothing is mixed into it, nothing removed."""
+    ours = read_versions(weights_dir)
+    versions = [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]
+    if found := [*versions, *checkpoints.foreign(root)]:
+        raise UserError(f"{found[0]} was not made by this program, or is damaged: move it out of the run directory")
+
+
+def load(directory: Path, policy: Policy, optimizer: torch.optim.Optimizer, world: World) -> Progress:
+    """Put a committed state, whose files have been verified, into model and optimizer. Every rank calls it.
 
     Raises:
-        UserError: there is none, or it lies beyond `max_steps`.
+        UserError: it is damaged, or belongs to another model.
     """
-    steps = saved_steps(root)
-    if not steps:
-        raise UserError(f"ckpt.resume_step {resume_step}: {root} holds no checkpoint of the trainer")
-    step = steps[-1] if resume_step == -1 else resume_step
-    if step not in steps:
-        raise UserError(f"ckpt.resume_step {step}: not in {root}, which has {', '.join(map(str, steps))}")
-    if max_steps is not None and step > max_steps:
-        raise UserError(f"max_steps {max_steps} is below the checkpoint's step {step}: nothing to do")
-    return step
-
-
-def refuse_earlier(root: Path) -> None:
-    """Raise UserError where a new run would mix its checkpoints with those of an earlier one."""
-    if saved := saved_steps(root):
-        raise UserError(
-            f"{root} holds checkpoints of an earlier run (up to step_{saved[-1]}): go on from one with "
-            "--ckpt.resume-step, or choose another --output-dir"
-        )
-
-
-def retire_after(root: Path, step: int) -> None:
-    """Remove our part of checkpoints beyond `step`: a run that goes on from there gives them up. Rank 0 only."""
-    for later in [saved for saved in saved_steps(root) if saved > step]:
-        _prune_part(root / f"step_{later}")
-
-
-def save(
-    root: Path, policy: Policy, optimizer: torch.optim.Optimizer, progress: Progress, world: World, keep: int | None
-) -> None:
-    """Commit `step_N/trainer` and remove parts beyond the `keep` newest. Every rank calls it.
-
-    Raises:
-        UserError: the disk is full, or the step is committed already; nothing half-written stands under the final name.
-    """
-    final = root / f"step_{progress.step}" / PART
-    nonce = broadcast(world, secrets.token_hex(8))
-    stage = agree(world, lambda: Stage(final, nonce))
-    try:
-        state = _state(policy, optimizer) | {"progress": asdict(progress), "rng": {str(world.rank): _rng(world)}}
-        _save_distributed(state, stage.path / _STATE)
-        extra = {"progress": asdict(progress), "ranks": world.size}
-        on_main(world, lambda: stage.commit(step=progress.step, producer="trainer", extra=extra))
-    except BaseException:
-        stage.abort()
-        raise
-    if world.is_main and keep is not None:
-        for step in saved_steps(root)[:-keep]:
-            _prune_part(root / f"step_{step}")
-
-
-def load(root: Path, step: int, policy: Policy, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Restore the state after `step` updates. Every rank calls it.
-
-    Raises:
-        UserError: the checkpoint is damaged or belongs to another model.
-    """
-    directory = root / f"step_{step}" / PART
-    manifest = on_main(world, lambda: verify(directory))
+    extra = on_main(world, lambda: read_manifest(directory).extra)
     state = _state(policy, optimizer)
-    same_ranks = manifest.extra["ranks"] == world.size
+    same_ranks = extra["ranks"] == world.size
     if same_ranks:  # on another number of ranks there is no state to continue; the seed's own then stands
         state["rng"] = {str(world.rank): _rng(world)}
-    try:
-        dcp.load(state, checkpoint_id=directory / _STATE)
-    except (CheckpointException, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"{directory} does not fit this model: {' '.join(str(error).split())[:300]}") from error
+    dcp.load(state, directory / _STATE, world)
     set_state_dict(policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     if same_ranks:
         _set_rng(state["rng"][str(world.rank)], world)
-    return Progress(**manifest.extra["progress"])
+    return Progress(**extra["progress"])
 
 
-def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _state(policy: Policy, optimizer: torch.optim.Optimizer) -> dcp.State:
     model, optim = get_state_dict(policy, optimizer)
     return {"model": model, "optimizer": optim}
-
-
-def _save_distributed(state: dict[str, Any], directory: Path) -> None:
-    try:
-        with disk_errors(directory):
-            dcp.save(state, checkpoint_id=directory)
-    except CheckpointException as error:
-        causes = [cause for cause, _ in error.failures.values()]
-        full = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
-        # torch's archive writer turns the system's error into one about positions: then ask the file system.
-        if full or shutil.disk_usage(directory.parent).free < _NO_ROOM_BYTES:
-            raise UserError(f"disk full while writing {directory}: nothing was committed") from error
-        raise
 
 
 def _rng(world: World) -> dict[str, torch.Tensor]:
@@ -147,13 +313,3 @@ def _set_rng(states: dict[str, torch.Tensor], world: World) -> None:
     torch.set_rng_state(states["cpu"])
     if world.device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], world.device)
-
-
-def _prune_part(step_directory: Path) -> None:
-    """Remove our part; the step's directory goes with the last part in it."""
-    prune(step_directory / PART)
-    try:
-        step_directory.rmdir()
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
-            raise

@@ -1,10 +1,11 @@
 """The ranks of one trainer: process group, mesh, and the few collectives that the loop needs on the host."""
 
+import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks. `mesh` has the one dimension `dp`, over which parameters and data are sharded."""
+    """This process's place among the ranks.
+
+    Args:
+        mesh: Has the one dimension `dp`, over which parameters and data are sharded.
+        group: The ranks' process group for the host's collectives; None is the default one, which the loop uses.
+    """
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_main(self) -> bool:
@@ -70,33 +77,61 @@ def close_world() -> None:
         dist.destroy_process_group()
 
 
+def background_world(world: World, timeout: float) -> World:
+    """The same ranks with a gloo group of their own on host memory, so that a thread's collectives never meet the loop's. Every rank calls it."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    return replace(world, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), group=group)
+
+
 def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
     """Sum host numbers over the ranks, in float64 (exact for counts)."""
     total = torch.tensor(values, dtype=torch.float64)
     if world.size > 1:
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=world.group)
     return total.tolist()
 
 
+# Values travel between ranks as JSON: what arrives is data, never code. (torch's own object collectives unpickle; only its checkpoint
+# planner still uses them, see `dcp.py`.)
+
+
 def broadcast(world: World, value: T | None) -> T:
-    """Rank 0's picklable value, on every rank."""
-    box = [value]
-    if world.size > 1:
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-    return box[0]  # type: ignore[return-value]
+    """Rank 0's value, on every rank. JSON's types only: tuples arrive as lists, keys as strings."""
+    if world.size == 1:
+        return value  # type: ignore[return-value]
+    data = _encode(value) if world.is_main else torch.empty(0, dtype=torch.uint8)
+    size = torch.tensor([data.numel()])
+    dist.broadcast(size, src=0, group=world.group)
+    data = data if world.is_main else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(data, src=0, group=world.group)
+    return _decode(data)
 
 
 def gather(world: World, value: T) -> list[T]:
-    """Every rank's picklable value, in the order of ranks, on every rank."""
+    """Every rank's value, in the order of ranks, on every rank. JSON's types only."""
     if world.size == 1:
         return [value]
-    boxes: list[T | None] = [None] * world.size
-    dist.all_gather_object(boxes, value)  # torch prefers the CPU backend for objects
-    return boxes  # type: ignore[return-value]
+    data = _encode(value)
+    sizes = [torch.empty(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]), group=world.group)
+    padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+    padded[: data.numel()] = data
+    boxes = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(boxes, padded, group=world.group)
+    return [_decode(box[: int(size)]) for box, size in zip(boxes, sizes, strict=True)]
+
+
+def _encode(value: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.numpy().tobytes())
 
 
 def on_main(world: World, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and give its result to every rank. A UserError or CommitError there is raised as UserError on every rank alike."""
+    """Run `action` on rank 0 and give its result (JSON's types only) to every rank. A UserError or CommitError there is raised as UserError on
+    every rank alike. The others wait in a collective meanwhile, so `action` must end within its timeout."""
     outcome: tuple[T | None, str | None] | None = None
     if world.is_main:
         try:

@@ -1,10 +1,16 @@
-"""What a training run says: status, log lines and metrics, from rank 0 alone."""
+"""What a training run says: status from every rank, log lines and metrics from rank 0 alone."""
 
+import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
 
+from prime_rl.config import write_toml
+from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
+from prime_rl.monitor.status import status_path
 from prime_rl.trainer.parallel import World
+from prime_rl.transport.commit import disk_errors
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
@@ -31,22 +37,55 @@ BENCH_STEPS = 4
 
 
 class Report:
-    """Status file, metrics file (and W&B) and console lines of rank 0; silent on the others. `history` keeps the
-    steps' metrics of a benchmark."""
+    """Status file of every rank; metrics file (and W&B) and console lines of rank 0. `history` keeps a benchmark's metrics.
 
-    def __init__(self, config: "TrainingConfig", process: str, world: World) -> None:
+    A run directory that has a status already is not touched before `open`: who is refused leaves no trace in an earlier run. A restart by the
+    launcher (`recover`) says at once that it lives. As a context it says how the run failed.
+    """
+
+    def __init__(self, config: "TrainingConfig", process: str, world: World, *, recover: bool = False) -> None:
+        self.config, self.process, self.rank, self.ranks = config, process, world.rank, world.size
         self.main = world.is_main
-        self._bench = config.bench
         self.history: list[Mapping[str, float]] = []
+        self._name = process if self.main else f"{process}.{world.rank}"
+        self._status: Status | None = None
+        self._monitor: Monitor | None = None
         self._said_wait: str | None = None
+        if recover or not status_path(config.output_dir, self._name).exists():
+            self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            if isinstance(error, UserError):
+                self._status.done(f"failed: {error}")
+            self._status.close()
+
+    def open(self, given: "TrainingConfig") -> None:
+        """The run is not refused: from here on it may leave its own traces, first of all its config as it was `given`."""
+        self._begin()
         if self.main:
-            self._status = Status(config.output_dir, process)
-            self._monitor = Monitor(config.output_dir, process, config.monitor, config.model_dump(mode="json"))
+            write_toml(given, given.output_dir / "configs" / f"{self.process}.toml")
+            for path in status_path(self.config.output_dir, self.process).parent.glob(f"{self.process}.*.json"):
+                rank = path.name.split(".")[1]
+                if rank.isdigit() and int(rank) >= self.ranks:
+                    path.unlink(missing_ok=True)  # of an earlier life with more ranks
+
+    def _begin(self) -> None:
+        config = self.config
+        self._status = self._status or Status(config.output_dir, self._name)
+        if self.main and self._monitor is None:
+            self._monitor = Monitor(config.output_dir, self.process, config.monitor, config.model_dump(mode="json"))
 
     def phase(self, text: str) -> None:
         """A new phase of work."""
-        if self.main:
+        if self._status is not None:
             self._status.phase(text)
+        if self.main:
             logger.debug(text)
 
     def text(self, text: str) -> None:
@@ -54,36 +93,57 @@ class Report:
         if self.main:
             logger.info(text)
 
+    def ready(self) -> None:
+        """The loop begins: what fails from here on is worth starting again."""
+        assert self._status is not None
+        self._status.ready()
+
     def step(self, step: int) -> None:
         """Step `step` begins."""
-        if self.main:
-            self._status.step(step)
+        assert self._status is not None
+        self._status.step(step)
 
     def waiting(self, subject: str, owner: str, timeout: float, waited: float) -> None:
         """Still waiting, for `waited` seconds so far. The console hears of a long wait once."""
-        if not self.main:
-            return
+        assert self._status is not None
         self._status.waiting(subject, owner, timeout)
-        if waited > _SAY_WAIT_AFTER_SECONDS and self._said_wait != subject:
+        if self.main and waited > _SAY_WAIT_AFTER_SECONDS and self._said_wait != subject:
             self._said_wait = subject
             logger.info("waiting for %s from %s (at most %.0f s)", subject, owner, timeout)
 
-    def metrics(self, step: int, max_steps: int | None, metrics: Mapping[str, float]) -> None:
-        """Record a step's numbers and print its line."""
-        if not self.main:
-            return
-        if self._bench:
-            self.history.append(metrics)
-        self._monitor.log(step, metrics)
-        parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
-        logger.info("step %s | %s", f"{step}/{max_steps}" if max_steps else step, " | ".join(parts))
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record a step's numbers and print its line.
+
+        Raises:
+            UserError: the disk is full.
+        """
+        self.more_metrics(step, metrics)
+        if self.main:
+            if self.config.bench:
+                self.history.append(metrics)
+            last = self.config.max_steps
+            parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
+            logger.info("step %s | %s", f"{step}/{last}" if last else step, " | ".join(parts))
+
+    def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record numbers of a step that were not known yet when its line was printed."""
+        if self._monitor is not None:
+            with disk_errors(self.config.output_dir / "metrics"):
+                self._monitor.log(step, metrics)
 
     def close(self, outcome: str, text: str) -> None:
         """Last word of the run."""
-        if self.main:
+        assert self._status is not None
+        if self._monitor is not None:
             logger.info("%s: %s", outcome, text)
             self._monitor.close()
-            self._status.done(outcome)
+        self._status.done(outcome)
+
+
+def saving(started: float, ended: float, tokens: int) -> dict[str, float]:
+    """What saving, which ends now, adds to the row of a step of `tokens` tokens that went from `started` to `ended` (performance counter)."""
+    now = time.perf_counter()
+    return {"time/save_ckpt": now - ended, "time/step": now - started, "perf/throughput": tokens / (now - started)}
 
 
 def bench_table(history: Sequence[Mapping[str, float]]) -> str:

@@ -42,7 +42,7 @@ def locate_model(config: "ModelConfig", world: World, *, random_weights: bool) -
     def find() -> Source:
         return find_model(config.name, trust_remote_code=config.trust_remote_code, random_weights=random_weights)
 
-    on_main(world, find)
+    on_main(world, lambda: find().name)
     return agree(world, find)
 
 

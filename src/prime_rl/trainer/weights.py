@@ -9,17 +9,20 @@ import os
 import secrets
 import shutil
 import struct
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
-from prime_rl.errors import UserError
+from prime_rl import faults
 from prime_rl.trainer.model import Policy, local_rows, named_parameters
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
-from prime_rl.transport.commit import Stage, clean_stages, disk_errors, list_steps, prune, write_atomically
+from prime_rl.transport.commit import Stage, clean_stages, disk_errors, list_steps, prune
+from prime_rl.transport.lives import Seen, open_life, read_lease, read_lives, read_versions
+from prime_rl.transport.protocol import prunable, to_set_aside
 from prime_rl.transport.weights import (
     TensorEntry,
     manifest_extra,
@@ -81,7 +84,7 @@ def export(
         on_main(world, lambda: _copy_model_files(source, stage.path, dtype))
         extra = manifest_extra(version, incarnation, tensors)
         hashes = {FILE: version_hash(tensors)}
-        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=hashes))
+        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=hashes).step)
     except BaseException:
         stage.abort()
         raise
@@ -168,23 +171,31 @@ def _copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> No
 
 
 class Versions:
-    """The policy versions of one life of the trainer under `root`. Every rank calls `open` and `commit`; rank 0 alone prunes."""
+    """The policy versions of one life of the trainer, in `output_dir/weights`. Every rank calls every method."""
 
-    def __init__(self, root: Path, policy: Policy, source: Source, world: World, dtype: torch.dtype) -> None:
-        self.root, self.policy, self.source, self.world, self.dtype = root, policy, source, world, dtype
-        self.incarnation = 0
+    def __init__(self, output_dir: Path, policy: Policy, source: Source, world: World, dtype: torch.dtype) -> None:
+        self.output_dir, self.root = output_dir, output_dir / "weights"
+        self.policy, self.source, self.world, self.dtype = policy, source, world, dtype
+        self.life = 0
+        self._seen: Seen = {}
 
-    def open(self, start: int, incarnations: Path) -> None:
-        """Begin a life that starts at step `start`, with that version committed: the base model's manifest for 0.
+    def open(self, start: int) -> tuple[int, str | None]:
+        """Begin a life that starts from step `start`, with that version committed: the base model's manifest for 0.
 
-        Versions beyond `start`, made by an earlier life from a state that is now given up, are retired.
+        The life is committed first: from then on nobody counts versions beyond `start` that earlier lives made. They are removed next.
 
-        Raises:
-            UserError: the directory holds another run.
+        Returns:
+            The life's number, and the base model's hash (None: random weights).
         """
-        self.incarnation = on_main(self.world, lambda: self._open(start, incarnations))
-        if start > 0 and start not in on_main(self.world, lambda: list_steps(self.root)):
-            self.commit(start)
+        self.life, base = on_main(self.world, lambda: self._open(start))
+        if start > 0:
+            self.ensure(start)
+        return self.life, base
+
+    def ensure(self, version: int) -> None:
+        """Commit the policy's weights as `version`, unless this history has that version already."""
+        if version not in on_main(self.world, lambda: list_steps(self.root)):
+            self.commit(version)
 
     def commit(self, version: int) -> None:
         """Commit the policy's weights as `version`."""
@@ -194,30 +205,34 @@ class Versions:
             self.world,
             version_dir(self.root, version),
             version=version,
-            incarnation=self.incarnation,
+            incarnation=self.life,
             dtype=self.dtype,
         )
 
-    def prune(self, oldest: int, kept: set[int]) -> None:
-        """Remove the versions below `oldest` but the base and those in `kept`."""
-        for version in list_steps(self.root):
-            if 0 < version < oldest and version not in kept:
-                prune(version_dir(self.root, version))
+    def prune(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
+        """Remove the versions that no reader, no sampling ahead and none of the `checkpoints` needs any more (`protocol.prunable`)."""
+        if keep is not None:
+            on_main(self.world, lambda: self._prune(async_level, keep, checkpoints()))
 
-    def _open(self, start: int, incarnations: Path) -> int:
+    def _prune(self, async_level: int, keep: int, checkpoints: Collection[int]) -> None:
+        versions, lives, lease = (
+            read_versions(self.root, self._seen),
+            read_lives(self.output_dir),
+            read_lease(self.output_dir),
+        )
+        superfluous = prunable(
+            versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=checkpoints
+        )
+        for version in superfluous:
+            prune(version_dir(self.root, version))
+
+    def _open(self, start: int) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
         clean_stages(self.root)
-        later = [version for version in list_steps(self.root) if version > start]
-        if start == 0 and later:
-            raise UserError(
-                f"{self.root} holds versions of an earlier run (up to step_{later[-1]}): go on from a checkpoint with "
-                "--ckpt.resume-step, or choose another --output-dir"
-            )
-        if self.source.directory is not None:
-            write_base_version(self.root, self.source.directory)
-        for version in later:
+        directory = self.source.directory
+        base = None if directory is None else write_base_version(self.root, directory).hash
+        faults.point(f"life:{max(read_lives(self.output_dir), default=-1) + 1}")
+        life = open_life(self.output_dir, start)
+        for version in to_set_aside(read_versions(self.root), read_lives(self.output_dir)):
             prune(version_dir(self.root, version))
-        incarnations.mkdir(parents=True, exist_ok=True)
-        incarnation = sum(1 for path in incarnations.glob("*.json"))
-        write_atomically(incarnations / f"{incarnation}.json", json.dumps({"step": start}).encode())
-        return incarnation
+        return life, base

@@ -5,7 +5,8 @@ part is there; only then is the checkpoint complete. A part without its partner 
 """
 
 import json
-from collections.abc import Collection, Sequence
+import shutil
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -15,15 +16,17 @@ from prime_rl.errors import UserError
 from prime_rl.transport.commit import (
     MANIFEST,
     CommitError,
+    FormatError,
     Manifest,
     clean_stages,
     hash_file,
     list_steps,
     prune,
     read_manifest,
+    verify,
     write_atomically,
 )
-from prime_rl.transport.protocol import expendable_checkpoints, resume_step
+from prime_rl.transport.protocol import expendable_checkpoints, resume_step, valid
 
 Part = Literal["trainer", "orchestrator"]
 ALONE: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
@@ -48,6 +51,11 @@ def steps_with(root: Path, part: Part) -> list[int]:
 def complete_steps(root: Path) -> list[int]:
     """Steps whose joint manifest stands, ascending."""
     return [step for step in list_steps(root) if (step_dir(root, step) / MANIFEST).is_file()]
+
+
+def trainer_is_alone(output_dir: Path) -> bool:
+    """Whether no orchestrator takes part in the run: then the trainer owns the joint manifests."""
+    return not any((output_dir / name).exists() for name in ("status/orchestrator.json", "configs/orchestrator.toml"))
 
 
 def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
@@ -89,14 +97,14 @@ def find(root: Path, asked: int, part: Part, max_steps: int | None = None) -> in
 
 
 def check(root: Path, step: int, part: Part) -> None:
-    """`part` of checkpoint `step` is the one that its joint manifest names.
+    """`part` of checkpoint `step` is whole, and the one that its joint manifest names.
 
     Raises:
-        UserError: it is not, or a manifest is damaged or of a newer format.
+        UserError: it is not, or a newer format wrote it; the message names other checkpoints.
     """
     try:
         mine = part_dir(root, step, part)
-        read_manifest(mine)
+        verify(mine)
         if (step_dir(root, step) / MANIFEST).is_file():
             listed = read_manifest(step_dir(root, step)).files
             entry = listed.get(f"{part}/{MANIFEST}")
@@ -105,7 +113,9 @@ def check(root: Path, step: int, part: Part) -> None:
             if hash_file(mine / MANIFEST) != entry["xxh3"]:
                 raise CommitError(f"{mine} is not the part that {step_dir(root, step) / MANIFEST} names")
     except CommitError as error:
-        raise UserError(f"cannot resume from step {step}: {error}") from error
+        others = ", ".join(str(other) for other in complete_steps(root) if other != step)
+        hint = f"; other checkpoints to go on from, with --ckpt.resume-step: {others}" if others else ""
+        raise UserError(f"cannot resume from step {step}: {error}{hint}") from error
 
 
 def remove(root: Path, step: int) -> None:
@@ -143,21 +153,76 @@ def clean(root: Path, part: Part) -> None:
         directory = step_dir(root, step)
         for path in directory.glob(f".{part}.*"):
             if ".tmp-" in path.name or ".old-" in path.name:
-                prune(path)
+                shutil.rmtree(path, ignore_errors=True)
+        if (directory / MANIFEST).is_file():  # else the owner of the joint manifest may be at work
+            for path in directory.glob(f".{MANIFEST}.tmp-*"):
+                path.unlink(missing_ok=True)
         if not any(directory.iterdir()):
             directory.rmdir()
     clean_stages(root)
 
 
-def set_aside(root: Path, step: int, life: int) -> Path:
-    """Rename a checkpoint beyond the one that is resumed out of the way; it is not deleted, for it may have been given up by mistake."""
-    aside = root / f"given_up_{life}_step_{step}"
-    step_dir(root, step).rename(aside)
-    return aside
+def set_aside_after(root: Path, step: int, life: int) -> list[Path]:
+    """Rename the checkpoints beyond `step` out of the way, which life `life` gives up by going on from `step`.
+
+    They are not deleted, for they may have been given up by mistake. Whoever resumes may call it, and any number of times.
+
+    Returns:
+        Where they lie now.
+    """
+    moved = []
+    for later in list_steps(root):
+        if later > step and not _foreign(root, later):
+            aside = root / f"given_up_{life}_step_{later}"
+            faults.point(f"set-aside:checkpoints/step_{later}")
+            try:
+                step_dir(root, later).rename(aside)
+            except FileNotFoundError:  # the other process was first
+                continue
+            moved.append(aside)
+    return moved
+
+
+def foreign(root: Path) -> list[Path]:
+    """Directories under a checkpoint's name that hold something, but no part of a checkpoint. Nothing of ours may be mixed into them."""
+    return [
+        step_dir(root, step)
+        for step in list_steps(root)
+        if _foreign(root, step) and any(not path.name.startswith(".") for path in step_dir(root, step).iterdir())
+    ]
+
+
+def recoverable(root: Path, recovery: Path, lives: Mapping[int, int]) -> Iterator[tuple[int, Path, str | None]]:
+    """Committed states that a trainer may recover from, newest first: its parts of checkpoints, joined or not, and recovery checkpoints.
+
+    States that a later life gave up are left out.
+
+    Args:
+        recovery: The directory of the recovery checkpoints.
+        lives: The trainer's lives and the steps they started from.
+
+    Returns:
+        Step, directory, and what is wrong with it (None: its bytes are the ones that were committed).
+
+    Raises:
+        UserError: a newer version of this program wrote one: to pass it over would lose its steps.
+    """
+    found = [(step, part_dir(root, step, "trainer")) for step in steps_with(root, "trainer")]
+    found += [(step, step_dir(recovery, step)) for step in list_steps(recovery)]
+    for step, directory in sorted(found, reverse=True):
+        try:
+            made_by = read_manifest(directory).extra.get("life", max(lives, default=0))
+            if valid(step, made_by, lives):
+                verify(directory)
+                yield step, directory, None
+        except FormatError as error:
+            raise UserError(f"cannot recover: {error}") from error
+        except CommitError as error:
+            yield step, directory, str(error)
 
 
 def _foreign(root: Path, step: int) -> bool:
-    """Not ours to remove: a directory without any part."""
+    """Not ours to touch: a directory without any part."""
     return not any((part_dir(root, step, part) / MANIFEST).is_file() for part in TOGETHER)
 
 

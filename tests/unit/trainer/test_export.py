@@ -17,6 +17,8 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weights import Versions, export, export_dtype
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.lives import drop_lease, write_lease
+from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
 
@@ -99,19 +101,19 @@ def versions(
 ) -> Callable[[], Versions]:
     """One life of a trainer each call, all on the same run directory."""
     policy, source = make_policy(tied_model), find_model(str(tied_model))
-    return lambda: Versions(tmp_path / "weights", policy, source, world, torch.float32)
+    return lambda: Versions(tmp_path, policy, source, world, torch.float32)
 
 
 def test_life_and_resume(versions: Callable[[], Versions], tmp_path: Path) -> None:
     """Version 0 is the base by reference; a resumed life retires later versions and is told apart by its incarnation."""
     first = versions()
-    first.open(0, tmp_path / "incarnations")
+    first.open(0)
     base = verify_weights(tmp_path / "weights" / "step_0")
     assert base.base is not None
     for version in (1, 2, 3):
         first.commit(version)
     second = versions()
-    second.open(1, tmp_path / "incarnations")
+    second.open(1)
     assert list_steps(tmp_path / "weights") == [0, 1]
     second.commit(2)
     manifests = [verify_weights(tmp_path / "weights" / f"step_{v}") for v in (1, 2)]
@@ -121,18 +123,8 @@ def test_life_and_resume(versions: Callable[[], Versions], tmp_path: Path) -> No
 
 def test_resume_brings_back_a_pruned_version(versions: Callable[[], Versions], tmp_path: Path) -> None:
     """The version that a resumed trainer starts from is committed again when it is gone."""
-    versions().open(4, tmp_path / "incarnations")
+    versions().open(4)
     assert list_steps(tmp_path / "weights") == [0, 4]
-
-
-def test_fresh_start_refuses_an_earlier_run(versions: Callable[[], Versions], tmp_path: Path) -> None:
-    """Starting anew on a directory with versions of another run is refused, and leaves them alone."""
-    first = versions()
-    first.open(0, tmp_path / "incarnations")
-    first.commit(1)
-    with pytest.raises(UserError, match="earlier run"):
-        versions().open(0, tmp_path / "incarnations")
-    assert list_steps(tmp_path / "weights") == [0, 1]
 
 
 def test_another_base_is_refused(
@@ -143,19 +135,26 @@ def test_another_base_is_refused(
     tmp_path: Path,
 ) -> None:
     """A run directory belongs to one base model."""
-    versions().open(0, tmp_path / "incarnations")
-    other = Versions(
-        tmp_path / "weights", make_policy(untied_model), find_model(str(untied_model)), world, torch.float32
-    )
+    versions().open(0)
+    other = Versions(tmp_path, make_policy(untied_model), find_model(str(untied_model)), world, torch.float32)
     with pytest.raises(UserError, match="another base model"):
-        other.open(0, tmp_path / "incarnations")
+        other.open(0)
 
 
 def test_prune(versions: Callable[[], Versions], tmp_path: Path) -> None:
-    """The base, what is young enough and what checkpoints need stay."""
+    """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
     life = versions()
-    life.open(0, tmp_path / "incarnations")
-    for version in range(1, 6):
+    life.open(0)
+    for version in range(1, 7):
         life.commit(version)
-    life.prune(4, kept={2})
-    assert list_steps(tmp_path / "weights") == [0, 2, 4, 5]
+    life.prune(1, None, list)
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
+    write_lease(tmp_path, Lease(life=-1, version=0))  # has not heard of this life yet
+    life.prune(1, 0, lambda: [3])
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
+    write_lease(tmp_path, Lease(life=0, version=4))
+    life.prune(1, 0, lambda: [2])
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 4, 5, 6]
+    drop_lease(tmp_path)
+    life.prune(1, 0, lambda: [2])
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 5, 6]

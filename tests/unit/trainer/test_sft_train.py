@@ -17,9 +17,9 @@ from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer import ckpt
 from prime_rl.trainer.parallel import close_world
 from prime_rl.trainer.sft.train import train
+from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
@@ -149,7 +149,7 @@ def test_resume_is_bit_exact(run: Run, tied_model: Path, dataset: Path, tmp_path
 def test_weights_go_with_their_checkpoints(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
     """Beyond ckpt.keep, checkpoints and their weights go; the base's manifest, those of kept checkpoints and the last ones stay."""
     run(make_config(tmp_path, tied_model, dataset, max_steps=5, ckpt={"interval": 2, "keep": 1}))
-    assert ckpt.saved_steps(tmp_path / "checkpoints") == [5]
+    assert complete_steps(tmp_path / "checkpoints") == [5]
     assert list_steps(tmp_path / "weights") == [0, 5]
 
 

@@ -18,7 +18,7 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer import ckpt
+from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import weights_manifest
@@ -86,12 +86,11 @@ def test_bit_exact(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
 
 
 def test_versions_kept(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """[n - async_level - 1, n], the base, and what checkpoints need stay; the rest goes."""
-    support.write_rollouts(tmp_path, 6)
-    config = support.make_config(tmp_path, tied_model, max_steps=6, async_level=1, ckpt={"interval": 2})
-    run_training(config)
-    assert list_steps(tmp_path / "weights") == [0, 2, 4, 5, 6]
-    assert ckpt.saved_steps(tmp_path / "checkpoints") == [2, 4, 6]
+    """[n - async_level, n], the base, and [N - async_level, N] of every checkpoint N stay; the rest goes."""
+    support.write_rollouts(tmp_path, 8)
+    run_training(support.make_config(tmp_path, tied_model, max_steps=8, async_level=1, ckpt={"interval": 3}))
+    assert list_steps(tmp_path / "weights") == [0, 2, 3, 5, 6, 7, 8]
+    assert complete_steps(tmp_path / "checkpoints") == [3, 6, 8]
 
 
 @pytest.mark.parametrize("resume_step", [2, -1])
@@ -115,9 +114,9 @@ def test_checkpoints_beyond_keep_go(run_training: Run, tied_model: Path, tmp_pat
     support.write_rollouts(tmp_path, 6)
     settings = {"interval": 1, "keep": 2}
     run_training(support.make_config(tmp_path, tied_model, max_steps=6, async_level=0, ckpt=settings))
-    assert ckpt.saved_steps(tmp_path / "checkpoints") == [5, 6]
+    assert complete_steps(tmp_path / "checkpoints") == [5, 6]
     assert list_steps(tmp_path / "checkpoints") == [5, 6]
-    assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
+    assert list_steps(tmp_path / "weights") == [0, 5, 6]
 
 
 def test_nothing_to_resume(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -270,7 +269,7 @@ def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     fake = {"batch_size": 5, "micro_batch_size": 2, "seq_len": 16}
     run_training(support.make_config(tmp_path, tied_model, max_steps=2, data={"fake": fake}, ckpt={}))
     assert list_steps(tmp_path / "weights") == [0, 2]
-    assert ckpt.saved_steps(tmp_path / "checkpoints") == [2]
+    assert complete_steps(tmp_path / "checkpoints") == [2]
     assert metrics(tmp_path)[1]["progress/total_tokens"] == 2 * 5 * 16
 
 

@@ -1,5 +1,6 @@
 """What the RL trainer trains on: rollouts that the orchestrator commits, or random samples."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,7 +54,7 @@ class RolloutData:
         vocabulary: Rows of the embedding; token ids must lie below.
         multiple_of: Micro-batches are padded to a multiple of so many tokens.
         timeout: Seconds to wait for a batch.
-        on_wait: Told on rank 0, again and again, what is waited for and for how long already.
+        on_wait: Told again and again what is waited for and for how long already.
     """
 
     def __init__(
@@ -80,7 +81,9 @@ class RolloutData:
         path = step_dir(self.root, step)
         subject = f"{path.parent.name}/{path.name}"
         if not self.world.is_main:
-            while True:
+            began = time.monotonic()
+            while True:  # bounded: rank 0 waits at most `timeout` and says so; it is gone when this collective fails
+                self.on_wait(subject, time.monotonic() - began)
                 asked, found, expired = self._exchange(stop(), False, False)
                 if expired:
                     raise WaitTimeout(subject, "orchestrator", self.timeout)

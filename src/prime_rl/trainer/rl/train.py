@@ -13,65 +13,77 @@ from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.errors import UserError
-from prime_rl.trainer import ckpt, perf, weights
+from prime_rl.trainer import perf, weights
+from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import SUMS, make_token_loss
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
-from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main
-from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table
+from prime_rl.trainer.parallel import World, agree, close_world, init_world
+from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table, saving
 from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
 from prime_rl.trainer.stop import StopSignal
+from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
 
 
-def train(config: TrainerConfig) -> None:
+def train(given: TrainerConfig) -> None:
     """Train until `max_steps`, or until a signal asks to stop.
 
     Raises:
         UserError: anything the user can mend, on every rank.
     """
     stop = StopSignal()
-    if config.bench:
-        config = bench_config(config)
+    config = bench_config(given) if given.bench else given
     world = init_world(config.device, config.dist_timeout)
-    report = Report(config, "trainer", world)
+    with Report(config, "trainer", world, recover=config.recover) as report:
+        run(config, given, world, report, stop)
+    close_world()
+
+
+def run(config: TrainerConfig, given: TrainerConfig, world: World, report: Report, stop: StopSignal) -> None:
+    """The run, from top to bottom."""
     torch.manual_seed(config.seed)
+    fake = config.data.fake
+    checkpoints = Checkpoints(
+        config,
+        world,
+        alone=lambda: fake is not None or trainer_is_alone(config.output_dir),
+        recover=config.recover,
+        recovery_interval=config.recovery_interval if fake is None or config.ckpt is not None else None,
+    )
+    if not config.bench:
+        checkpoints.choose()
 
     report.phase("loading the model")
-    fake = config.data.fake
     source = locate_model(config.model, world, random_weights=fake is not None)
+    if not config.bench:
+        checkpoints.check_model(source)
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
     policy = build_policy(source, config.model, world, config.seed)
     optimizer = build_optimizer(policy, config.optim)
     token_loss = make_token_loss(config.loss)
-    checkpoints = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
-    progress = ckpt.Progress()
-    resume = config.ckpt.resume_step if config.ckpt is not None else None
-    if resume is not None:
-        found = on_main(world, lambda: ckpt.find(checkpoints, resume, config.max_steps))
-        report.phase(f"loading checkpoint {found}")
-        progress = ckpt.load(checkpoints, found, policy, optimizer, world)
-        on_main(world, lambda: ckpt.retire_after(checkpoints, found))
-    elif config.ckpt is not None:
-        on_main(world, lambda: ckpt.refuse_earlier(checkpoints))
-    start = saved = progress.step
+    progress = checkpoints.load(policy, optimizer)
+    start = progress.step
 
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     dtype = weights.export_dtype(config.weights.dtype, source)
-    versions = weights.Versions(config.output_dir / "weights", policy, source, world, dtype)
+    versions = weights.Versions(config.output_dir, policy, source, world, dtype)
+    report.open(given)
     if not config.bench:
         report.phase("committing the starting weights")
-        versions.open(start, config.output_dir / "incarnations")
+        checkpoints.begin(versions, start)
+    report.ready()
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     step = start
     while config.max_steps is None or step < config.max_steps:
         started = time.perf_counter()
         report.step(step)
+        checkpoints.look()
         perf.reset_peak_memory(world.device)
         if not data.wait(step, stop):
             break
@@ -90,17 +102,9 @@ def train(config: TrainerConfig) -> None:
         if fake is None:
             report.phase("exporting weights")
             versions.commit(step + 1)
-            if world.is_main and config.weights.keep is not None:
-                held = config.async_level + 1 + config.weights.keep
-                versions.prune(step + 1 - held, kept=set(ckpt.saved_steps(checkpoints)))
-        exported = time.perf_counter()
-        progress = ckpt.Progress(step + 1, progress.tokens + batch.tokens, progress.samples + len(batch.lengths))
-        interval = config.ckpt and config.ckpt.interval
-        if config.ckpt is not None and interval and (step + 1) % interval == 0:
-            report.phase("saving a checkpoint")
-            ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
-            saved = step + 1
+            versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
         ended = time.perf_counter()
+        progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + len(batch.lengths))
 
         peak = perf.peak_flops(world.device)
         done = perf.flops(matmul, width, batch.lengths)
@@ -116,27 +120,29 @@ def train(config: TrainerConfig) -> None:
             "time/step": ended - started,
             "time/wait_for_batch": waited - started,
             "time/forward_backward": trained - waited,
-            "time/export": exported - trained,
-            "time/save_ckpt": ended - exported,
+            "time/export": ended - trained,
             "progress/total_tokens": progress.tokens,
             "progress/total_samples": progress.samples,
         }
-        report.metrics(step, config.max_steps, metrics)
+        report.metrics(step, metrics)
+        if kind := checkpoints.due(step + 1):  # after the row is written: no state is ahead of its metrics
+            report.phase(f"saving a {kind}")
+            checkpoints.save(progress, kind)
+            report.more_metrics(step, saving(started, ended, batch.tokens))
         interval = config.log_samples_interval
         if batch.example is not None and tokenizer is not None and interval and step % interval == 0:
             report.text(readable(batch.example, tokenizer))
         step += 1
 
-    if step > start and config.ckpt is not None and saved < step:
-        report.phase("saving a checkpoint")
-        ckpt.save(checkpoints, policy, optimizer, progress, world, config.ckpt.keep)
-    if step > start and fake is not None and not config.bench:
-        report.phase("exporting weights")
-        versions.commit(step)
+    if not config.bench:
+        report.phase("saving what is left")
+        checkpoints.finish(progress)
+        if step > 0:
+            versions.ensure(step)  # on fake data it is the only one
+        versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
     if config.bench:
         report.text(bench_table(report.history))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
-    close_world()
 
 
 def bench_config(config: TrainerConfig) -> TrainerConfig:

@@ -5,22 +5,21 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`
 
 import math
 import time
-from pathlib import Path
 
 import torch
 
 from prime_rl.config import SFTConfig
 from prime_rl.config.sft import FakeSFTData
-from prime_rl.config.shared import CkptConfig
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.errors import UserError
-from prime_rl.trainer import ckpt, perf, weights
+from prime_rl.trainer import perf, weights
+from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
-from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table
+from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table, saving
 from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
@@ -28,42 +27,45 @@ from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
 from prime_rl.trainer.stop import StopSignal
 
 
-def train(config: SFTConfig) -> None:
+def train(given: SFTConfig) -> None:
     """Train until `max_steps`, or until a signal asks to stop.
 
     Raises:
         UserError: anything the user can mend, on every rank.
     """
     stop = StopSignal()
-    if config.bench:
-        config = bench_config(config)
+    config = bench_config(given) if given.bench else given
     world = init_world(config.device, config.dist_timeout)
-    report = Report(config, "sft", world)
+    with Report(config, "sft", world) as report:
+        run(config, given, world, report, stop)
+    close_world()
+
+
+def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop: StopSignal) -> None:
+    """The run, from top to bottom."""
     torch.manual_seed(config.seed)
+    checkpoints = Checkpoints(config, world, alone=lambda: True)
+    if not config.bench:
+        checkpoints.choose()
 
     report.phase("loading the model")
     source = locate_model(config.model, world, random_weights=config.data.fake is not None)
+    if not config.bench:
+        checkpoints.check_model(source)
     dtype = weights.export_dtype(config.weights.dtype, source)  # before transformers writes its own into the config
     policy = build_policy(source, config.model, world, config.seed)
     optimizer = build_optimizer(policy, config.optim)
-    checkpoints = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
-    progress = ckpt.Progress()
-    resume = config.ckpt.resume_step if config.ckpt is not None else None
-    if resume is not None:
-        found = on_main(world, lambda: ckpt.find(checkpoints, resume, config.max_steps))
-        report.phase(f"loading checkpoint {found}")
-        progress = ckpt.load(checkpoints, found, policy, optimizer, world)
-        on_main(world, lambda: ckpt.retire_after(checkpoints, found))
-    elif config.ckpt is not None:
-        on_main(world, lambda: ckpt.refuse_earlier(checkpoints))
-    start = exported = progress.step
+    progress = checkpoints.load(policy, optimizer)
+    start = progress.step
 
     report.phase("loading the data")
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
-    versions = weights.Versions(config.output_dir / "weights", policy, source, world, dtype)
+    versions = weights.Versions(config.output_dir, policy, source, world, dtype)
+    report.open(given)
     if not config.bench:
-        versions.open(start, config.output_dir / "incarnations")
+        checkpoints.begin(versions, start)
+    report.ready()
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     step = start
@@ -72,6 +74,7 @@ def train(config: SFTConfig) -> None:
             break
         started = time.perf_counter()
         report.step(step)
+        checkpoints.look()
         report.phase("training")
         perf.reset_peak_memory(world.device)
         batch = data.read(step)
@@ -85,13 +88,7 @@ def train(config: SFTConfig) -> None:
         if not math.isfinite(grad_norm):
             raise UserError(f"step {step}: the gradient norm is {grad_norm}; nothing of this step is saved")
 
-        progress = ckpt.Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
-        interval = config.ckpt and config.ckpt.interval
-        if config.ckpt is not None and interval and (step + 1) % interval == 0:
-            report.phase("saving weights and checkpoint")
-            save(versions, checkpoints, optimizer, progress, config.ckpt)
-            exported = step + 1
-        ended = time.perf_counter()
+        progress = Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
 
         peak = perf.peak_flops(world.device)
         done = perf.flops(matmul, width, batch.lengths)
@@ -100,13 +97,12 @@ def train(config: SFTConfig) -> None:
             "entropy/mean": entropy,
             "optim/grad_norm": grad_norm,
             "optim/lr": lr,
-            "perf/throughput": batch.tokens / (ended - started),
+            "perf/throughput": batch.tokens / (trained - started),
             "perf/peak_memory": perf.peak_memory_gib(world.device),
             **({"perf/mfu": 100 * done / (trained - read) / world.size / peak} if peak else {}),
-            "time/step": ended - started,
+            "time/step": trained - started,
             "time/wait_for_batch": read - started,
             "time/forward_backward": trained - read,
-            "time/save_ckpt": ended - trained,
             "data/samples": len(batch.lengths),
             "data/loss_tokens": batch.loss_tokens,
             "data/packing_efficiency": batch.tokens / batch.capacity,
@@ -114,33 +110,24 @@ def train(config: SFTConfig) -> None:
             "progress/total_tokens": progress.tokens,
             "progress/total_samples": progress.samples,
         }
-        report.metrics(step, config.max_steps, metrics)
+        report.metrics(step, metrics)
+        if checkpoints.due(step + 1):  # after the row is written: no state is ahead of its metrics
+            report.phase("saving weights and checkpoint")
+            versions.commit(step + 1)  # weights go with the checkpoint that they belong to
+            checkpoints.save(progress)
+            versions.prune(0, 0, checkpoints.needed)
+            report.more_metrics(step, saving(started, trained, batch.tokens))
         step += 1
 
     data.close()
-    if step > exported and not config.bench:
-        report.phase("saving weights")
-        save(versions, checkpoints, optimizer, progress, config.ckpt)
+    if not config.bench and step > 0:
+        report.phase("saving what is left")
+        versions.ensure(step)
+        checkpoints.finish(progress)
+        versions.prune(0, 0, checkpoints.needed)
     if config.bench:
         report.text(bench_table(report.history))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
-    close_world()
-
-
-def save(
-    versions: weights.Versions,
-    checkpoints: Path,
-    optimizer: torch.optim.Optimizer,
-    progress: ckpt.Progress,
-    config: CkptConfig | None,
-) -> None:
-    """Commit the weights, and with a checkpoint section the training state. Weights go with the checkpoint that they belong to."""
-    versions.commit(progress.step)
-    if config is None:
-        return
-    ckpt.save(checkpoints, versions.policy, optimizer, progress, versions.world, config.keep)
-    if versions.world.is_main and config.keep is not None:
-        versions.prune(progress.step, kept=set(ckpt.saved_steps(checkpoints)))
 
 
 def bench_config(config: SFTConfig) -> SFTConfig:

@@ -1,0 +1,215 @@
+"""Training state in torch's distributed checkpoint format (DCP), without unpickling whatever a file holds.
+
+DCP's `.metadata` is a pickle, and its planner loads whatever is no tensor with full pickle. Here the metadata may name only the classes that it
+consists of, everything else is read with `weights_only`, and files are opened only beside the metadata. A checkpoint is data, never code.
+"""
+
+import errno
+import io
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.tensor import DTensor
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.parallel import World, agree
+from prime_rl.transport.commit import disk_errors
+
+State = dict[str, Any]
+
+_METADATA = ".metadata"
+_NO_ROOM_BYTES = 16 << 20
+_ADMITTED = {
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties", "MetadataIndex",
+            "StorageMeta", "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("pathlib", "PosixPath"),
+}  # fmt: skip
+_BROKEN_PICKLE = (
+    pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError, LookupError, ImportError, OverflowError,
+)  # fmt: skip
+
+
+def save(state: State, directory: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Write the ranks' shards of `state` into `directory`. Every rank calls it.
+
+    The plan of who writes what is made by torch, whose own collectives pickle it between the ranks of this trainer (which trust each other).
+
+    Raises:
+        UserError: the disk is full.
+    """
+    try:
+        with disk_errors(directory):
+            writer = _Writer(directory, per_thread_copy_ahead=10_000_000 if _on_gpu(state) else 0)
+            checkpoint.save(state, storage_writer=writer, process_group=group)
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        full = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
+        full = full or any(isinstance(cause, UserError) for cause in causes)
+        # torch's archive writer turns the system's error into one about positions: then ask the file system.
+        if full or shutil.disk_usage(directory.parent).free < _NO_ROOM_BYTES:
+            raise UserError(
+                f"disk full while writing {directory}: nothing was committed; free space and start again"
+            ) from error
+        raise
+
+
+def load(state: State, directory: Path, world: World) -> None:
+    """Fill `state` from `directory`, whatever the number of ranks that wrote it. Every rank calls it.
+
+    Raises:
+        UserError: the files are damaged or hold something else than data, or the state is that of another model.
+    """
+    metadata = agree(world, lambda: read_metadata(directory))
+    if problem := misfit(metadata, state["model"]):
+        raise UserError(f"{directory} does not fit this model: {problem}")
+    try:
+        checkpoint.load(
+            state, storage_reader=_Reader(directory, metadata), planner=_Planner(), process_group=world.group
+        )
+    except (CheckpointException, ValueError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        raise UserError(f"{directory} cannot be loaded into this model: {_cause(error)}") from error
+
+
+def read_metadata(directory: Path) -> Metadata:
+    """The metadata in `directory`.
+
+    Raises:
+        UserError: it is missing or damaged, names anything but the classes of metadata, or points out of `directory`.
+    """
+    path = directory / _METADATA
+    try:
+        with open(path, "rb") as file:
+            metadata = _Unpickler(file).load()
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing: this is no checkpoint of the training state") from error
+    except _BROKEN_PICKLE as error:
+        raise UserError(f"{path} is refused: {_cause(error)}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise UserError(f"{path} is refused: it holds no metadata of a checkpoint")
+    for info in metadata.storage_data.values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise UserError(f"{path} is refused: it names {info.relative_path}, which is not beside it")
+    return metadata
+
+
+def misfit(metadata: Metadata, model: Mapping[str, Tensor]) -> str | None:
+    """What tells the saved model from this one: the first parameter that only one has, or that differs in shape. None when they agree."""
+    saved = {
+        key.removeprefix("model."): tuple(entry.size)
+        for key, entry in metadata.state_dict_metadata.items()
+        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    ours = {name: tuple(tensor.shape) for name, tensor in model.items()}
+    for name in sorted(saved.keys() | ours.keys()):
+        if saved.get(name) != ours.get(name):
+            shapes = [list(shape) if shape is not None else "not there" for shape in (saved.get(name), ours.get(name))]
+            return f"{name} is {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+    return None
+
+
+class HostCopy:
+    """Copies of the training state in host memory, in buffers that are made once (page-locked for a GPU, so that copying runs at full speed).
+
+    Args:
+        world: Its mesh lies on the CPU: copies of sharded tensors are sharded over it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self._buffers = world, dict[str, Tensor]()
+
+    def take(self, state: State) -> State:
+        """A copy, always: also of tensors that lie in host memory already. The next call overwrites it."""
+        copied = {key: self._copy(value, key) for key, value in state.items()}
+        if self._world.device.type == "cuda":
+            torch.cuda.current_stream(self._world.device).synchronize()
+        return copied
+
+    def _copy(self, value: Any, place: str) -> Any:
+        if isinstance(value, DTensor):
+            return DTensor.from_local(
+                self._tensor(value.to_local(), place),
+                self._world.mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+        if isinstance(value, Tensor):
+            return self._tensor(value, place)
+        if isinstance(value, dict):
+            return {key: self._copy(item, f"{place}.{key}") for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._copy(item, f"{place}.{i}") for i, item in enumerate(value)]
+        return value  # numbers and words do not change
+
+    def _tensor(self, tensor: Tensor, place: str) -> Tensor:
+        found = self._buffers.get(place)
+        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
+            found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[place] = found
+        return found.copy_(tensor.detach(), non_blocking=True)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _ADMITTED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
+
+
+class _Writer(checkpoint.FileSystemWriter):
+    def storage_meta(self) -> StorageMeta:
+        """Where a checkpoint was written is nobody's business when it is read elsewhere."""
+        return StorageMeta()
+
+
+class _Reader(checkpoint.FileSystemReader):
+    def __init__(self, directory: Path, metadata: Metadata) -> None:
+        super().__init__(directory)
+        self._metadata = metadata
+
+    def read_metadata(self) -> Metadata:
+        return self._metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """As the base class does it, but what is read may hold plain values only."""
+        place: Any = self.original_state_dict
+        *path, last = self.mappings[read_item.dest_index.fqn]
+        for key in path:
+            place = place[key]
+        place[last] = torch.load(value, weights_only=True)
+
+
+def _on_gpu(state: Any) -> bool:
+    if isinstance(state, Tensor):
+        return state.is_cuda
+    items = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return any(map(_on_gpu, items))
+
+
+def _cause(error: BaseException) -> str:
+    """An error's message on one line; of a collective failure that of the first rank that failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return " ".join(str(error).split())[:300] or type(error).__name__
