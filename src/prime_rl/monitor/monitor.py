@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
+from prime_rl.redact import redacted
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import MonitorConfig
@@ -84,7 +85,7 @@ class _WandbSink:
                 resume="allow" if settings.id else None,
                 dir=str(directory),
                 mode="offline" if settings.offline else "online",
-                config=run_config,
+                config=redacted(run_config),
                 job_type=process,
                 settings=wandb.Settings(console="off"),
             )

@@ -1,0 +1,215 @@
+"""Contracts about the whole: nothing is unpickled, no key is written or passed where others read it, remote code is off."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+
+from prime_rl.config import (
+    BaseConfig,
+    EvalConfig,
+    InferenceConfig,
+    OrchestratorConfig,
+    RLConfig,
+    SFTConfig,
+    TrainerConfig,
+    parse,
+    to_toml,
+)
+from prime_rl.config.base import Section
+from prime_rl.config.schema import Keys, Setting, has_mark, settings
+from prime_rl.config.shared import EnvConfig, MonitorConfig, WandbConfig
+from prime_rl.launcher.plan import Machine, describe, make_plan
+from prime_rl.monitor.monitor import Monitor
+from prime_rl.redact import HIDDEN, is_secret
+
+SRC = Path(__file__).parents[2] / "src"
+CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
+KEY = "a-key-nobody-may-see"
+
+UNPICKLING_MODULES = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "joblib",
+    "jsonpickle",
+}
+UNPICKLING_CALLS = {
+    "broadcast_object_list",
+    "all_gather_object",
+    "scatter_object_list",
+    "gather_object",
+    "recv_object_list",
+}
+UNPICKLING_CALLS |= {"recv_pyobj", "send_pyobj", "read_pickle", "unpickle"}
+# Reads torch's checkpoint metadata through an Unpickler that admits only the classes it consists of.
+RESTRICTED = SRC / "prime_rl" / "trainer" / "dcp.py"
+
+
+def violations(source: str, restricted: bool = False) -> list[str]:
+    """What in a module runs, or may run, code that comes as data. With `restricted` an Unpickler that chooses its classes is allowed."""
+    tree = ast.parse(source)
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            bad = {name.partition(".")[0] for name in names} & UNPICKLING_MODULES
+            found += [f"{node.lineno}: imports {name}" for name in bad if not (restricted and name == "pickle")]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in ("pickle.load", "pickle.loads"):
+            found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("Unpickler") for base in node.bases):
+            methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            found += [] if "find_class" in methods else [f"{node.lineno}: an Unpickler that admits every class"]
+        elif isinstance(node, ast.Call):
+            found += [f"{node.lineno}: {what}" for what in bad_call(node)]
+    return found
+
+
+def bad_call(call: ast.Call) -> Iterator[str]:
+    name = ast.unparse(call.func)
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name == "torch.load" and given.get("weights_only") != "True":
+        yield "torch.load without weights_only=True"
+    if name.rpartition(".")[2] in UNPICKLING_CALLS or name in ("pickle.Unpickler", "eval", "exec", "yaml.load"):
+        yield name
+    for option in ("allow_pickle", "shell", "trust_remote_code"):
+        if given.get(option) == "True":
+            yield f"{name}({option}=True)"
+    if name.startswith("multiprocessing.") and name.rpartition(".")[2] in ("Queue", "Pipe", "Manager", "Pool"):
+        yield f"{name} (pickles what it carries)"
+
+
+@pytest.mark.parametrize("file", sorted(SRC.rglob("*.py")), ids=lambda file: file.relative_to(SRC).as_posix())
+def test_nothing_is_unpickled(file: Path) -> None:
+    """Contract: what comes from another process or a file is data, never code."""
+    assert not violations(file.read_text(), restricted=file == RESTRICTED)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import cloudpickle as c",
+        "torch.load(f)",
+        "torch.load(f, weights_only=False)",
+        "torch.load(f, weights_only=flag)",
+        "numpy.load(f, allow_pickle=True)",
+        "dist.broadcast_object_list(box)",
+        "socket.recv_pyobj()",
+        "eval(text)",
+        "subprocess.run(text, shell=True)",
+        "AutoModel.from_pretrained(x, trust_remote_code=True)",
+    ],
+)
+def test_unpickling_is_found(source: str) -> None:
+    """Contract: the check above can fail."""
+    assert violations(source)
+
+
+def test_the_exception_is_narrow() -> None:
+    """Contract: the one module that reads a pickle does it through an Unpickler that chooses its classes."""
+    assert not violations(
+        "import pickle\nclass U(pickle.Unpickler):\n    def find_class(self, m, n): ...", restricted=True
+    )
+    assert violations("import pickle\nclass U(pickle.Unpickler):\n    pass", restricted=True)
+    assert violations("import pickle\npickle.load(f)", restricted=True)
+    assert violations("import dill", restricted=True)
+
+
+def every(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, Setting]]:
+    for name, setting in settings(section).items():
+        yield (*prefix, name), setting
+        for member in setting.sections:
+            yield from every(member, (*prefix, name))
+        if setting.item_section is not None:
+            yield from every(setting.item_section, (*prefix, name))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_settings_that_hold_keys_are_marked(cls: type[BaseConfig]) -> None:
+    """Contract: a setting named like a secret is marked as one (neither shown nor written), or names a variable; remote code is off."""
+    for keys, setting in every(cls):
+        name = keys[-1]
+        if str in setting.members and is_secret(name) and not name.endswith("_var"):
+            assert has_mark(setting.field, "secret"), keys
+        if name == "trust_remote_code":
+            assert setting.field.default is False, keys
+
+
+def rl_config(**inference: Any) -> RLConfig:
+    return RLConfig(
+        orchestrator=OrchestratorConfig(environments=[EnvConfig(id="reverse-text")]),
+        inference=InferenceConfig(**inference),
+    )
+
+
+def test_the_key_is_not_written() -> None:
+    """Contract: resolved configs and whatever prints a config hold no key."""
+    config = rl_config(api_key=KEY)
+    for section in (config, config.inference):
+        assert isinstance(section, BaseConfig)
+        assert KEY not in to_toml(section)
+        assert KEY not in repr(section)
+
+
+def test_the_key_reaches_those_who_need_it_by_environment() -> None:
+    """Contract: server and orchestrator get it as a variable; no command line holds it, the trainer does not get it, the plan hides it."""
+    plan = make_plan(rl_config(api_key=KEY), Machine([], 2, {}))
+    holders = {process.name for process in plan.processes if KEY in process.env.values()}
+    assert holders == {"inference", "orchestrator"}
+    assert not any(KEY in argument for process in plan.processes for argument in process.argv)
+    assert KEY not in describe(plan)
+
+
+def test_an_error_does_not_quote_the_key() -> None:
+    """Contract: a mistake elsewhere in the configuration is reported without the key."""
+    with pytest.raises(Exception, match="port") as error:
+        parse(InferenceConfig, ["--api-key", KEY, "--server.port", "0"], {})
+    assert KEY not in str(error.value)
+
+
+@pytest.mark.parametrize("how", ["option", "variable"])
+def test_a_dry_run_shows_no_key(tmp_path: Path, how: str) -> None:
+    """Contract: `rl` prints and writes its plan without the key, however it was given."""
+    command = [
+        sys.executable,
+        "-m",
+        "prime_rl.entrypoints.rl",
+        "--output-dir",
+        str(tmp_path),
+        "--dry-run",
+        "--device",
+        "cpu",
+    ]
+    command += ["--orchestrator.environment.id", "reverse-text", "--inference.server.port", "8123", "--max-steps", "1"]
+    environ = {**os.environ, "PRIME_INFERENCE__API_KEY": KEY} if how == "variable" else dict(os.environ)
+    command += ["--inference.api-key", KEY] if how == "option" else []
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert KEY not in done.stdout + done.stderr
+    for file in tmp_path.rglob("*"):
+        assert not file.is_file() or KEY not in file.read_text(), file
+    assert (tmp_path / "configs" / "inference.toml").exists()
+
+
+def test_wandb_is_shown_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the configuration that W&B displays has no text under the names of secrets, such as an environment's argument."""
+    wandb = MagicMock()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    config = OrchestratorConfig(environments=[EnvConfig(id="judge", args={"judge_api_key": KEY, "split": "train"})])
+    monitor = Monitor(tmp_path, "orchestrator", MonitorConfig(wandb=WandbConfig()), config.model_dump(mode="json"))
+    monitor.close()
+    shown = wandb.init.call_args.kwargs["config"]
+    assert KEY not in str(shown)
+    assert shown["environments"][0]["args"] == {"judge_api_key": HIDDEN, "split": "train"}
