@@ -44,9 +44,8 @@ class Book:
     """
 
     def __init__(self) -> None:
-        self._recording = (
-            threading.Lock()
-        )  # held for microseconds: by a recording call, or by a flush that takes what is pending
+        # Held by a recording call, or by a flush that takes what is pending.
+        self._recording = threading.Lock()  # bounded: held for microseconds, nothing waits in it
         self._groups: dict[int, Group] = {}  # open ones
         self._counts: dict[
             str, EnvAccount

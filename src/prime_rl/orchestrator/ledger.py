@@ -109,7 +109,7 @@ class Ledger(Book):
         if self.created:
             ledger_file.create(path)
         self._db = ledger_file.connect(path)
-        self._flushing = threading.Lock()
+        self._flushing = threading.Lock()  # bounded: held for one transaction, whose own wait sqlite bounds
         with ledger_file.file_errors(path):
             self._load()
 
