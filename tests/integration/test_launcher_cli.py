@@ -1,6 +1,7 @@
 """The `rl` command before anything is started: dry runs and refusals leave nothing behind. And W&B without a network."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -118,3 +119,46 @@ def test_wandb_offline_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(UserError, match=r"W&B did not start.*--monitor\.wandb\.offline"):
         Monitor(tmp_path / "online", "trainer", MonitorConfig(wandb=WandbConfig()), {})
     assert not (tmp_path / "online" / "metrics").exists()
+
+
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "prime_rl.entrypoints.rl", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_run_can_be_examined(tmp_path: Path) -> None:
+    """`rl doctor RUN` and `rl audit RUN` are told of in --help; what they cannot read is one line."""
+    for what in ("doctor", "audit"):
+        assert f"`rl {what} RUN`" in command("--help").stdout
+        missing = command(what, tmp_path / "missing")
+        assert missing.returncode == 1
+        assert missing.stderr.startswith("error: ")
+        assert missing.stderr.count("\n") == 1
+        assert command(what).stderr.startswith(f"error: usage: rl {what} RUN")
+    found = command("doctor", tmp_path)
+    assert (found.returncode, found.stderr) == (0, "")
+    assert "never started" in found.stdout
+
+
+def test_nothing_to_recover_starts_fresh(model: Path, tmp_path: Path) -> None:
+    """--recover on an empty directory says so and is no error; with --clean it is refused."""
+    done = rl(model, tmp_path / "run", "--recover", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "nothing to recover in" in done.stdout
+    trainer = next(line for line in done.stdout.splitlines() if "entrypoints.trainer" in line)
+    assert "--recover" not in trainer
+    (tmp_path / "run/incarnations").mkdir()
+    (tmp_path / "run/incarnations/0.json").write_text('{"step": 0}')
+    done = rl(model, tmp_path / "run", "--recover", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "nothing to recover" not in done.stdout
+    assert all(
+        line.endswith("--recover") for line in done.stdout.splitlines() if re.search("entrypoints.(trainer|orch)", line)
+    )
+    refused = rl(model, tmp_path / "run", "--recover", "--clean", "--dry-run")
+    assert refused.returncode != 0
+    assert "clean would remove what recover goes on from" in refused.stderr

@@ -1,6 +1,8 @@
-"""`rl`: a whole run from one command."""
+"""`rl`: a whole run from one command; `rl doctor RUN` and `rl audit RUN` examine one."""
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from prime_rl import lifeline
 from prime_rl.config import RLConfig, load
@@ -9,16 +11,33 @@ from prime_rl.errors import UserError
 
 def main() -> None:
     lifeline.watch()
-    config = load(RLConfig, prog="rl")
-
-    from prime_rl.launcher.run import run  # after --help and bad options have had their answer
-
     try:
-        status = run(config)
+        status = _examine(sys.argv[1], sys.argv[2:]) if sys.argv[1:2] in (["doctor"], ["audit"]) else _run()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 1
     sys.exit(status)
+
+
+def _run() -> int:
+    config = load(RLConfig, prog="rl")
+
+    from prime_rl.launcher.run import run  # after --help and bad options have had their answer
+
+    return run(config)
+
+
+def _examine(what: str, arguments: Sequence[str]) -> int:
+    if what == "doctor":
+        from prime_rl.launcher import doctor
+
+        return doctor.main(arguments)
+    from prime_rl.orchestrator.audit import audit_text
+
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError("usage: rl audit RUN (the run's output directory)")
+    print(audit_text(Path(arguments[0])))
+    return 0
 
 
 if __name__ == "__main__":

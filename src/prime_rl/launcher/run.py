@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
-from prime_rl.launcher import checks, rundir
+from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.gpus import visible_gpus
@@ -78,7 +78,15 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     began = time.time()
     names = ", ".join(process.name for process in plan.processes)
     console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
-    supervisor = Supervisor(plan.processes, plan.server, config.output_dir, console.say, tick, policy(config))
+    supervisor = Supervisor(
+        plan.processes,
+        plan.server,
+        config.output_dir,
+        console.say,
+        tick,
+        policy(config),
+        doctor=lambda full: doctor.report(config.output_dir, full),
+    )
     outcome = supervisor.run()
     console.look()
     _sum_up(config.output_dir, began, outcome, console, config.bench)

@@ -45,7 +45,9 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class _Claim:
+class Claim:
+    """Who holds a run directory."""
+
     pid: int
     started: int
     host: str
@@ -67,7 +69,7 @@ class Owner:
         self._path = output_dir / _OWNER
         me = identify(os.getpid())
         assert me is not None
-        self._claim = _Claim(me.pid, me.started, socket.gethostname(), boot_id(), uuid.uuid4().hex, time.time())
+        self._claim = Claim(me.pid, me.started, socket.gethostname(), boot_id(), uuid.uuid4().hex, time.time())
         with _locked(output_dir):
             other = _read(self._path)
             if other is not None and _alive(other):
@@ -84,7 +86,7 @@ class Owner:
         current = _read(self._path)
         if current is not None and current.nonce != self._claim.nonce:
             raise UserError(f"{self._path.parent} was taken over by pid {current.pid} on {current.host}")
-        self._claim = _Claim(**{**asdict(self._claim), "heartbeat": time.time()})
+        self._claim = Claim(**{**asdict(self._claim), "heartbeat": time.time()})
         self._write()
 
     def release(self) -> None:
@@ -154,14 +156,19 @@ def forget_status(output_dir: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _read(path: Path) -> _Claim | None:
+def read_claim(output_dir: Path) -> Claim | None:
+    """The present holder of a run directory, dead or alive; None where there is none."""
+    return _read(output_dir / _OWNER)
+
+
+def _read(path: Path) -> Claim | None:
     try:
-        return _Claim(**json.loads(path.read_text()))
-    except FileNotFoundError:
+        return Claim(**json.loads(path.read_text()))
+    except (FileNotFoundError, ValueError):  # a power cut may leave it empty
         return None
 
 
-def _alive(claim: _Claim) -> bool:
+def _alive(claim: Claim) -> bool:
     if (claim.host, claim.boot) == (socket.gethostname(), boot_id()):
         return is_alive(ProcessId(claim.pid, claim.started))
     return time.time() - claim.heartbeat < _MISSED_BEATS * HEARTBEAT_SECONDS

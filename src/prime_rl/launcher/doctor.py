@@ -1,0 +1,223 @@
+"""`rl doctor RUN`: what a run is doing, who waits for whom, and who keeps it from going on. Reads files and /proc, touches nothing."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prime_rl.errors import UserError
+from prime_rl.launcher import rundir
+from prime_rl.launcher.diagnosis import (
+    JOBS,
+    SERVER,
+    Diagnosis,
+    Facts,
+    ProcessFacts,
+    State,
+    WorkerFacts,
+    diagnose,
+)
+from prime_rl.launcher.procs import ProcessId, Tree, boot_id, by_parent, descendants, identify, is_stopped
+from prime_rl.launcher.progress import minutes
+from prime_rl.monitor import read_status
+from prime_rl.monitor.status import ProcessStatus
+from prime_rl.transport import checkpoints
+from prime_rl.transport.commit import list_steps
+
+_FRESH_SECONDS = 30.0  # of a heartbeat on another host
+_TAIL_BYTES = 1 << 16
+_ERRORS_SHOWN = 2
+_ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: ")
+_WORKER = "prime_rl.envs.worker"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the examination; returns 0 when nothing is wrong with the run, else 1.
+
+    Raises:
+        UserError: no such directory, or anything but one is given.
+    """
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        raise UserError("usage: rl doctor RUN (the run's output directory)")
+    run = Path(arguments[0])
+    if not run.is_dir():
+        raise UserError(f"{run} is no directory: give the run's output directory")
+    facts = collect(run)
+    diagnosis = diagnose(facts)
+    sys.stdout.write("\n".join(examination(run, facts, diagnosis)) + "\n")
+    return 0 if diagnosis.verdict.fine else 1
+
+
+def report(run: Path, full: bool) -> list[str]:
+    """For the launcher: the whole examination, or what it comes to in a line."""
+    facts = collect(run)
+    diagnosis = diagnose(facts)
+    return examination(run, facts, diagnosis) if full else [f"doctor: {diagnosis.sentence}"]
+
+
+# -- facts ---------------------------------------------------------------------------------------------------------------------
+
+
+def collect(run: Path) -> Facts:
+    """What there is to know."""
+    tree, statuses, settings = by_parent(), read_status(run), _settings(run)
+    mains = {name: status for name, status in statuses.items() if "." not in name}
+    planned = [name for name in (*JOBS, SERVER) if (run / "configs" / f"{name}.toml").is_file()]
+    names = [name for name in (*JOBS, SERVER) if name in planned or name in mains]
+    due = _due_restarts(run)
+    processes = {name: _process(run, name, statuses, tree, due.get(name)) for name in names}
+    orchestrator = mains.get("orchestrator")
+    return Facts(
+        now=time.time(),
+        launcher=_launcher(run),
+        processes=processes,
+        workers=() if orchestrator is None or not _here(orchestrator) else _workers(orchestrator.pid, tree),
+        free=shutil.disk_usage(run).free,
+        recoverable=rundir.recoverable(run),
+        heartbeat_timeout=float(settings.get("heartbeat_timeout", Facts.heartbeat_timeout)),
+        stall_timeout=float(settings.get("stall_timeout", Facts.stall_timeout)),
+    )
+
+
+def _process(
+    run: Path, name: str, statuses: Mapping[str, ProcessStatus], tree: Tree, restarts_at: float | None
+) -> ProcessFacts:
+    status = statuses.get(name)
+    ranks = {
+        key.partition(".")[2]: ProcessFacts(_state(rank), rank)
+        for key, rank in statuses.items()
+        if key.startswith(f"{name}.")
+    }
+    state = State.ABSENT if status is None else _state(status)
+    below = descendants(status.pid, tree) if status is not None and state is State.ALIVE and _here(status) else []
+    # The orchestrator's own workers are told apart, by name; the trainer's ranks report by themselves.
+    halted = tuple(process.pid for process in below if name == SERVER and is_stopped(process))
+    errors = _errors(run / "logs" / f"{name}.log")
+    return ProcessFacts(state, status, halted, errors[-1] if errors else None, ranks, restarts_at)
+
+
+def _state(status: ProcessStatus) -> State:
+    if not status.started or not _here(status):
+        return State.UNKNOWN
+    if identify(status.pid) != status.id:
+        return State.DEAD
+    return State.STOPPED if is_stopped(status.id) else State.ALIVE
+
+
+def _here(status: ProcessStatus) -> bool:
+    return status.host == socket.gethostname()
+
+
+def _launcher(run: Path) -> ProcessFacts:
+    claim = rundir.read_claim(run)
+    if claim is None:
+        return ProcessFacts(State.ABSENT)
+    if claim.host != socket.gethostname():
+        return ProcessFacts(State.UNKNOWN if time.time() - claim.heartbeat < _FRESH_SECONDS else State.DEAD)
+    process = ProcessId(claim.pid, claim.started)
+    if claim.boot != boot_id() or identify(claim.pid) != process:
+        return ProcessFacts(State.DEAD)
+    return ProcessFacts(State.STOPPED if is_stopped(process) else State.ALIVE)
+
+
+def _workers(orchestrator: int, tree: Tree) -> list[WorkerFacts]:
+    found = []
+    for process in descendants(orchestrator, tree):
+        try:
+            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # ended since, or not ours to read
+            continue
+        if _WORKER in words and "--identity" in words:
+            name = words[words.index("--identity") + 1].rpartition("/")[0]  # without the number of its life
+            found.append(WorkerFacts(name, process.pid, is_stopped(process)))
+    return found
+
+
+def _settings(run: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads((run / "configs" / "rl.toml").read_text())
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+
+
+def _due_restarts(run: Path) -> dict[str, float]:
+    """When a process is started again, by name; of those for which that lies ahead."""
+    rows = [json.loads(line) for line in _lines(run / "logs" / "restarts.jsonl") if line.endswith("}")]
+    return {row["process"]: due for row in rows if (due := row["time"] + row["after"]) > time.time()}
+
+
+def _errors(log: Path) -> list[str]:
+    """Lines that tell of errors near the end of a log."""
+    return [line.strip() for line in _lines(log) if _ERROR.match(line)][-_ERRORS_SHOWN:]
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return []
+
+
+# -- text ----------------------------------------------------------------------------------------------------------------------
+
+
+def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
+    """Everything, for people; what it comes to is last."""
+    lines = [f"run            {run}"]
+    lines += _process_lines(facts, "launcher", facts.launcher)
+    for name, process in facts.processes.items():
+        lines += _process_lines(facts, name, process)
+        for rank, of_rank in process.ranks.items():
+            lines += _process_lines(facts, f"{name} {rank}", of_rank)
+    for worker in facts.workers:
+        lines.append(f"{'environment':<15}{'STOPPED' if worker.stopped else 'alive':<9}{worker.name}, pid {worker.pid}")
+    lines.append(f"{'committed':<15}{_committed(run)}")
+    lines.append(f"{'disk':<15}{facts.free / 2**30:,.1f} GiB free")
+    for name in facts.processes:
+        log = run / "logs" / f"{name}.log"
+        lines += [f"{'error':<15}{log.name}: {line}" for line in _errors(log)]
+    return [*lines, f"{diagnosis.verdict.value:<15}{diagnosis.sentence}"]
+
+
+def _process_lines(facts: Facts, name: str, process: ProcessFacts) -> list[str]:
+    status = process.status
+    state = process.state.value.upper() if process.state is State.STOPPED else process.state.value
+    if status is None:
+        again = process.restarts_at
+        told = "" if again is None else f"started again in {max(0.0, again - facts.now):.0f} s"
+        return [f"{name:<15}{state:<9}{told}".rstrip()]
+    if status.outcome is not None:
+        return [f"{name:<15}{'ended':<9}{status.outcome}, {_ago(facts, status.since)}"]
+    doing = status.phase if status.step is None else f"{status.phase}, step {status.step}"
+    lines = [f"{name:<15}{state:<9}{doing}; pid {status.pid}; last progress {_ago(facts, status.progress)}"]
+    if process.state is not State.ALIVE:
+        lines[0] += f"; last sign of life {_ago(facts, status.heartbeat)}"
+    if (wait := status.waiting) is not None:
+        left = wait.deadline - facts.now
+        until = f"gives up in {minutes(left)}" if left >= 0 else f"should have given up {minutes(-left)} ago"
+        waited = minutes(facts.now - wait.since)
+        lines.append(f"{'':<24}waits for {wait.subject} from {wait.owner} for {waited} ({until})")
+    return lines
+
+
+def _committed(run: Path) -> str:
+    newest = {
+        "batch": list_steps(run / "rollouts"),
+        "version": list_steps(run / "weights"),
+        "checkpoint": checkpoints.complete_steps(run / "checkpoints"),
+        "recovery checkpoint": list_steps(run / "recovery"),
+    }
+    return ", ".join(f"{what} {steps[-1] if steps else '-'}" for what, steps in newest.items())
+
+
+def _ago(facts: Facts, then: float) -> str:
+    return f"{minutes(max(0.0, facts.now - then))} ago" if then else "unknown"

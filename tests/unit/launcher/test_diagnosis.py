@@ -1,0 +1,258 @@
+"""Who keeps a run from going on: crafted facts for each typical fault, and the collector over crafted directories and live processes."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from prime_rl.errors import UserError
+from prime_rl.launcher import doctor
+from prime_rl.launcher.diagnosis import Facts, ProcessFacts, State, Verdict, WorkerFacts, diagnose
+from prime_rl.launcher.rundir import Owner
+from prime_rl.monitor import Status
+from prime_rl.monitor.process import identify, is_stopped
+from prime_rl.monitor.status import ProcessStatus, Waiting, status_path
+from prime_rl.wait import wait
+
+NOW = 1_000_000.0
+RUNS = ProcessFacts(State.ALIVE)
+
+
+def status(
+    name: str, *, beat: float = 1.0, progress: float = 2.0, phase: str = "at work", **more: object
+) -> ProcessStatus:
+    """`beat` and `progress`: seconds ago."""
+    times = {"since": NOW - progress, "heartbeat": NOW - beat, "progress": NOW - progress, "ready": NOW - 900.0}
+    known = ProcessStatus(name, 7, phase, 41, 0.0, 0.0, None, None, host="here", started=1)
+    return replace(known, **{**times, **more})
+
+
+def waits(subject: str, owner: str, seconds: float, deadline: float = 3600.0) -> Waiting:
+    return Waiting(subject, owner, NOW - seconds, NOW - seconds + deadline)
+
+
+def facts(**processes: ProcessFacts | ProcessStatus) -> Facts:
+    known = {
+        name: ProcessFacts(State.ALIVE, each) if isinstance(each, ProcessStatus) else each
+        for name, each in processes.items()
+    }
+    return Facts(NOW, RUNS, known, recoverable=True)
+
+
+BATCH = waits("rollouts/step_41", "orchestrator", 212.0)
+EPISODE = waits("one of 16 episodes to end", "inference and environments", 200.0)
+TRAINER = status("trainer", waiting=BATCH)
+ORCHESTRATOR = status("orchestrator", waiting=EPISODE)
+SERVER = status("inference", phase="serving")
+
+
+def test_a_stopped_engine_is_found_along_the_waits() -> None:
+    """The trainer waits, the orchestrator waits, the engine does not run: all of it in one sentence."""
+    stopped = ProcessFacts(State.STOPPED, replace(SERVER, heartbeat=NOW - 212.0))
+    found = diagnose(facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=stopped))
+    assert found.verdict is Verdict.STUCK
+    assert found.culprit == "inference"
+    assert found.sentence == (
+        "trainer ← rollouts/step_41 ← orchestrator ← one of 16 episodes to end ← inference, which has been stopped (SIGSTOP) for 212 s"
+    )
+
+
+@pytest.mark.parametrize(
+    ("server", "clause"),
+    [
+        (ProcessFacts(State.ALIVE, SERVER, halted=(99,)), "whose process 99 is stopped (SIGSTOP)"),
+        (replace(SERVER, progress=NOW - 90.0), "whose engine has not answered for 90 s"),
+        (replace(SERVER, heartbeat=NOW - 61.0), "which has given no sign of life for 61 s"),
+        (ProcessFacts(State.ABSENT), "which has not reported: somebody else runs it"),
+        (ProcessFacts(State.ABSENT, restarts_at=NOW + 4.0), "which is down and is started again in 4 s"),
+        (replace(SERVER, outcome="failed: out of memory"), "which has ended: failed: out of memory"),
+    ],
+)
+def test_what_may_be_wrong_with_a_server(server: ProcessFacts | ProcessStatus, clause: str) -> None:
+    """Each has its own clause."""
+    found = diagnose(facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=server))
+    assert (found.verdict, found.culprit) == (Verdict.STUCK, "inference")
+    assert found.sentence.endswith(f"← inference, {clause}")
+
+
+def test_a_server_that_was_idle_is_no_fault() -> None:
+    """One that never told of its engine's answers is not blamed for getting nowhere."""
+    idle = replace(SERVER, progress=NOW - 5000.0, ready=NOW - 4000.0)
+    assert diagnose(facts(trainer=status("trainer"), inference=idle)).verdict is Verdict.MOVES
+
+
+def test_a_dead_trainer_with_its_last_error() -> None:
+    """The orchestrator waits for weights that will not come."""
+    dead = ProcessFacts(State.DEAD, replace(status("trainer"), heartbeat=NOW - 30.0), last_error="RuntimeError: boom")
+    waiting = status("orchestrator", waiting=waits("weights/step_42", "trainer", 25.0))
+    found = diagnose(facts(trainer=dead, orchestrator=waiting, inference=SERVER))
+    assert found.culprit == "trainer"
+    assert "died without a last word 30 s ago; the last error in its log: RuntimeError: boom" in found.sentence
+
+
+def test_a_rank_that_hangs() -> None:
+    """Rank 0 waits in a collective; the other one is the reason."""
+    rank = ProcessFacts(State.STOPPED, status("trainer.3", beat=75.0))
+    found = diagnose(facts(trainer=ProcessFacts(State.ALIVE, status("trainer"), ranks={"3": rank})))
+    assert found.sentence == "trainer, whose rank 3 has been stopped (SIGSTOP) for 75 s"
+
+
+def test_a_stuck_environment() -> None:
+    """The server is well: the environments are left; a stopped worker is named."""
+    run = facts(trainer=TRAINER, orchestrator=ORCHESTRATOR, inference=SERVER)
+    found = diagnose(run)
+    assert (found.verdict, found.culprit) == (Verdict.WAITS, "environments")
+    assert found.sentence.endswith("none of them shows a fault; environment code may be slow or stuck: see logs/envs")
+    found = diagnose(replace(run, workers=[WorkerFacts("rt/0", 8, False), WorkerFacts("rt/1", 9, True)]))
+    assert (found.verdict, found.culprit) == (Verdict.STUCK, "environment worker rt/1")
+    assert found.sentence.endswith("← environment worker rt/1, which is stopped (SIGSTOP, pid 9)")
+
+
+def test_work_that_gets_nowhere_and_waits_beyond_their_deadline() -> None:
+    """By the run's own limits."""
+    found = diagnose(facts(trainer=TRAINER, orchestrator=status("orchestrator", progress=1900.0)))
+    assert found.sentence.endswith("← orchestrator, which has got nowhere for 1900 s (at work)")
+    overdue = status("trainer", waiting=waits("rollouts/step_41", "orchestrator", 700.0, deadline=600.0))
+    found = diagnose(facts(trainer=overdue, orchestrator=status("orchestrator")))
+    assert found.sentence == "trainer, which still waits for rollouts/step_41 100 s after its own deadline"
+
+
+def test_waiting_for_each_other() -> None:
+    """A cycle is said, not followed for ever."""
+    back = status("orchestrator", waiting=waits("weights/step_41", "trainer", 100.0))
+    found = diagnose(facts(trainer=TRAINER, orchestrator=back))
+    assert found.verdict is Verdict.STUCK
+    assert found.sentence.endswith("← weights/step_41 ← trainer, which waits for it in turn: they wait for each other")
+
+
+def test_a_full_disk_comes_first() -> None:
+    """Whatever else it has led to."""
+    dead = ProcessFacts(State.DEAD, status("trainer"))
+    found = diagnose(replace(facts(trainer=dead, orchestrator=ORCHESTRATOR), free=3 * 2**20))
+    assert (found.verdict, found.culprit) == (Verdict.STUCK, "disk")
+    assert "the disk is full (3 MiB free)" in found.sentence
+
+
+def test_nothing_is_wrong() -> None:
+    """A short wait is part of the work."""
+    brief = status("trainer", waiting=waits("rollouts/step_41", "orchestrator", 3.0))
+    found = diagnose(facts(trainer=brief, orchestrator=status("orchestrator"), inference=SERVER))
+    assert (found.verdict, found.culprit) == (Verdict.MOVES, None)
+    assert found.sentence == (
+        "nothing is wrong: trainer waits for rollouts/step_41, orchestrator: at work, inference: serving"
+    )
+    halted = replace(facts(trainer=brief, orchestrator=status("orchestrator")), launcher=ProcessFacts(State.STOPPED))
+    assert diagnose(halted).culprit == "launcher"
+
+
+def test_runs_that_are_over() -> None:
+    """Finished, stopped, failed, killed, never started: told apart; what can go on is said to."""
+    gone = replace(facts(), launcher=ProcessFacts(State.ABSENT))
+
+    def over(**statuses: ProcessStatus) -> tuple[Verdict, str]:
+        found = diagnose(
+            replace(gone, processes={name: ProcessFacts(State.DEAD, each) for name, each in statuses.items()})
+        )
+        return found.verdict, found.sentence
+
+    done = status("trainer", outcome="finished")
+    assert over() == (Verdict.NEVER, "no process of a run has reported here")
+    assert over(trainer=done, orchestrator=done) == (Verdict.FINISHED, "the run has finished")
+    verdict, sentence = over(trainer=replace(done, outcome="stopped"), orchestrator=done)
+    assert (verdict, "--recover" in sentence) == (Verdict.INTERRUPTED, True)
+    verdict, sentence = over(trainer=done, orchestrator=replace(done, outcome="failed: no weights"))
+    assert verdict is Verdict.FAILED
+    assert sentence.startswith("orchestrator failed: no weights")
+    verdict, sentence = over(trainer=status("trainer", beat=50.0), orchestrator=done)
+    assert verdict is Verdict.FAILED
+    assert sentence.startswith("trainer ended without a last word 50 s ago")
+
+
+# -- the collector ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as process:
+        yield process
+        process.kill()
+
+
+def write_status(run: Path, name: str, pid: int, *, started: int = 0, **fields: object) -> None:
+    found = identify(pid)
+    now = time.time()
+    content = ProcessStatus(
+        name, pid, "at work", 3, now, now, None, None, now, now, socket.gethostname(), started or (found.started if found else 1)
+    )  # fmt: skip
+    path = status_path(run, name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**asdict(content), **fields}))
+
+
+def test_the_process_table_tells_dead_stopped_and_alive_apart(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
+    """By pid and start time: a pid that another process got is not the one that reported."""
+    write_status(tmp_path, "trainer", sleeper.pid)
+    write_status(tmp_path, "orchestrator", os.getpid(), started=1)
+    write_status(tmp_path, "inference", 1, host="elsewhere")
+    write_status(tmp_path, "trainer.1", sleeper.pid)
+    found = doctor.collect(tmp_path).processes
+    assert {name: process.state for name, process in found.items()} == {
+        "trainer": State.ALIVE,
+        "orchestrator": State.DEAD,
+        "inference": State.UNKNOWN,
+    }
+    sleeper.send_signal(signal.SIGSTOP)
+    process = identify(sleeper.pid)
+    assert process is not None
+    wait(lambda: is_stopped(process), subject="stop", owner="the kernel", seconds=10.0)
+    trainer = doctor.collect(tmp_path).processes["trainer"]
+    assert trainer.state is State.STOPPED
+    assert trainer.ranks["1"].state is State.STOPPED
+
+
+def test_the_examination_of_a_live_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Processes, waits, what is committed, errors in logs, restarts ahead, and the verdict; nothing in the directory is touched."""
+    with Owner(tmp_path):
+        (tmp_path / "configs").mkdir()
+        (tmp_path / "configs/rl.toml").write_text("heartbeat_timeout = 5.0\n")
+        (tmp_path / "configs/inference.toml").touch()
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs/trainer.log").write_text("12:00:00 INFO    fine\nRuntimeError: out of memory\n")
+        row = {"time": time.time(), "process": "inference", "after": 60.0}
+        (tmp_path / "logs/restarts.jsonl").write_text(json.dumps(row) + "\n")
+        for name in ("rollouts/step_40", "weights/step_0", "weights/step_40", "recovery/step_30", "incarnations"):
+            (tmp_path / name).mkdir(parents=True)
+        trainer = Status(tmp_path, "trainer")
+        trainer.step(40)
+        trainer.waiting("weights", "inference", 600.0)
+        before = sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name)
+        assert doctor.main([str(tmp_path)]) == 1
+        trainer.close()
+        out = capsys.readouterr().out
+        assert sorted(path for path in tmp_path.rglob("*") if ".tmp-" not in path.name) == before
+    assert "launcher       alive" in out
+    assert "trainer        alive    starting, step 40" in out
+    assert "waits for weights from inference for 0:00 (gives up in 10:00)" in out
+    assert re.search(r"inference      no report *started again in \d\d s", out)
+    assert "batch 40, version 40, checkpoint -, recovery checkpoint 30" in out
+    assert "trainer.log: RuntimeError: out of memory" in out
+    assert "trainer ← weights ← inference, which is down and is started again in" in out.splitlines()[-1]
+
+
+def test_a_directory_that_is_none_and_one_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typo is an error, an empty directory a finding."""
+    with pytest.raises(UserError, match="is no directory"):
+        doctor.main([str(tmp_path / "typo")])
+    with pytest.raises(UserError, match="usage"):
+        doctor.main([])
+    assert doctor.main([str(tmp_path)]) == 0
+    assert "never started" in capsys.readouterr().out
