@@ -203,7 +203,10 @@ def _batch(run: Path, step: int, attempts: bool) -> list[dict[str, Any]]:
 
 def _untimed(run: Path, process: str) -> list[dict[str, float]]:
     rows = read_metrics(run / "metrics" / f"{process}.jsonl")
-    return [{key: value for key, value in row.items() if key != "time" and not key.startswith(_TIMED)} for row in rows]
+    return [
+        {key: value for key, value in row.items() if not (key.startswith(_TIMED) or key.endswith("time"))}
+        for row in rows
+    ]
 
 
 def ledger_rows(run: Path) -> Iterator[tuple[Any, ...]]:
