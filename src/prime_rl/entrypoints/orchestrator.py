@@ -9,6 +9,7 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_environment, check_model
 from prime_rl.monitor import log
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
+from prime_rl.transport.settings import agree
 
 
 def main() -> None:
@@ -41,6 +42,7 @@ def run(config: OrchestratorConfig) -> None:
         print(f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}")
         print(f"config: {path}")
         return
+    agree(config, "orchestrator")
     from prime_rl.orchestrator.orchestrator import orchestrate
 
     asyncio.run(orchestrate(config))

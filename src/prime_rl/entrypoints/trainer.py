@@ -9,6 +9,7 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_model
 from prime_rl.monitor import log
 from prime_rl.transport.commit import disk_errors
+from prime_rl.transport.settings import agree
 
 
 def main() -> None:
@@ -38,6 +39,8 @@ def run(config: TrainerConfig, rank: int) -> None:
             )
             print(f"config: {path}")
         return
+    if rank == 0:
+        agree(config, "trainer")
     from prime_rl.trainer.rl.train import train
 
     with disk_errors(config.output_dir):

@@ -1,0 +1,115 @@
+"""Settings that the processes of a run must agree on: each commits its own as `settings/<process>.json` and refuses a living partner's that differ."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from prime_rl.config.base import BaseConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor.process import ProcessId, is_alive, me
+from prime_rl.monitor.status import read_status
+from prime_rl.transport.commit import write_atomically
+
+Party = Literal["trainer", "orchestrator", "inference"]
+
+# Dotted keys; compared where both sides have them, so the server, which has few, is asked for few.
+_SAME: dict[Party, tuple[str, ...]] = {
+    "inference": ("model.name",),
+    **dict.fromkeys(
+        ("trainer", "orchestrator"),
+        (
+            "model.name", "async_level", "max_steps", "seed",
+            "ckpt.interval", "ckpt.keep", "ckpt.keep_interval", "ckpt.output_dir",
+        ),
+    ),
+}  # fmt: skip
+_SEQ_LEN = "seq_len"  # need not be equal: what the orchestrator makes must fit the trainer's micro-batches
+_FRESH_SECONDS = 30.0  # of a heartbeat, on another host
+_START_SECONDS = 300.0  # from these settings to the first status, on another host
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What one process of a run has said of itself. `time` is unix seconds."""
+
+    process: Party
+    pid: int
+    started: int
+    host: str
+    time: float
+    settings: dict[str, Any]
+
+
+def agree(config: BaseConfig, process: Party) -> None:
+    """Commit the settings of this process, then compare them with those of every partner that is alive.
+
+    Raises:
+        UserError: one differs; the key and both values are named.
+    """
+    root, own = config.output_dir / "settings", shared(config, process)
+    root.mkdir(parents=True, exist_ok=True)
+    itself = me()
+    mine = Committed(process, itself.pid, itself.started, socket.gethostname(), time.time(), own)
+    # First say, then look: of two that start at the same time at least one sees the other.
+    write_atomically(root / f"{process}.json", json.dumps(asdict(mine), indent=1).encode())
+    for path in sorted(root.glob("*.json")):
+        partner = _read(path)
+        if partner is None or partner.process == process or not _lives(config.output_dir, partner):
+            continue
+        if difference := differs(mine, partner):
+            raise UserError(difference)
+
+
+def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
+    """The settings that matter to partners, by dotted key."""
+    table = config.model_dump(mode="json")
+    found = {}
+    for key in (*_SAME[process], *([_SEQ_LEN] if process != "inference" else [])):
+        here: Any = table
+        for part in key.split("."):
+            here = here.get(part, table) if isinstance(here, Mapping) else table
+        if here is not table:
+            found[key] = here
+    return found
+
+
+def differs(mine: Committed, partner: Committed) -> str | None:
+    """What the two disagree on, for people; None where they agree."""
+    for key in mine.settings.keys() & partner.settings.keys() - {_SEQ_LEN}:
+        ours, theirs = mine.settings[key], partner.settings[key]
+        if ours != theirs:
+            return (
+                f"{key} is {ours} here, but {theirs} in the {partner.process} that runs in the same output_dir (pid {partner.pid} on "
+                f"{partner.host}): give both the same value"
+            )
+    lengths = {each.process: each.settings.get(_SEQ_LEN) for each in (mine, partner)}
+    made, room = lengths.get("orchestrator"), lengths.get("trainer")
+    if made is not None and room is not None and made > room:
+        return f"seq_len is {made} in the orchestrator, but {room} in the trainer: samples would not fit a micro-batch"
+    return None
+
+
+def _lives(output_dir: Path, partner: Committed) -> bool:
+    """Whether the process that committed these settings is still at work."""
+    itself = ProcessId(partner.pid, partner.started)
+    status = read_status(output_dir).get(partner.process)
+    own = status is not None and (status.id, status.host) == (itself, partner.host)
+    if status is not None and own and status.outcome is not None:
+        return False
+    if partner.host == socket.gethostname():
+        return partner.pid != os.getpid() and is_alive(itself)
+    if status is not None and own:
+        return time.time() - status.heartbeat < _FRESH_SECONDS
+    return time.time() - partner.time < _START_SECONDS
+
+
+def _read(path: Path) -> Committed | None:
+    try:
+        return Committed(**json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # removed meanwhile, or not ours
+        return None

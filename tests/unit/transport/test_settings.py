@@ -1,0 +1,102 @@
+"""Partners of a run agree on what they share, or one of them refuses to start, naming the key and both values."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import InferenceConfig, OrchestratorConfig, TrainerConfig
+from prime_rl.config.shared import CkptConfig, EnvConfig, ModelConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor.process import identify
+from prime_rl.monitor.status import status_path
+from prime_rl.transport.settings import Party, agree
+
+
+@pytest.fixture
+def partner() -> Iterator[int]:
+    """The pid of a living process."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as process:
+        yield process.pid
+        process.kill()
+
+
+def orchestrator(root: Path, **given: object) -> OrchestratorConfig:
+    return OrchestratorConfig(environments=[EnvConfig(id="rt")], output_dir=root, **given)
+
+
+def belongs_to(root: Path, process: Party, pid: int) -> None:
+    """As if that process had committed these settings."""
+    path, found = root / "settings" / f"{process}.json", identify(pid)
+    assert found is not None
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": pid, "started": found.started}))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"max_steps": 5}, "max_steps is 5 here, but None in the trainer"),
+        ({"async_level": 2}, "async_level is 2 here, but 1 in the trainer"),
+        ({"seed": 3}, "seed is 3 here, but 0 in the trainer"),
+        ({"model": ModelConfig(name="other")}, "model.name is other here, but Qwen/Qwen3-0.6B in the trainer"),
+        ({"ckpt": CkptConfig(interval=7)}, "ckpt.interval is 7 here, but 50 in the trainer"),
+        ({"seq_len": 10**6}, "seq_len is 1000000 in the orchestrator, but"),
+    ],
+)
+def test_a_living_partner_with_other_settings_is_refused(
+    tmp_path: Path, partner: int, given: dict[str, object], message: str
+) -> None:
+    """Each shared key, with both values."""
+    agree(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
+    belongs_to(tmp_path, "trainer", partner)
+    with pytest.raises(UserError, match=message):
+        agree(orchestrator(tmp_path, **given), "orchestrator")
+
+
+def test_who_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> None:
+    """Shorter samples fit; no checkpoints of one's own are no contradiction; a dead, or ended, partner has no say; nor has one's earlier life."""
+    agree(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
+    belongs_to(tmp_path, "trainer", partner)
+    agree(orchestrator(tmp_path, seq_len=128), "orchestrator")
+    agree(
+        TrainerConfig(output_dir=tmp_path, seed=9, max_steps=3), "trainer"
+    )  # its own earlier life; the orchestrator is this process
+    belongs_to(tmp_path, "trainer", partner)
+    ended = {
+        "process": "trainer", "pid": partner, "phase": "done", "step": 3, "since": 0.0, "heartbeat": time.time(),
+        "waiting": None, "outcome": "finished",
+    }  # fmt: skip
+    claim = json.loads((tmp_path / "settings/trainer.json").read_text())
+    path = status_path(tmp_path, "trainer")
+    path.parent.mkdir()
+    path.write_text(json.dumps({**ended, "host": claim["host"], "started": claim["started"]}))
+    agree(orchestrator(tmp_path), "orchestrator")
+    path.unlink()
+    belongs_to(tmp_path, "trainer", partner)
+    (tmp_path / "settings/trainer.json").write_text(json.dumps({**claim, "started": 1}))
+    agree(orchestrator(tmp_path), "orchestrator")
+
+
+def test_a_server_is_asked_for_its_model_alone(tmp_path: Path, partner: int) -> None:
+    """Another seed of the server changes nothing; another model everything."""
+    agree(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
+    belongs_to(tmp_path, "inference", partner)
+    agree(orchestrator(tmp_path), "orchestrator")
+    with pytest.raises(UserError, match="model.name is other here, but Qwen/Qwen3-0.6B in the inference"):
+        agree(orchestrator(tmp_path, model=ModelConfig(name="other")), "orchestrator")
+
+
+def test_on_another_host_the_heartbeat_counts(tmp_path: Path) -> None:
+    """Pids mean nothing there: fresh settings or a fresh heartbeat do."""
+    agree(TrainerConfig(output_dir=tmp_path, seed=4), "trainer")
+    path = tmp_path / "settings/trainer.json"
+    claim = {**json.loads(path.read_text()), "host": "elsewhere"}
+    path.write_text(json.dumps(claim))
+    with pytest.raises(UserError, match="seed is 0 here, but 4 in the trainer"):
+        agree(orchestrator(tmp_path), "orchestrator")
+    path.write_text(json.dumps({**claim, "time": 1.0}))
+    agree(orchestrator(tmp_path), "orchestrator")
