@@ -65,6 +65,8 @@ UNLESS = {"fcntl.flock": ("LOCK_NB", "LOCK_UN"), "fcntl.lockf": ("LOCK_NB", "LOC
 # Methods, by name alone: the index of the timeout among the positional arguments. Without any argument they wait for ever.
 METHODS: dict[str, int | None] = {"wait": 0, "join": 0, "get": 1, "acquire": 1, "select": 0, "communicate": None}
 TIMED = {"wait", "join", "acquire", "get", "poll", "select"}
+SEND = re.compile(r"send(_\w+|all|msg)?")
+NO_WAIT = "NOBLOCK|DONTWAIT"
 RECEIVE = re.compile(r"recv(_\w+|from\w*|msg\w*)?|accept")
 AWAITABLE_MAKERS = {
     "asyncio.create_task",
@@ -287,8 +289,12 @@ class _Checker(ast.NodeVisitor):
         asks = method in ("result", "exception") and not call.args and not call.keywords
         if method in METHODS and _waits_without_limit(call, METHODS[method]):
             self._report(call, f"{shown} without a timeout", GIVE_TIMEOUT)
-        elif RECEIVE.fullmatch(method) and not re.search("NOBLOCK|DONTWAIT", ast.unparse(call)):
+        elif RECEIVE.fullmatch(method) and not re.search(NO_WAIT, ast.unparse(call)):
             self._report(call, f"{shown} waits for a message", GIVE_TIMEOUT)
+        elif (
+            SEND.fullmatch(method) and "socket" in ast.unparse(func.value) and not re.search(NO_WAIT, ast.unparse(call))
+        ):
+            self._report(call, f"{shown} waits for room at the other side", GIVE_TIMEOUT)
         elif asks and made.by not in TASKS and not self._asked_whether_done(func.value):
             self._report(call, f"{shown} may wait for its future", f"ask .done() in this function, or {GIVE_TIMEOUT}")
         elif method == "poll" and not call.args and (made.by in POLLERS or "socket" in ast.unparse(func.value)):

@@ -281,11 +281,17 @@ async def test_crash_loop_ends_the_pool(model: Path, monkeypatch: pytest.MonkeyP
 
 
 async def test_engine_down_and_close(model: Path) -> None:
-    """Nobody listens at the engine's port: `engine_unavailable`, at once. `close` leaves no process."""
+    """Nobody listens at the engine's port: `engine_unavailable`, at once; the same workers go on once it is back.
+    `close` leaves no process."""
     async with serving(model, Env("env-good", workers=2)) as (pool, engine):
+        assert (await run(pool, "env-good")).ok
         await engine._runner.cleanup()
-        assert (await run(pool, "env-good")).outcome is Outcome.ENGINE_UNAVAILABLE
+        for _ in range(2):
+            assert (await run(pool, "env-good")).outcome is Outcome.ENGINE_UNAVAILABLE
+        await engine.__aenter__()
+        assert [(await run(pool, "env-good")).ok for _ in range(2)] == [True, True]
         workers = pids(pool)
+        assert pool.restarts == 0
     assert len(workers) == 2
     assert not any(alive(worker) for worker in workers)
 

@@ -430,7 +430,8 @@ class EnvPool:
         if life.lost.done() or self._socket is None:
             return
         try:
-            await self._socket.send_multipart([life.identity.encode(), encode(message)])
+            frames = [life.identity.encode(), encode(message)]
+            await self._socket.send_multipart(frames)  # bounded: it has room for any number (SNDHWM 0)
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer is gone
             life.lose(f"unreachable: {error}")
 

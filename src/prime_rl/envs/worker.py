@@ -157,7 +157,7 @@ class Worker:
             await self._send(Result(run.request, result))
 
     async def _send(self, message: Message) -> None:
-        await self._socket.send(encode(message))
+        await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
 
     async def _tick(self) -> None:
         while True:  # bounded: cancelled at the end of `serve`
