@@ -15,6 +15,7 @@ from typing import Self
 
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
+from prime_rl.monitor.status import unless_full
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
@@ -87,7 +88,8 @@ class Owner:
         if current is not None and current.nonce != self._claim.nonce:
             raise UserError(f"{self._path.parent} was taken over by pid {current.pid} on {current.host}")
         self._claim = Claim(**{**asdict(self._claim), "heartbeat": time.time()})
-        self._write()
+        with unless_full():
+            self._write()
 
     def release(self) -> None:
         """Give the directory up. One that was made for us and stayed empty goes as well: bad input leaves nothing."""

@@ -18,6 +18,7 @@ from prime_rl.launcher.procs import adopting, by_parent, descendants, orphans, s
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
+from prime_rl.monitor.status import unless_full
 from prime_rl.wait import WaitTimeout, wait
 
 POLL_SECONDS = 0.1
@@ -263,7 +264,7 @@ class Supervisor:
         )
         path = self._output_dir / "logs" / "restarts.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
+        with unless_full(), path.open("a") as file:
             file.write(json.dumps(asdict(restart)) + "\n")
 
     def _report(self, fall: _Fall) -> None:

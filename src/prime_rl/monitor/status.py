@@ -9,6 +9,8 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -16,7 +18,6 @@ from prime_rl.monitor.process import ProcessId, me
 
 HEARTBEAT_SECONDS = 2.0
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
-# A status is no result: a run directory that is full, or gone (a test's), is told of by those who write results.
 _TOLERATED = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
 
 
@@ -180,16 +181,26 @@ class Status:
             self._id.started,
         )
         temporary = self._path.with_name(f".{self._path.name}.tmp-{self._id.pid}")
-        try:
+        with unless_full():
             temporary.write_text(json.dumps(asdict(status)))
             temporary.replace(self._path)
-        except OSError as error:
-            if error.errno not in _TOLERATED:
-                raise
         self._last_write = time.monotonic()
 
 
 _writers: dict[Path, Status] = {}  # of this process
+
+
+@contextmanager
+def unless_full() -> Iterator[None]:
+    """For files that are no results: where the disk is full, or the run directory gone, they are not written, and nobody fails by it.
+
+    Those who write results tell of it.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _TOLERATED:
+            raise
 
 
 def phase_name(text: str) -> str:
