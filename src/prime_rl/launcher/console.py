@@ -75,7 +75,9 @@ class Console:
 
     def look(self) -> None:
         """Tell what is new."""
-        statuses = read_status(self._output_dir)
+        statuses = {
+            name: status for name, status in read_status(self._output_dir).items() if "." not in name
+        }  # no ranks
         for status in statuses.values():
             self._tell_phase(status)
             self._tell_wait(status)

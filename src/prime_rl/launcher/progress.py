@@ -10,6 +10,7 @@ Row = Mapping[str, float]
 
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
+_KEPT_STEPS = 100  # more than lie between two recovery checkpoints
 _EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
 
 
@@ -61,7 +62,9 @@ class Progress:
                     self._rows[name][int(row["step"])] = row
         both = sorted(self._rows["orchestrator"].keys() & self._rows["trainer"].keys())
         for step in both:
-            sides = self._rows["orchestrator"].pop(step), self._rows["trainer"].pop(step)
+            # A trainer that recovers takes the same batch again, and there is a line again: the batch's row is kept for a while.
+            sides = self._rows["orchestrator"][step], self._rows["trainer"].pop(step)
+            self._rows["orchestrator"].pop(step - _KEPT_STEPS, None)
             told.append(self._step_line(step, *sides))
         return told
 

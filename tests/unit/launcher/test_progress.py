@@ -59,6 +59,16 @@ def test_missing_values_are_left_out() -> None:
     )
 
 
+def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:
+    """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that stand."""
+    progress = Progress(tmp_path, None)
+    for process, step in (("orchestrator", 0), ("orchestrator", 1), ("trainer", 0), ("trainer", 1)):
+        add(tmp_path, process, step, 1.0, **{"reward/mean": 0.5, "loss/mean": 0.1})
+    assert [line.split(" |")[0] for line in progress.lines()] == ["Step 0 [1]", "Step 1 [2]"]
+    add(tmp_path, "trainer", 1, 9.0, **{"loss/mean": 0.2})
+    assert [line.split(" |")[:3] for line in progress.lines()] == [["Step 1 [2]", " reward 0.5000", " loss 0.2000"]]
+
+
 def test_tail_reads_whole_lines_that_are_new(tmp_path: Path) -> None:
     """Earlier runs' lines are not told again; half a line is left for later."""
     path = tmp_path / "x.jsonl"
