@@ -18,6 +18,7 @@ from typing import Self
 ENV = "PRIMERL_LIFELINE_FD"
 _PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set for the ranks that torchrun starts
 
 
 class Lifeline:
@@ -58,6 +59,8 @@ def watch() -> None:
         _die_with_parent()
         thread = threading.Thread(target=_await_eof, args=(int(fd_text),), name="lifeline", daemon=True)
     else:
+        if _TORCHRUN in os.environ:
+            _die_with_parent()
         thread = threading.Thread(target=_await_parent, args=(os.getppid(),), name="lifeline", daemon=True)
     thread.start()
 
@@ -65,7 +68,7 @@ def watch() -> None:
 def _die_with_parent() -> None:
     """Have the kernel kill this process when its parent dies: one that is stopped by a signal cannot watch by itself.
 
-    "Parent" is the thread that started it; whoever holds a pipe was started from its launcher's main thread.
+    "Parent" is the thread that started it: whoever holds a pipe was started from its launcher's main thread, a rank from torchrun's.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 

@@ -25,6 +25,17 @@ rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], start_new_session=True
 print(rank.pid, flush=True)
 time.sleep(60)
 """
+TORCHRUN = f"""
+import os, subprocess, sys, time
+from prime_rl import lifeline
+lifeline.watch()
+rank = subprocess.Popen(
+    [sys.executable, "-c", {RANK!r}], start_new_session=True, stdout=subprocess.PIPE, env={{**os.environ, "TORCHELASTIC_RUN_ID": "x"}}
+)
+rank.stdout.readline()
+print(rank.pid, flush=True)
+time.sleep(60)
+"""
 
 
 def spawn(code: str, line: Lifeline) -> tuple[subprocess.Popen[str], int]:
@@ -68,6 +79,16 @@ def test_grandchild_in_its_own_session_follows_its_parent() -> None:
     line = Lifeline()
     agent, rank = spawn(AGENT, line)
     time.sleep(0.3)
+    line.close()
+    assert agent.wait(10) == -signal.SIGKILL
+    assert gone(rank)
+
+
+def test_a_stopped_rank_dies_with_its_agent() -> None:
+    """It cannot watch: the kernel kills it."""
+    line = Lifeline()
+    agent, rank = spawn(TORCHRUN, line)
+    os.kill(rank, signal.SIGSTOP)
     line.close()
     assert agent.wait(10) == -signal.SIGKILL
     assert gone(rank)
