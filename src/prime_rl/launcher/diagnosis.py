@@ -51,7 +51,15 @@ class ProcessFacts:
     halted: tuple[int, ...] = ()
     last_error: str | None = None
     ranks: Mapping[str, "ProcessFacts"] = field(default_factory=dict)
-    restarts_at: float | None = None  # unix seconds; the launcher will start it again then
+    restart: "RestartFacts | None" = None  # the last one
+
+
+@dataclass(frozen=True)
+class RestartFacts:
+    """The launcher starts a process again, or has: at (unix seconds), and why."""
+
+    at: float
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -203,11 +211,14 @@ def _environments(facts: Facts, path: tuple[str, ...]) -> _Chain:
 def _fault(facts: Facts, name: str, process: ProcessFacts, waited_for: bool) -> str | None:
     """What is wrong with a process itself, as a clause."""
     status = process.status
-    if process.restarts_at is not None and (status is None or process.state is State.DEAD):
-        return f"which is down and is started again in {max(0.0, process.restarts_at - facts.now):.0f} s"
+    again = process.restart
+    if again is not None and again.at > facts.now:
+        return f"which {again.reason} and is started again in {again.at - facts.now:.0f} s"
     if status is None:
         if not waited_for:
             return None
+        if again is not None:
+            return f"which {again.reason}, was started again {facts.now - again.at:.0f} s ago and has not reported yet"
         return "which has not reported: somebody else runs it" if name == SERVER else "which has not reported yet"
     if status.outcome is not None:
         failed = status.outcome.startswith("failed")

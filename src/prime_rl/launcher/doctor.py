@@ -20,6 +20,7 @@ from prime_rl.launcher.diagnosis import (
     Diagnosis,
     Facts,
     ProcessFacts,
+    RestartFacts,
     State,
     WorkerFacts,
     diagnose,
@@ -71,8 +72,8 @@ def collect(run: Path) -> Facts:
     mains = {name: status for name, status in statuses.items() if "." not in name}
     planned = [name for name in (*JOBS, SERVER) if (run / "configs" / f"{name}.toml").is_file()]
     names = [name for name in (*JOBS, SERVER) if name in planned or name in mains]
-    due = _due_restarts(run)
-    processes = {name: _process(run, name, statuses, tree, due.get(name)) for name in names}
+    restarts = _restarts(run)
+    processes = {name: _process(run, name, statuses, tree, restarts.get(name)) for name in names}
     orchestrator = mains.get("orchestrator")
     return Facts(
         now=time.time(),
@@ -87,7 +88,7 @@ def collect(run: Path) -> Facts:
 
 
 def _process(
-    run: Path, name: str, statuses: Mapping[str, ProcessStatus], tree: Tree, restarts_at: float | None
+    run: Path, name: str, statuses: Mapping[str, ProcessStatus], tree: Tree, restart: RestartFacts | None
 ) -> ProcessFacts:
     status = statuses.get(name)
     ranks = {
@@ -100,7 +101,7 @@ def _process(
     # The orchestrator's own workers are told apart, by name; the trainer's ranks report by themselves.
     halted = tuple(process.pid for process in below if name == SERVER and is_stopped(process))
     errors = _errors(run / "logs" / f"{name}.log")
-    return ProcessFacts(state, status, halted, errors[-1] if errors else None, ranks, restarts_at)
+    return ProcessFacts(state, status, halted, errors[-1] if errors else None, ranks, restart)
 
 
 def _state(status: ProcessStatus) -> State:
@@ -147,10 +148,10 @@ def _settings(run: Path) -> dict[str, Any]:
         return {}
 
 
-def _due_restarts(run: Path) -> dict[str, float]:
-    """When a process is started again, by name; of those for which that lies ahead."""
+def _restarts(run: Path) -> dict[str, RestartFacts]:
+    """The last restart of each process."""
     rows = [json.loads(line) for line in _lines(run / "logs" / "restarts.jsonl") if line.endswith("}")]
-    return {row["process"]: due for row in rows if (due := row["time"] + row["after"]) > time.time()}
+    return {row["process"]: RestartFacts(row["time"] + row["after"], row["reason"]) for row in rows}
 
 
 def _errors(log: Path) -> list[str]:
@@ -179,7 +180,9 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
         for rank, of_rank in process.ranks.items():
             lines += _process_lines(facts, f"{name} {rank}", of_rank)
     for worker in facts.workers:
-        lines.append(f"{'environment':<15}{'STOPPED' if worker.stopped else 'alive':<9}{worker.name}, pid {worker.pid}")
+        lines.append(
+            f"{'environment':<15}{'STOPPED' if worker.stopped else 'alive':<11}{worker.name}, pid {worker.pid}"
+        )
     lines.append(f"{'committed':<15}{_committed(run)}")
     lines.append(f"{'disk':<15}{facts.free / 2**30:,.1f} GiB free")
     for name in facts.processes:
@@ -192,20 +195,19 @@ def _process_lines(facts: Facts, name: str, process: ProcessFacts) -> list[str]:
     status = process.status
     state = process.state.value.upper() if process.state is State.STOPPED else process.state.value
     if status is None:
-        again = process.restarts_at
-        told = "" if again is None else f"started again in {max(0.0, again - facts.now):.0f} s"
-        return [f"{name:<15}{state:<9}{told}".rstrip()]
+        again = "" if process.restart is None else f"restart: {process.restart.reason}"
+        return [f"{name:<15}{state:<11}{again}".rstrip()]
     if status.outcome is not None:
-        return [f"{name:<15}{'ended':<9}{status.outcome}, {_ago(facts, status.since)}"]
+        return [f"{name:<15}{'ended':<11}{status.outcome}, {_ago(facts, status.since)}"]
     doing = status.phase if status.step is None else f"{status.phase}, step {status.step}"
-    lines = [f"{name:<15}{state:<9}{doing}; pid {status.pid}; last progress {_ago(facts, status.progress)}"]
+    lines = [f"{name:<15}{state:<11}{doing}; pid {status.pid}; last progress {_ago(facts, status.progress)}"]
     if process.state is not State.ALIVE:
         lines[0] += f"; last sign of life {_ago(facts, status.heartbeat)}"
     if (wait := status.waiting) is not None:
         left = wait.deadline - facts.now
         until = f"gives up in {minutes(left)}" if left >= 0 else f"should have given up {minutes(-left)} ago"
         waited = minutes(facts.now - wait.since)
-        lines.append(f"{'':<24}waits for {wait.subject} from {wait.owner} for {waited} ({until})")
+        lines.append(f"{'':<26}waits for {wait.subject} from {wait.owner} for {waited} ({until})")
     return lines
 
 
