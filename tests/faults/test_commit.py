@@ -130,6 +130,7 @@ def test_a_small_file_is_the_old_one_or_the_new_one(tmp_path, live, point, do):
     assert live(lambda: write_atomically(path, b"new"), fault(do, f"{point}:*")) == (3 if do == "enospc" else KILLED)
     assert path.read_bytes() == (b"old" if point == "rename" else b"new")
     clean_stages(tmp_path)
+    assert [left.name for left in tmp_path.glob(".*")] == []
 
 
 @pytest.mark.parametrize("point", ["prune", "pruned"])
@@ -192,6 +193,7 @@ def test_a_checkpoint_is_complete_or_never_chosen(tmp_path, live, point):
             checkpoints.find(root, -1, "trainer")
     assert live(save) == 0
     assert checkpoints.complete_steps(root) == [2]
+    assert list(root.rglob(".*")) == []
     for part in checkpoints.TOGETHER:
         checkpoints.check(root, 2, part)
         verify(checkpoints.part_dir(root, 2, part))

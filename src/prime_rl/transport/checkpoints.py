@@ -72,6 +72,8 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
         path = part_dir(root, step, part) / MANIFEST
         read_manifest(path.parent)
         files[f"{part}/{MANIFEST}"] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
+    for left in directory.glob(f".{MANIFEST}.tmp-*"):  # by an earlier life of the owner
+        left.unlink(missing_ok=True)
     faults.point(f"join:checkpoints/step_{step}", directory / MANIFEST)
     joint = Manifest(step, producer, files[f"{parts[0]}/{MANIFEST}"]["xxh3"][:16], files, {"parts": list(parts)})
     write_atomically(directory / MANIFEST, json.dumps(asdict(joint), indent=1).encode())

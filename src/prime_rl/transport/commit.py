@@ -250,7 +250,10 @@ def clean_stages(parent: Path) -> None:
         return
     for path in parent.iterdir():
         if path.name.startswith(".") and (".tmp-" in path.name or ".old-" in path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -6,7 +6,7 @@ The trainer opens a life by committing `incarnations/<life>.json`; the orchestra
 import json
 from pathlib import Path
 
-from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, write_atomically
+from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, write_atomically
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import version_dir, weights_manifest
 
@@ -31,6 +31,7 @@ def open_life(output_dir: Path, start: int) -> int:
     """Commit a new life that starts from step `start`. Returns its number. Only the trainer does so."""
     directory = output_dir / "incarnations"
     directory.mkdir(parents=True, exist_ok=True)
+    clean_stages(directory)
     life = max(read_lives(output_dir), default=-1) + 1
     write_atomically(directory / f"{life}.json", json.dumps({"step": start}).encode())
     return life
@@ -84,6 +85,7 @@ def write_lease(output_dir: Path, lease: Lease) -> None:
     """Replace the lease durably. Only the orchestrator does so."""
     path = lease_path(output_dir)
     path.parent.mkdir(parents=True, exist_ok=True)
+    clean_stages(path.parent)
     write_atomically(path, json.dumps({"life": lease.life, "version": lease.version}).encode())
 
 
