@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, BackgroundTasks, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
@@ -68,10 +68,11 @@ router = APIRouter(dependencies=[Depends(require_key)])
 
 
 @router.post("/update_weights")
-async def update_weights(service: Service, body: UpdateBody, after: BackgroundTasks) -> dict[str, Any]:
-    served = await service.update(body.weight_dir, body.version)
-    after.add_task(faults.point, f"update-answered:v{body.version}")
-    return _brief(served)
+async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
+    answer = _brief(await service.update(body.weight_dir, body.version))
+    if faults.point(f"update-answered:v{body.version}") == "error":
+        raise Refused(500, "fault injection")
+    return answer
 
 
 @router.post("/reload_weights")

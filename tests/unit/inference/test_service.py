@@ -268,7 +268,7 @@ def test_fault_points(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         paths = ("/inference/v1/generate", "/v1/generate", "/v1/generate")
         assert [client.post(path).status_code for path in paths] == [500, 500, 200]
         body = {"weight_dir": str(directory), "version": 1}
-        assert [client.post("/update_weights", json=body).status_code for _ in range(3)] == [500, 500, 200]
+        assert [client.post("/update_weights", json=body).status_code for _ in range(4)] == [500, 500, 500, 200]
         assert client.get("/weights").json()["version"] == 1
         assert sorted(path.name for path in tmp_path.glob("*.seen")) == [f"faults.inference.{n}.seen" for n in range(4)]
     monkeypatch.setattr(faults, "_plan", [])
