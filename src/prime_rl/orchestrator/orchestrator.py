@@ -406,7 +406,7 @@ class Orchestrator:
         self.journal.check(self.core)
         # For the final evaluation, and for whoever uses a server that stays up. A resumed run may have batches beyond its end.
         last = min(self.core.step, self.config.max_steps or self.core.step)
-        while self.core.version < last and not self.stopping:  # bounded: `_next_event` ends the wait for a version
+        while self.core.version < last and not self.stopping:
             await self._next_event()
         if not self.stopping and self.evaluations.due_at_end(self.core.version):
             await self.evaluations.run(lambda: self.core.version)

@@ -1,0 +1,280 @@
+"""An orchestrator that is killed at any moment and started again ends the run as if nothing had happened."""
+
+import asyncio
+import contextlib
+import json
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from faults import audit
+from prime_rl import faults
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.monitor import Status
+from prime_rl.transport import checkpoints
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.lives import read_lease
+from prime_rl.transport.protocol import Lease
+from support.scripted import ScriptedPool, World, has_batch, until
+
+STEPS = 5
+EVERYTHING = {
+    "batch_size": 4, "max_steps": STEPS, "ckpt": {"interval": 2}, "max_error_rate": 1.0,
+    "eval": {"interval": 2, "environments": [{"id": "env", "name": "held-out"}]},
+}  # fmt: skip
+
+
+class MixedPool(ScriptedPool):
+    """What an episode gives is a function of its place, its attempt and the version: some fail for good, some are worth another attempt, some
+    groups and one whole batch carry no signal, some samples do not fit."""
+
+    async def run(self, *, episode_id: str, policy_version: int, env: str, **rest) -> EpisodeResult:
+        result = await super().run(episode_id=episode_id, policy_version=policy_version, env=env, **rest)
+        if episode_id.startswith("eval"):
+            return result
+        group, number, attempt = map(int, episode_id.split("."))
+        if (group, number, attempt) in [(1, 0, 0), (5, 1, 0), (5, 1, 1)]:
+            return EpisodeResult(episode_id, env, "task", Outcome.WORKER_DIED, "scripted")
+        if (group, number) in [(2, 1), (3, 0), (3, 1)]:
+            return EpisodeResult(episode_id, env, "task", Outcome.ERRORED, "scripted")
+        if group in (6, 7, 8):
+            result.reward = 0.5
+        if (group, number) == (9, 0):
+            result.samples = [SampleTokens([1, 2, 3], [False, False, True], [0.0, 0.0, -1.0], 2, 0.0)]
+        return result
+
+
+def make_world(directory, **settings) -> World:
+    directory.mkdir()
+    world = World(directory, seq_len=2, sampling={"max_tokens": 1}, **(EVERYTHING | settings))
+    world.pool = MixedPool(world.engine)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    return world
+
+
+async def train(world: World, start: int = 0, life: int = 0, until_step: int = STEPS, replaced: bool = False) -> None:
+    """The trainer's part of a run: a version for every batch, a part of a checkpoint every second step.
+
+    `replaced`: checkpoints beyond `start` are of a life that this one gives up.
+    """
+    root = world.directory / "checkpoints"
+    if replaced:
+        checkpoints.set_aside_after(root, start, life)
+    for step in range(start, until_step):
+        await until(has_batch(world, step), timeout=60)
+        world.trainer.commit(step + 1, life)
+        if (step + 1) % 2 == 0 or step + 1 == STEPS:
+            world.trainer.checkpoint(step + 1, life)
+
+
+async def finish(world: World, **train_arguments) -> None:
+    """One whole run, or the rest of one."""
+    trainer = asyncio.create_task(train(world, **train_arguments))
+    async with asyncio.timeout(60):
+        await world.orchestrator().run()
+        await trainer
+
+
+def check(world: World, reference: World | None = None) -> None:
+    """Everything that the run directory must say at the end."""
+    run = world.directory
+    assert list(audit._ledger(run, STEPS)) == []
+    assert list(audit._leftovers(run)) == []
+    assert checkpoints.complete_steps(run / "checkpoints") == [2, 4, 5]
+    assert read_lease(run) is None
+    lines = [json.loads(line) for line in (run / "metrics" / "orchestrator.jsonl").read_text().splitlines()]
+    assert sorted(row["step"] for row in lines if "reward/mean" in row) == list(range(STEPS))  # each once
+    assert sorted(row["step"] for row in lines if "eval/held-out/time" in row) == [0, 2, 4, 5]
+    if reference is not None:
+        assert audit.differences(run, reference.directory, attempts=True) == []
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory) -> World:
+    """The run that nothing disturbed."""
+    world = make_world(tmp_path_factory.mktemp("reference") / "run")
+    asyncio.run(finish(world))
+    check(world)
+    return world
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_that_is_not(tmp_path, reference, seed):
+    """Ledger, batches, weights, checkpoints, evaluations and metrics are equal but for times, whenever it is cut off."""
+    world, chance = make_world(tmp_path / "run"), random.Random(seed)
+    trainer, threads = asyncio.create_task(train(world)), new_threads()
+    for _ in range(8):
+        run = asyncio.create_task(world.orchestrator().run())
+        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.5))
+        threads = await cut_off(run, threads)
+        world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
+    check(world, reference)
+
+
+class Killed(BaseException):
+    """Nothing after it runs, but for what Python itself unwinds."""
+
+
+ONCE = [
+    "write:rollouts/step_1", "rename:rollouts/step_1", "renamed:rollouts/step_1", "renamed:rollouts/step_0", "update:v0", "updated:v0", "update:v2",
+    "updated:v2",
+    "rename:checkpoints/step_2/orchestrator", "renamed:checkpoints/step_2/orchestrator", "join:checkpoints/step_2", "joined:checkpoints/step_2",
+]  # fmt: skip
+
+
+OFTEN = [
+    "ledger:begin",
+    "ledger:commit",
+    "ledger:committed",
+    "rename:leases/orchestrator.json",
+    "renamed:leases/orchestrator.json",
+]
+
+
+@pytest.mark.parametrize(
+    ("point", "nth"), [(point, 1) for point in ONCE] + [(point, n) for point in OFTEN for n in (1, 4)]
+)
+async def test_a_synchronous_run_that_is_killed_at_a_durable_boundary_ends_like_one_that_is_not(
+    tmp_path, reference, monkeypatch, point, nth
+):
+    """Before and after every rename and every transaction of its own."""
+    world, passed = make_world(tmp_path / "run"), []
+
+    def kill(name, file=None):
+        if name == point:
+            passed.append(name)
+            if len(passed) == nth:
+                raise Killed
+
+    trainer = asyncio.create_task(train(world))
+    monkeypatch.setattr(faults, "point", kill)
+    run = asyncio.create_task(world.orchestrator().run())
+    await asyncio.wait([run], timeout=30)
+    assert isinstance(run.exception(), Killed)
+    world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
+    check(world, reference)
+
+
+async def test_a_run_that_is_stopped_goes_on_with_what_was_in_flight(tmp_path, reference):
+    """Ctrl-C drops nothing: episodes in flight are started again under the same name, finished ones are kept."""
+    world = make_world(tmp_path / "run")
+    trainer = asyncio.create_task(train(world))
+    for seconds in (0.3, 0.45, 0.5):
+        orchestrator = world.orchestrator()
+        asyncio.get_running_loop().call_later(seconds, orchestrator.stop)
+        await orchestrator.run()
+        world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
+    check(world, reference)
+
+
+@pytest.mark.parametrize("back_to", [0, 1, 3])
+@pytest.mark.parametrize("seconds", [0.0, 0.03, 0.3])
+async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference, back_to, seconds):
+    """It dies with version 3 served, while step 3 is sampled or while nothing is in flight, and goes on from an earlier step: what was sampled
+    by versions that were given up is made again in its place, and every batch is the one of an undisturbed run but for the attempts' numbers."""
+    world = make_world(tmp_path / "run")
+    run = asyncio.create_task(world.orchestrator().run())
+    await train(world, until_step=3)
+    await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
+    await asyncio.sleep(seconds)
+    world.trainer.live(1, back_to)
+    await train(world, start=back_to, life=1, replaced=True)
+    async with asyncio.timeout(60):
+        await run
+    assert list(audit._ledger(world.directory, STEPS)) == []
+    for step in range(STEPS):
+        mine, other = (audit._batch(one.directory, step, attempts=False) for one in (world, reference))
+        assert mine == other
+    assert world.engine.updates[-1] == (STEPS, 1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_an_asynchronous_run_under_kills_of_both_trains_every_sample_once(tmp_path, seed):
+    """Level 2, orchestrator killed and trainer thrown back at random: all steps, each sample once, and the ledger accounts for everything."""
+    world, chance = make_world(tmp_path / "run", async_level=2, max_off_policy_steps=3), random.Random(seed)
+    threads, life = new_threads(), 0
+    trainer = asyncio.create_task(train(world))
+    for _ in range(6):
+        run = asyncio.create_task(world.orchestrator().run())
+        await asyncio.wait([run], timeout=chance.uniform(0.05, 0.6))
+        if chance.random() < 0.5:
+            trainer.cancel()
+            life += 1
+            back_to = chance.choice([0, *list_steps(tmp_path / "run" / "weights")])
+            world.trainer.live(life, back_to)
+            trainer = asyncio.create_task(train(world, start=back_to, life=life, replaced=True))
+            await asyncio.sleep(chance.uniform(0, 0.3))
+        threads = await cut_off(run, threads)
+        world.config = world.config.model_copy(update={"recover": True})
+    async with asyncio.timeout(60):
+        await world.orchestrator().run()
+        await trainer
+    assert list(audit._batches(world.directory, STEPS)) == []
+    assert list(audit._ledger(world.directory, STEPS)) == []
+    for step in range(STEPS):
+        assert min(world.versions(step)) >= step - 3
+
+
+async def test_a_checkpoint_that_the_trainer_saves_at_its_end_is_joined(tmp_path):
+    """The orchestrator waits for the trainer's last word before it goes, and completes what it saved."""
+    world = make_world(tmp_path / "run")
+    status = Status(world.directory, "trainer")
+    run = asyncio.create_task(world.orchestrator().run())
+    for step in range(STEPS):
+        await until(has_batch(world, step), run=run)
+        world.trainer.commit(step + 1)
+    await until(lambda: 5 in world.pool.evaluated, run=run)
+    await asyncio.sleep(0.3)
+    assert not run.done()
+    world.trainer.checkpoint(STEPS)
+    status.done("finished")
+    async with asyncio.timeout(30):
+        await run
+    assert checkpoints.complete_steps(world.directory / "checkpoints") == [STEPS]
+
+
+async def test_the_lease_covers_what_may_be_read(tmp_path):
+    """Taken before the first look, raised once the newer version is served, of the new life before that is read, given back at the end."""
+    world, seen = make_world(tmp_path / "run", eval=None), []
+    update = world.engine.update
+
+    async def noting(weights):
+        seen.append((weights.version, read_lease(world.directory)))
+        return await update(weights)
+
+    world.engine.update = noting
+    run = asyncio.create_task(world.orchestrator().run())
+    await train(world, until_step=2)
+    await until(lambda: world.engine.updates[-1] == (2, 0), run=run)
+    assert read_lease(world.directory) == Lease(0, 2)
+    world.trainer.live(1, 1)
+    await until(lambda: world.engine.updates[-1] == (1, 0), run=run)
+    await train(world, start=1, life=1, replaced=True)
+    await run
+    assert seen[0] == (0, Lease(0, 0))
+    assert seen[1:3] == [(1, Lease(0, 0)), (2, Lease(0, 1))]
+    assert seen[3] == (1, Lease(1, 1))
+    assert read_lease(world.directory) is None
+
+
+async def cut_off(run: "asyncio.Task[None]", threads: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    """Stop a run where it stands. A write that a thread has begun ends by itself: that is waited for, for threads cannot be killed."""
+    run.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await run
+    threads.shutdown(wait=True)
+    return new_threads()
+
+
+def new_threads() -> ThreadPoolExecutor:
+    threads = ThreadPoolExecutor(4)
+    asyncio.get_running_loop().set_default_executor(threads)
+    return threads
