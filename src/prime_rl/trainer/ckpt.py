@@ -130,7 +130,7 @@ class Checkpoints:
         Raises:
             UserError: the disk is full, or an earlier save failed; nothing half-written stands under a final name.
         """
-        self.wait()
+        self.settle()
         asynchronous = kind != "checkpoint" or (self.config is not None and self.config.save_async)
         place = checkpoints.part_dir(self.root, progress.step, PART)
         final = place if kind == "checkpoint" else checkpoints.step_dir(self.recovery, progress.step)
@@ -151,9 +151,9 @@ class Checkpoints:
         failed = ended and saved.exception(timeout=0) is not None
         all_ended, any_failed = sum_over_ranks(self.world, [ended, failed])
         if any_failed or all_ended == self.world.size:
-            self.wait()
+            self.settle()
 
-    def wait(self) -> None:
+    def settle(self) -> None:
         """Wait for the save in the background, if there is one, at most `dist_timeout`.
 
         Raises:
@@ -171,10 +171,10 @@ class Checkpoints:
 
     def finish(self, progress: Progress) -> None:
         """At the end of a run: a last checkpoint unless this step has one, and nothing is left under way."""
-        self.wait()
+        self.settle()
         if self.config is not None and progress.step > 0 and progress.step not in on_main(self.world, self._saved):
             self.save(progress)
-            self.wait()
+            self.settle()
 
     def needed(self) -> set[int]:
         """Steps of the checkpoints that are there or being written, whose weights must stay. Rank 0."""

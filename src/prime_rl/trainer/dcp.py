@@ -8,7 +8,7 @@ import errno
 import io
 import pickle
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ State = dict[str, Any]
 
 _METADATA = ".metadata"
 _NO_ROOM_BYTES = 16 << 20
+_COMPARED = ("model", "optimizer")  # parts of a state that tell one model from another
 _ADMITTED = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -79,7 +80,7 @@ def load(state: State, directory: Path, world: World) -> None:
         UserError: the files are damaged or hold something else than data, or the state is that of another model.
     """
     metadata = agree(world, lambda: read_metadata(directory))
-    if problem := misfit(metadata, state["model"]):
+    if problem := misfit(metadata, state):
         raise UserError(f"{directory} does not fit this model: {problem}")
     try:
         checkpoint.load(
@@ -111,19 +112,29 @@ def read_metadata(directory: Path) -> Metadata:
     return metadata
 
 
-def misfit(metadata: Metadata, model: Mapping[str, Tensor]) -> str | None:
-    """What tells the saved model from this one: the first parameter that only one has, or that differs in shape. None when they agree."""
+def misfit(metadata: Metadata, state: State) -> str | None:
+    """What tells the saved model and optimizer from these: the first tensor that only one has, or that differs in shape. None when they agree."""
+    ours = {place: tuple(tensor.shape) for part in _COMPARED for place, tensor in _tensors(state[part], part)}
     saved = {
-        key.removeprefix("model."): tuple(entry.size)
-        for key, entry in metadata.state_dict_metadata.items()
-        if key.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+        place: tuple(entry.size)
+        for place, entry in metadata.state_dict_metadata.items()
+        if place.startswith(tuple(f"{part}." for part in _COMPARED)) and isinstance(entry, TensorStorageMetadata)
     }
-    ours = {name: tuple(tensor.shape) for name, tensor in model.items()}
-    for name in sorted(saved.keys() | ours.keys()):
-        if saved.get(name) != ours.get(name):
-            shapes = [list(shape) if shape is not None else "not there" for shape in (saved.get(name), ours.get(name))]
-            return f"{name} is {shapes[0]} in the checkpoint and {shapes[1]} in the model"
+    for place in sorted(saved.keys() | ours.keys()):
+        if saved.get(place) != ours.get(place):
+            shapes = [
+                list(shape) if shape is not None else "not there" for shape in (saved.get(place), ours.get(place))
+            ]
+            return f"{place} is {shapes[0]} in the checkpoint and {shapes[1]} in the model"
     return None
+
+
+def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{place}.{key}")
 
 
 class HostCopy:

@@ -61,7 +61,7 @@ class Report:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._status is not None:
-            if isinstance(error, UserError):
+            if isinstance(error, UserError | OSError):
                 self._status.done(f"failed: {error}")
             self._status.close()
 

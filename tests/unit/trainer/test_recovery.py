@@ -1,5 +1,7 @@
 """A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a trainer's lives."""
 
+import errno
+import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +11,16 @@ import pytest
 
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
+from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.checkpoints import complete_steps
-from prime_rl.transport.commit import list_steps
+from prime_rl.transport.commit import list_steps, read_manifest, verify
+from prime_rl.transport.lives import read_lives
 from prime_rl.transport.weights import weights_manifest
 from support import trainer as support
 
-tied_model, run_training = support.tied_model, support.run_training
+tied_model, untied_model, run_training = support.tied_model, support.untied_model, support.run_training
 Run = Callable[[TrainerConfig], None]
 STEPS = 4
 
@@ -38,7 +42,7 @@ def undisturbed(tied_model: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return directory
 
 
-def config(output_dir: Path, model: Path, **settings: Any) -> TrainerConfig:
+def config(output_dir: Path, model_dir: Path, **settings: Any) -> TrainerConfig:
     """Checkpoints at 2 and 4, recovery checkpoints at 1 and 3, all versions kept."""
     base: dict[str, Any] = {
         "max_steps": STEPS,
@@ -46,7 +50,7 @@ def config(output_dir: Path, model: Path, **settings: Any) -> TrainerConfig:
         "ckpt": {"interval": 2},
         "recovery_interval": 1,
     }
-    return support.make_config(output_dir, model, **{**base, **settings})
+    return support.make_config(output_dir, model_dir, **{**base, **settings})
 
 
 def hashes(output_dir: Path) -> dict[int, str]:
@@ -118,3 +122,185 @@ def test_dies_and_recovers(
     assert read_status(tmp_path)["trainer"].outcome == "finished"
     left = [path for path in tmp_path.rglob(".*") if ".tmp-" in path.name and path.suffix != ".json"]
     assert left == []
+
+
+def test_recovers_from_an_older_state(
+    run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Damaged states are passed over, with a warning; what was made from them is made again, the same."""
+    support.write_rollouts(tmp_path, STEPS)
+    run_training(config(tmp_path, tied_model))
+    for directory in (tmp_path / "checkpoints" / "step_4" / "trainer", tmp_path / "recovery" / "step_3"):
+        shards = next((directory / "state").glob("*.distcp"))
+        shards.write_bytes(shards.read_bytes()[:-7])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+        run_training(config(tmp_path, tied_model, recover=True))
+    assert "checkpoints/step_4/trainer is passed over" in caplog.text
+    assert "recovery/step_3 is passed over" in caplog.text
+    assert read_lives(tmp_path) == {0: 0, 1: 2}
+    assert hashes(tmp_path) == hashes(undisturbed)
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+    assert (tmp_path / "checkpoints" / "given_up_1_step_4" / "trainer" / "state").is_dir()
+
+
+def test_recovers_from_nothing(run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Without any state a trainer recovers from the base model, and gives up the versions that it made before."""
+    support.write_rollouts(tmp_path, STEPS)
+    run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, max_steps=3))
+    run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, recover=True))
+    assert read_lives(tmp_path) == {0: 0, 1: 0}
+    assert hashes(tmp_path) == hashes(undisturbed)
+    manifests = [weights_manifest(tmp_path / "weights" / f"step_{version}") for version in (1, 2, 3, 4)]
+    assert [manifest.incarnation for manifest in manifests] == [1, 1, 1, 1]
+
+
+def test_recovering_a_finished_run(run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """A trainer that is started again after it had finished has nothing to do, and says that it has finished."""
+    support.write_rollouts(tmp_path, STEPS)
+    for recover in (False, True):
+        run_training(config(tmp_path, tied_model, recover=recover))
+    assert read_lives(tmp_path) == {0: 0, 1: 4}
+    assert hashes(tmp_path) == hashes(undisturbed)
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+
+
+def test_resumed_history_is_the_one_recovered(
+    run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A run that went back to step 2 and died at once recovers from there, not from what it had given up."""
+    support.write_rollouts(tmp_path, STEPS)
+    run_training(config(tmp_path, tied_model))
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, "renamed:incarnations/1.json")
+        with pytest.raises(Killed):
+            run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]  # it died before it moved step 4
+    run_training(config(tmp_path, tied_model, recover=True))
+    assert read_lives(tmp_path) == {0: 0, 1: 2, 2: 2}
+    assert hashes(tmp_path) == hashes(undisturbed)
+    assert (tmp_path / "checkpoints" / "given_up_2_step_4").is_dir()
+    assert read_manifest(tmp_path / "checkpoints" / "step_4" / "trainer").extra["life"] == 2
+
+
+def test_the_joint_manifest_is_the_orchestrators(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Where an orchestrator takes part the trainer commits its parts alone, and removes none."""
+    support.write_rollouts(tmp_path, STEPS)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "orchestrator.toml").touch()
+    run_training(config(tmp_path, tied_model, ckpt={"interval": 1, "keep": 1}))
+    assert complete_steps(tmp_path / "checkpoints") == []
+    assert list_steps(tmp_path / "checkpoints") == [1, 2, 3, 4]
+    with pytest.raises(UserError, match="only single parts of step 1, 2, 3, 4"):
+        run_training(config(tmp_path, tied_model, ckpt={"resume_step": -1}))
+
+
+@pytest.mark.parametrize("save_async", [False, True], ids=["in the loop", "in the background"])
+@pytest.mark.parametrize(
+    "point", ["checkpoints/step_2/trainer", "recovery/step_1", "weights/step_2", "checkpoints/step_2/manifest.json"]
+)
+def test_disk_full(
+    point: str, save_async: bool, run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A disk that fills up, wherever, is one clear line at the latest when the run ends; what was committed stays, and one goes on from it."""
+    support.write_rollouts(tmp_path, STEPS)
+
+    def full(name: str, file: Path | None = None) -> None:
+        if name in (f"write:{point}", f"rename:{point}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    ckpt = {"interval": 2, "save_async": save_async}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", full)
+        with pytest.raises(UserError, match="disk full while writing"):
+            run_training(config(tmp_path, tied_model, ckpt=ckpt))
+    assert (read_status(tmp_path)["trainer"].outcome or "").startswith("failed: disk full")
+    for directory in tmp_path.glob("*/step_*/trainer"):
+        verify(directory)
+    run_training(config(tmp_path, tied_model, ckpt=ckpt, recover=True))
+    assert hashes(tmp_path) == hashes(undisturbed)
+    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+
+
+def test_background_failure_is_heard_at_a_following_step(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """The loop does not run on for ever while its checkpoints fail."""
+    support.write_rollouts(tmp_path, 40)
+
+    def full(name: str, file: Path | None = None) -> None:
+        if name == "write:checkpoints/step_1/trainer":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(faults, "point", full)
+        with pytest.raises(UserError, match="disk full while writing .*checkpoints/step_1"):
+            run_training(
+                config(
+                    tmp_path, tied_model, max_steps=40, recovery_interval=None, ckpt={"interval": 1, "save_async": True}
+                )
+            )
+    assert list_steps(tmp_path / "weights")[-1] < 40
+    assert not list((tmp_path / "checkpoints").glob("step_*/*"))
+
+
+def test_weights_that_checkpoints_need_stay(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """[N - async_level, N] of each kept checkpoint N stay, also while it is still being written."""
+    support.write_rollouts(tmp_path, 9)
+    ckpt = {"interval": 1, "keep": 1, "keep_interval": 4, "save_async": True}
+    run_training(config(tmp_path, tied_model, max_steps=9, async_level=1, ckpt=ckpt, weights={"keep": 0}))
+    assert complete_steps(tmp_path / "checkpoints") == [4, 8, 9]
+    assert list_steps(tmp_path / "weights") == [0, 3, 4, 7, 8, 9]
+
+
+REFUSALS: list[tuple[str, dict[str, Any]]] = [
+    ("checkpoints of an earlier run", {}),
+    ("resume_step 3: not in", {"ckpt": {"resume_step": 3}}),
+    ("max_steps 1 is below", {"ckpt": {"resume_step": -1}, "max_steps": 1}),
+    ("another base model", {"ckpt": {"resume_step": -1}}),
+]
+
+
+@pytest.mark.parametrize("number", range(4), ids=["anew", "no such step", "beyond the end", "another model"])
+def test_who_is_refused_leaves_no_trace(
+    number: int, run_training: Run, tied_model: Path, untied_model: Path, tmp_path: Path
+) -> None:
+    """A trainer that may not go on in a run directory changes no file in it."""
+    support.write_rollouts(tmp_path, 2)
+    run_training(config(tmp_path, tied_model, max_steps=2, weights={"keep": 1}))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert tmp_path / "configs" / "trainer.toml" in before
+    message, settings = REFUSALS[number]
+    model = untied_model if "another base" in message else tied_model
+    with pytest.raises(UserError, match=message):
+        run_training(config(tmp_path, model, **{"weights": {"keep": 7}, **settings}))
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    "place", ["checkpoints/step_7/trainer/model.pt", "checkpoints/step_7/notes", "weights/step_7/x"]
+)
+def test_foreign_directories(place: str, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """What is not ours under our names is reported before anything is done, and left as it is."""
+    support.write_rollouts(tmp_path, 2)
+    run_training(config(tmp_path, tied_model, max_steps=2))
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text("mine")
+    for settings in ({"recover": True}, {"ckpt": {"resume_step": -1}}):
+        with pytest.raises(UserError, match=r"step_7 was not made by this program, or is damaged: move it"):
+            run_training(config(tmp_path, tied_model, **settings))
+    assert (tmp_path / place).read_text() == "mine"
+    assert read_lives(tmp_path) == {0: 0}
+
+
+@pytest.mark.parametrize("order", [("tied", "untied"), ("untied", "tied")], ids="-".join)
+def test_shape_of_another_model(
+    order: tuple[str, str], run_training: Run, tied_model: Path, untied_model: Path, tmp_path: Path
+) -> None:
+    """Without weights to compare (fake data), a state of another shape is refused by the first tensor that differs."""
+    fake = {"fake": {"batch_size": 4, "micro_batch_size": 4, "seq_len": 16}}
+    for name, model in (("tied", tied_model), ("untied", untied_model)):
+        shutil.copytree(model, tmp_path / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    run, (first, second) = tmp_path / "run", order
+    run_training(config(run, tmp_path / first, data=fake, max_steps=1))
+    with pytest.raises(UserError, match=r"does not fit this model: .*lm_head.* (not there|\[\]|\[288, 64\]) in the"):
+        run_training(config(run, tmp_path / second, data=fake, ckpt={"resume_step": -1}))
+    assert read_lives(run) == {0: 0}

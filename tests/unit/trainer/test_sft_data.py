@@ -93,7 +93,16 @@ def data(
     rows = [{"prompt": "a" * i, "completion": "b" * (i % 5 + 1)} for i in range(1, 20)]
     tokenizer = AutoTokenizer.from_pretrained(model)
     return RowData(
-        rows, tokenizer, config, world, vocabulary=vocabulary, seed=0, drawn=drawn, costs=Costs(), multiple_of=1
+        rows,
+        tokenizer,
+        config,
+        world,
+        vocabulary=vocabulary,
+        seed=0,
+        drawn=drawn,
+        costs=Costs(),
+        multiple_of=1,
+        timeout=60,
     )
 
 
@@ -117,7 +126,9 @@ def test_a_bad_row_is_named(tied_model: Path, tmp_path: Path, world: World) -> N
     config = SFTData(name=str(tmp_path), seq_len=64, batch_size=1, shuffle=False)
     rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 7}]
     tokenizer = AutoTokenizer.from_pretrained(tied_model)
-    source = RowData(rows, tokenizer, config, world, vocabulary=288, seed=0, drawn=0, costs=Costs(), multiple_of=1)
+    source = RowData(
+        rows, tokenizer, config, world, vocabulary=288, seed=0, drawn=0, costs=Costs(), multiple_of=1, timeout=60
+    )
     with pytest.raises(UserError, match="dataset row 1: `completion` is 7"):
         source.read(0)
     source.close()

@@ -82,7 +82,7 @@ class RolloutData:
         subject = f"{path.parent.name}/{path.name}"
         if not self.world.is_main:
             began = time.monotonic()
-            while True:  # bounded: rank 0 waits at most `timeout` and says so; it is gone when this collective fails
+            while True:  # ends with rank 0's wait; should that rank die, the collective fails
                 self.on_wait(subject, time.monotonic() - began)
                 asked, found, expired = self._exchange(stop(), False, False)
                 if expired:

@@ -15,6 +15,7 @@ from prime_rl.trainer.packing import Costs, Document, HostBatch, collate, plan
 from prime_rl.trainer.parallel import World, agree
 from prime_rl.trainer.sft.render import Tokens, tokenize
 from prime_rl.trainer.sft.rows import Rows
+from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
     from prime_rl.config.sft import SFTData
@@ -172,6 +173,7 @@ class RowData:
         drawn: int,
         costs: Costs,
         multiple_of: int,
+        timeout: float,
     ) -> None:
         def tokens(index: int) -> Tokens:
             found = tokenize(rows[index], tokenizer, config.loss_mask)
@@ -180,6 +182,7 @@ class RowData:
 
         self._stream = RowStream(tokens, len(rows), config.seq_len, shuffle=config.shuffle, seed=seed, drawn=drawn)
         self._config, self._world, self._costs, self._multiple_of = config, world, costs, multiple_of
+        self._timeout = timeout
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sft-data")
         self._next: Future[StepData] = self._thread.submit(self._prepare)
 
@@ -187,14 +190,21 @@ class RowData:
         """
         Raises:
             UserError: a row is malformed, or none can be trained on.
+            WaitTimeout: tokenizing a step takes longer than `timeout`.
         """
-        data = agree(self._world, self._next.result)
+        data = agree(self._world, lambda: self._ready(step))
         self._next = self._thread.submit(self._prepare)
         return data
 
+    def _ready(self, step: int) -> StepData:
+        try:
+            return self._next.result(timeout=self._timeout)
+        except TimeoutError as error:
+            raise WaitTimeout(f"rows of step {step}", "the tokenizer's thread", self._timeout) from error
+
     def close(self) -> None:
-        """End the thread, once it has finished the step that it is at."""
-        self._thread.shutdown(cancel_futures=True)
+        """Let the thread end when it has finished the step that it is at."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _prepare(self) -> StepData:
         before = self._stream.dropped.copy()

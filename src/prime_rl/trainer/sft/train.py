@@ -160,6 +160,7 @@ def make_data(config: SFTConfig, world: World, source: Source, costs: Costs, dra
         drawn=drawn,
         costs=costs,
         multiple_of=multiple_of,
+        timeout=config.dist_timeout,
     )
 
 

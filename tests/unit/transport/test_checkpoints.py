@@ -1,0 +1,177 @@
+"""Checkpoints of several parts: what is complete, what is chosen, what is removed, and what is never touched."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from prime_rl.errors import UserError
+from prime_rl.transport import checkpoints
+from prime_rl.transport.checkpoints import ALONE, TOGETHER, Part
+from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, stage
+
+
+def publish(directory: Path, step: int, life: int = 0) -> None:
+    with stage(directory, step=step, producer="test", extra={"life": life}) as path:
+        (path / "state").write_text(f"state {step}")
+
+
+def save(root: Path, step: int, parts: tuple[Part, ...] = TOGETHER, *, joined: bool = True, life: int = 0) -> None:
+    for part in parts:
+        publish(checkpoints.part_dir(root, step, part), step, life)
+    if joined:
+        checkpoints.join(root, step, parts, "test")
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Complete at 2 and 4; at 6 the trainer's part alone."""
+    directory = tmp_path / "checkpoints"
+    save(directory, 2)
+    save(directory, 4)
+    save(directory, 6, ALONE, joined=False)
+    return directory
+
+
+def test_half_saved_is_never_the_newest(root: Path) -> None:
+    """-1 is the newest complete one; a single part is taken by name alone, by its own process alone."""
+    assert checkpoints.complete_steps(root) == [2, 4]
+    for part in TOGETHER:
+        assert checkpoints.find(root, -1, part) == 4
+    assert checkpoints.find(root, 6, "trainer") == 6
+    with pytest.raises(UserError, match="resume_step 6: not in .*, which has 2, 4"):
+        checkpoints.find(root, 6, "orchestrator")
+
+
+def test_only_single_parts(tmp_path: Path) -> None:
+    """Where nothing is complete, that is said, with what a single part is good for."""
+    save(tmp_path, 3, ALONE, joined=False)
+    with pytest.raises(UserError, match="no complete checkpoint, only single parts of step 3"):
+        checkpoints.find(tmp_path, -1, "trainer")
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        checkpoints.find(tmp_path / "nothing", -1, "trainer")
+
+
+def test_joining_needs_every_part(root: Path) -> None:
+    """No joint manifest over a part that is not committed; a joined checkpoint stays as it is."""
+    with pytest.raises(CommitError):
+        checkpoints.join(root, 6, TOGETHER, "test")
+    assert 6 not in checkpoints.complete_steps(root)
+    before = (root / "step_4" / MANIFEST).read_bytes()
+    checkpoints.join(root, 4, ALONE, "another")
+    assert (root / "step_4" / MANIFEST).read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "swapped", "newer"])
+def test_damage_is_named_with_a_way_out(damage: str, root: Path) -> None:
+    """A damaged checkpoint is refused, never replaced by an older one silently; the older ones are named."""
+    part = root / "step_4" / "trainer"
+    if damage == "truncated":
+        (part / "state").write_text("sta")
+    elif damage == "changed":
+        (part / "state").write_text("state 5")
+    elif damage == "missing":
+        (part / "state").unlink()
+    elif damage == "swapped":
+        (root / "step_2" / "trainer").rename(root / "aside")
+        part.rename(root / "step_2" / "trainer")
+        (root / "aside").rename(part)
+    else:
+        manifest = json.loads((part / MANIFEST).read_text())
+        (part / MANIFEST).write_text(json.dumps({**manifest, "format": 2, "unheard": "of"}))
+    message = {"newer": "has format 2; this version reads format 1", "swapped": "is not the part that"}.get(
+        damage, "state"
+    )
+    with pytest.raises(UserError, match=f"cannot resume from step 4: .*{message}.*other checkpoints .*: 2$"):
+        checkpoints.find(root, -1, "trainer")
+
+
+def test_keep_and_keep_interval(tmp_path: Path) -> None:
+    """The newest `keep` stay and those at a multiple of `keep_interval`; half-saved ones older than the newest complete one go."""
+    for step in (1, 2, 3, 4, 6):
+        save(tmp_path, step)
+    save(tmp_path, 5, ALONE, joined=False)
+    save(tmp_path, 7, ALONE, joined=False)
+    assert checkpoints.remove_expendable(tmp_path, None, None, in_progress=[5]) == []
+    assert checkpoints.remove_expendable(tmp_path, 1, 3) == [1, 2, 4, 5]
+    assert list_steps(tmp_path) == [3, 6, 7]
+
+
+def test_set_aside_is_not_deleted(root: Path) -> None:
+    """What lies beyond the resumed step is renamed, complete or not, and may be asked for twice."""
+    moved = checkpoints.set_aside_after(root, 2, life=3)
+    assert [path.name for path in moved] == ["given_up_3_step_4", "given_up_3_step_6"]
+    assert checkpoints.set_aside_after(root, 2, life=3) == []
+    assert checkpoints.complete_steps(root) == [2]
+    assert (root / "given_up_3_step_4" / "trainer" / "state").read_text() == "state 4"
+
+
+def test_foreign_directories_are_left_alone(root: Path) -> None:
+    """A directory under a checkpoint's name without any part is never chosen, moved or removed, and it is reported."""
+    (root / "step_1").mkdir()
+    (root / "step_1" / "notes.txt").write_text("mine")
+    (root / "step_9" / "trainer").mkdir(parents=True)
+    (root / "step_9" / "trainer" / "weights.bin").write_text("theirs")
+    assert checkpoints.foreign(root) == [root / "step_1", root / "step_9"]
+    assert checkpoints.find(root, -1, "trainer") == 4
+    checkpoints.clean(root, "trainer")
+    checkpoints.remove_expendable(root, 1, None)
+    checkpoints.set_aside_after(root, 0, life=1)
+    assert (root / "step_1" / "notes.txt").read_text() == "mine"
+    assert (root / "step_9" / "trainer" / "weights.bin").read_text() == "theirs"
+
+
+def test_clean_removes_ones_own_remains(root: Path) -> None:
+    """What a dead writer of the part left goes, its empty step directory with it; the other process may be at work still."""
+    for name in ("step_8/.trainer.tmp-1", "step_4/.trainer.tmp-2", "step_4/.orchestrator.tmp-3"):
+        (root / name).mkdir(parents=True)
+    (root / "step_4" / f".{MANIFEST}.tmp-4").write_text("{")
+    (root / "step_6" / f".{MANIFEST}.tmp-5").write_text("{")
+    checkpoints.clean(root, "trainer")
+    left = {path.relative_to(root).as_posix() for path in root.rglob(".*")}
+    assert left == {"step_4/.orchestrator.tmp-3", f"step_6/.{MANIFEST}.tmp-5"}
+    assert not (root / "step_8").exists()
+
+
+def found(root: Path, lives: dict[int, int]) -> list[tuple[str, bool]]:
+    """Names of what may be recovered from, newest first, and whether it is whole."""
+    recovery = root.parent / "recovery"
+    states = checkpoints.recoverable(root, recovery, lives)
+    return [(directory.relative_to(root.parent).as_posix(), problem is None) for _, directory, problem in states]
+
+
+def test_recoverable_newest_first(root: Path) -> None:
+    """Parts, joined or not, and recovery checkpoints; a damaged one is told apart."""
+    publish(root.parent / "recovery" / "step_5", 5)
+    (root / "step_6" / "trainer" / "state").write_text("torn")
+    expected = [
+        "checkpoints/step_6/trainer",
+        "recovery/step_5",
+        "checkpoints/step_4/trainer",
+        "checkpoints/step_2/trainer",
+    ]
+    assert found(root, {0: 0}) == [(name, number > 0) for number, name in enumerate(expected)]
+    assert found(root.parent / "nothing" / "checkpoints", {}) == []
+
+
+def test_given_up_states_are_not_recovered(root: Path) -> None:
+    """A later life that went back gave up the states beyond its start, even if it died before it moved them."""
+    publish(root.parent / "recovery" / "step_3", 3, life=1)
+    names = [name for name, _ in found(root, {0: 0, 1: 2})]
+    assert names == ["recovery/step_3", "checkpoints/step_2/trainer"]
+
+
+def test_newer_format_is_not_passed_over(root: Path) -> None:
+    """To recover from an older state than one that a newer version wrote would lose work: it is refused."""
+    path = root / "step_6" / "trainer" / MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 2}))
+    with pytest.raises(UserError, match="cannot recover: .*has format 2"):
+        found(root, {0: 0})
+
+
+def test_who_owns_the_joint_manifest(tmp_path: Path) -> None:
+    """The trainer, unless an orchestrator takes part."""
+    assert checkpoints.trainer_is_alone(tmp_path)
+    (tmp_path / "status").mkdir()
+    (tmp_path / "status" / "orchestrator.json").write_text("{}")
+    assert not checkpoints.trainer_is_alone(tmp_path)
