@@ -5,7 +5,6 @@ import sys
 from prime_rl import faults, lifeline
 from prime_rl.config import InferenceConfig, load
 from prime_rl.errors import UserError
-from prime_rl.transport.settings import agree
 
 
 def main() -> None:
@@ -18,7 +17,6 @@ def main() -> None:
         if config.dry_run:
             server.dry_run(config)
         else:
-            agree(config, "inference")
             server.run(config)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -12,6 +12,7 @@ from prime_rl.inference import checks, compat, pulse
 from prime_rl.inference.arguments import arguments, environment, guarded_host, is_loopback
 from prime_rl.inference.settings import PLUGIN, Settings
 from prime_rl.monitor import Status, log
+from prime_rl.transport.settings import agree
 
 
 def run(config: InferenceConfig) -> None:
@@ -27,6 +28,7 @@ def run(config: InferenceConfig) -> None:
     host = guarded_host(config)
     checks.check(config, engine, host)
     argv = arguments(config, engine)
+    agree(config, "inference")  # what could not start writes nothing
     prepare_environment(config, engine)
     if any(argument.partition("=")[0].replace("_", "-") == "--api-key" for argument in sys.argv):
         logger.warning(
