@@ -174,7 +174,7 @@ def _lines(path: Path) -> list[str]:
 def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
     """Everything, for people; what it comes to is last."""
     lines = [f"run            {run}"]
-    lines += _process_lines(facts, "launcher", facts.launcher)
+    lines.append(f"{'launcher':<15}{_launcher_state(facts.launcher.state)}")
     for name, process in facts.processes.items():
         lines += _process_lines(facts, name, process)
         for rank, of_rank in process.ranks.items():
@@ -189,6 +189,12 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
         log = run / "logs" / f"{name}.log"
         lines += [f"{'error':<15}{log.name}: {line}" for line in _errors(log)]
     return [*lines, f"{diagnosis.verdict.value:<15}{diagnosis.sentence}"]
+
+
+def _launcher_state(state: State) -> str:
+    if state is State.ABSENT:  # it takes its claim along when it ends
+        return "not running"
+    return "STOPPED" if state is State.STOPPED else state.value
 
 
 def _process_lines(facts: Facts, name: str, process: ProcessFacts) -> list[str]:

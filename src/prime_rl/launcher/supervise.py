@@ -293,7 +293,7 @@ class Supervisor:
             return Outcome.FAILURE
         elif health is not None and child is not None:
             late = f"is not ready after {server.ready_timeout:.0f} s"
-            silent = f"has not answered {server.health} for {self._policy.heartbeat_timeout:.0f} s"
+            silent = f"has not answered {server.health} for {self._clock.now - watch.answered:.0f} s"
             return (
                 None if self._goes_on(self._end(child, late if health is Health.NEVER else silent)) else Outcome.FAILURE
             )
