@@ -20,6 +20,7 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -125,8 +126,10 @@ class Exemption:
         return f"{self.path}:{self.line}: {self.why}"
 
 
-def check(source: str, path: str = "<source>") -> tuple[list[Finding], list[Exemption]]:
-    """What one module does wrong, and what it was excused for.
+def check(
+    source: str, path: str = "<source>", locks: AbstractSet[str] = frozenset()
+) -> tuple[list[Finding], list[Exemption]]:
+    """What one module does wrong, and what it was excused for. `locks`: attributes that are locks made in other modules.
 
     Raises:
         SyntaxError: it is no Python.
@@ -134,8 +137,9 @@ def check(source: str, path: str = "<source>") -> tuple[list[Finding], list[Exem
     comments = _exemptions(source, path)
     if path.endswith(THE_PRIMITIVE):
         return [], sorted(comments.values())
-    checker = _Checker(ast.parse(source), path)
-    open_findings, used = [], set()
+    checker = _Checker(ast.parse(source), path, locks)
+    open_findings: list[Finding] = []
+    used = {line for line in checker.lock_attributes().values() if line in comments and comments[line].why}
     for finding in checker.findings:
         excuses = [line for line in finding.lines if line in comments and comments[line].why]
         used |= set(excuses)
@@ -165,9 +169,10 @@ def _exemptions(source: str, path: str) -> dict[int, Exemption]:
 class _Checker(ast.NodeVisitor):
     """Walks one module. `_limited`: inside `asyncio.timeout`, which ends awaits but no blocking call."""
 
-    def __init__(self, tree: ast.Module, path: str) -> None:
+    def __init__(self, tree: ast.Module, path: str, locks: AbstractSet[str] = frozenset()) -> None:
         self.findings: list[Finding] = []
         self._path = path
+        self._locks = locks
         self._names = _imports(tree)
         self._made = self._constructed(tree)
         self._limited = False
@@ -205,8 +210,10 @@ class _Checker(ast.NodeVisitor):
             self._report(what, f"leaving `with {called}` waits for its work", "shut it down with wait=False")
         elif called == "subprocess.Popen":
             self._report(what, "leaving `with Popen` waits for the process", "wait with a timeout, then kill it")
-        elif (lock := self._made.get(ast.unparse(what), NOTHING)).by in LOCKS and not (asynchronous and self._limited):
-            self._report(what, f"`with {ast.unparse(what)}` waits for a lock", GIVE_TIMEOUT, lock.line)
+        elif not (asynchronous and self._limited):
+            lock = self._made.get(ast.unparse(what), NOTHING)
+            if lock.by in LOCKS or (isinstance(what, ast.Attribute) and what.attr in self._locks and not lock.by):
+                self._report(what, f"`with {ast.unparse(what)}` waits for a lock", GIVE_TIMEOUT, lock.line)
 
     # ---- loops
 
@@ -338,6 +345,11 @@ class _Checker(ast.NodeVisitor):
                     made[ast.unparse(target)] = Made(self._name(call.func), node.lineno, sized)
         return made
 
+    def lock_attributes(self) -> dict[str, int]:
+        """Attributes that this module makes locks of, and on which line."""
+        made = {name: how for name, how in self._made.items() if how.by in LOCKS and "." in name}
+        return {name.rpartition(".")[2]: how.line for name, how in made.items()}
+
     def _report(self, node: ast.AST, what: str, mend: str, *also: int) -> None:
         loop = isinstance(node, ast.While | ast.For)
         first = node.lineno  # type: ignore[attr-defined]
@@ -418,13 +430,22 @@ def check_files(places: Iterable[Path]) -> tuple[list[Finding], list[Exemption]]
     """All modules at or below `places`."""
     findings: list[Finding] = []
     exemptions: list[Exemption] = []
-    for place in places:
-        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
-            shown = file.resolve().relative_to(ROOT) if file.resolve().is_relative_to(ROOT) else file
-            found, excused = check(file.read_text(encoding="utf-8"), shown.as_posix())
-            findings += found
-            exemptions += excused
+    files = [file for place in places for file in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
+    sources = {file: file.read_text(encoding="utf-8") for file in files}
+    locks = {name for source in sources.values() for name in unexplained_locks(source)}
+    for file, source in sources.items():
+        shown = file.resolve().relative_to(ROOT) if file.resolve().is_relative_to(ROOT) else file
+        found, excused = check(source, shown.as_posix(), locks)
+        findings += found
+        exemptions += excused
     return findings, exemptions
+
+
+def unexplained_locks(source: str) -> list[str]:
+    """Attributes that are locks without a word, where they are made, on why waiting for them ends."""
+    made = _Checker(ast.parse(source), "").lock_attributes()
+    explained = _exemptions(source, "")
+    return [name for name, line in made.items() if line not in explained]
 
 
 def main() -> None:

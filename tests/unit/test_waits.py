@@ -156,6 +156,15 @@ def test_exemptions_are_listed(waits: ModuleType) -> None:
     assert [str(exemption) for exemption in exemptions] == ["src/a.py:1: it has been killed"]
 
 
+def test_locks_of_other_modules(waits: ModuleType, tmp_path: Path) -> None:
+    """Contract: a lock is explained where it is made, or else wherever it is waited for."""
+    (tmp_path / "user.py").write_text("async def f(self):\n    async with self.serving.gate: pass\n")
+    for reason, findings in (("", 1), ("  # bounded: held for one assignment", 0)):
+        maker = f"import asyncio\nclass S:\n    def __init__(self):\n        self.gate = asyncio.Lock(){reason}\n"
+        (tmp_path / "maker.py").write_text(maker)
+        assert len(waits.check_files([tmp_path])[0]) == findings
+
+
 def test_the_command(tmp_path: Path) -> None:
     """Contract: the exit status tells CI; what was found is one line each."""
     import subprocess

@@ -133,7 +133,7 @@ class WeightService:
         self._label = label
         self._tied = tied
         self._status = status
-        self._lock = asyncio.Lock()  # taken by `_turn`, with a deadline
+        self._lock = asyncio.Lock()  # bounded: `_turn` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._paused_by_client = False
         self._broken: str | None = None
