@@ -139,9 +139,10 @@ class _Places:
         """Sums over the dropped in `times` reassignments."""
         total = np.zeros(times)
         for rows, numbers in self.strata:
-            counts = rng.permuted(np.broadcast_to(numbers, (times, len(numbers))), axis=1)
-            shuffled = rng.permuted(np.broadcast_to(rows, (times, *rows.shape)), axis=2)
-            first = np.arange(rows.shape[1]) < counts[:, :, None]
+            drops = numbers[numbers > 0]
+            order = rng.permuted(np.broadcast_to(np.arange(len(rows)), (times, len(rows))), axis=1)
+            shuffled = rng.permuted(rows[order[:, : len(drops)]], axis=2)  # only the groups that get drops
+            first = np.arange(rows.shape[1]) < drops[:, None]
             total += np.where(first, shuffled, 0.0).sum(axis=(1, 2))
         return total
 

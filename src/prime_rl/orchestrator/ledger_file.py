@@ -190,7 +190,7 @@ def connect(path: Path, shown: Path | None = None) -> sqlite3.Connection:
     Raises:
         UserError: it is damaged, truncated, locked or of another format. Nothing is written then.
     """
-    with file_errors(path):
+    with file_errors(shown or path):
         db = sqlite3.connect(f"file:{_quoted(path)}?mode=rw", uri=True, isolation_level=None, timeout=_BUSY_SECONDS, check_same_thread=False)  # fmt: skip
         try:
             _check(db, path, shown or path)

@@ -5,7 +5,7 @@ file that is pruned on a network file system kills the process. pyarrow, pandas 
 """
 
 import os
-from array import array
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,22 +84,27 @@ class Sample:
 
 
 def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """`values` as a flat array. A list of Python numbers is read through `array` and `bytes`, several times as fast as by numpy.
+    """`values` as a flat array. A list of Python numbers is read by `struct` or `bytes`, ten times as fast as by numpy.
 
     Raises:
-        OverflowError: an integer of a list does not fit.
-        TypeError: a number is of another kind (a float for an integer).
+        ValueError: a number of a list is too large, or of another kind (a float for an integer).
+        TypeError: an array is of another kind.
     """
     wanted = np.dtype(dtype)
-    if isinstance(values, list):
+    if not isinstance(values, list):
+        found = np.asarray(values)
+        return found.astype(
+            wanted, casting="unsafe" if wanted == np.bool_ or not found.size else "same_kind", copy=False
+        )
+    if wanted == np.bool_:
         try:
-            if wanted == np.bool_:
-                return np.frombuffer(bytes(values), dtype=np.uint8).astype(np.bool_)
-            return np.frombuffer(array(_CODES[wanted], values), dtype=wanted)
-        except (TypeError, ValueError):  # not Python's own numbers: numpy's, or wrong ones
-            pass
-    found = np.asarray(values)
-    return found.astype(wanted, casting="unsafe" if wanted == np.bool_ or not found.size else "same_kind", copy=False)
+            return np.frombuffer(bytes(values), dtype=np.uint8) != 0
+        except (TypeError, ValueError):  # numpy's booleans
+            return np.asarray(values, dtype=np.bool_)
+    try:
+        return np.frombuffer(struct.pack(f"{len(values)}{_CODES[wanted]}", *values), dtype=wanted)
+    except (struct.error, OverflowError, TypeError) as error:
+        raise ValueError(f"a list of {len(values)} numbers does not fit {wanted}: {error}") from error
 
 
 def step_dir(root: Path, step: int) -> Path:
