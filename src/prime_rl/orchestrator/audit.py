@@ -1,6 +1,7 @@
 """`rl audit <run>`: the account of a run's episodes, whether it is conserved, and whether what was dropped differs from what was issued."""
 
 import sqlite3
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from prime_rl.orchestrator.ledger_file import State, open_copy
 
 LEDGER = "ledger.sqlite"
 _RANGES = 10
+_WIDTH = 110
 _QUANTITIES = {"length": "output_tokens", "reward": "reward"}
 
 
@@ -218,7 +220,7 @@ def _bias_lines(report: Report) -> list[str]:
     return [
         "Do dropped episodes differ from the issued ones? (length = sampled tokens)",
         *_table(table),
-        *_notes(report.biases),
+        *(textwrap.fill(note, _WIDTH) for note in _notes(report.biases)),
     ]
 
 
