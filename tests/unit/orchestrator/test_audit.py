@@ -156,8 +156,8 @@ def simulated(
 
 @pytest.mark.parametrize("own", [True, False])
 def test_false_alarms_stay_within_the_level(own):
-    """Of 200 runs whose drops have nothing to do with length, about 1 % may be called different at 99 %, and 5 % at 95 %; more than 5 (11) of 200
-    would be less likely than 1 in 60 (1 in 3 for the second alone, hence the wider 18: 1 in 80)."""
+    """Of 200 runs whose drops have nothing to do with length 1 % may be called different at 99 % and 5 % at 95 %. An exact test gives more than
+    5 and more than 18 of them in 2 and 1 of 100 such series; the seeds are fixed, so this one is either right or wrong."""
     p = [difference(simulated(seed, groups=80, own=own)).p for seed in range(200)]
     assert all(value is None or 0 < value <= 1 for value in p)
     assert sum(value is not None for value in p) > 150
