@@ -123,11 +123,13 @@ def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None
     before = sample(server, prompt, temperature=0.0)
     directory = commit(server.weights_root, 11, server.model, perturbed(server.model))
 
+    before_update = served(server)
     response = update(server, directory, 11)
     assert response.status_code == 200, response.text
     manifest = weights_manifest(directory)
     assert response.json() == {"version": 11, "hash": manifest.hash}
     assert served(server) == {
+        "boot": before_update["boot"],
         "version": 11,
         "hash": manifest.hash,
         "base": str(server.model.resolve()),

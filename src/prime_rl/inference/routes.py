@@ -1,7 +1,7 @@
 """The weight routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash"}     POST /reload_weights -> {"version", "hash"}
-    GET /weights -> {"version", "hash", "base", "weight_dir"}                 POST /pause {"mode", "clear_cache"}, POST /resume
+    GET /weights -> {"version", "hash", "base", "weight_dir", "boot"}                 POST /pause {"mode", "clear_cache"}, POST /resume
     POST /v1/generate, an alias of /inference/v1/generate
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. With an API key every route here asks for it.

@@ -6,6 +6,7 @@ neither a paused engine nor half-loaded weights behind.
 
 import asyncio
 import json
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -57,12 +58,17 @@ class EngineClient(Protocol):
 
 @dataclass(frozen=True)
 class Served:
-    """The policy version in the engine. `hash` is the manifest's; `weight_dir` is None for the weights it started with."""
+    """The policy version in the engine. `hash` is the manifest's; `weight_dir` is None for the weights it started with.
+
+    `boot` names this life of the server: one that was started again between two questions, and was given the same version again, served its
+    base in between.
+    """
 
     version: int
     hash: str
     base: str
     weight_dir: str | None
+    boot: str
 
 
 @dataclass(frozen=True)
@@ -135,6 +141,7 @@ class WeightService:
         self._status = status
         self._lock = asyncio.Lock()  # bounded: `_turn` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._boot = secrets.token_hex(8)
         self._paused_by_client = False
         self._broken: str | None = None
         self._log = log.get(__name__)
@@ -157,8 +164,8 @@ class WeightService:
         if any(answer != answers[0] for answer in answers):
             raise Refused(500, f"the workers serve different weights: {answers}")
         if answers[0] is None:
-            return Served(0, version_hash(await self._base_hashes()), str(self._base), None)
-        return Served(base=str(self._base), **answers[0])
+            return Served(0, version_hash(await self._base_hashes()), str(self._base), None, self._boot)
+        return Served(base=str(self._base), boot=self._boot, **answers[0])
 
     async def update(self, weight_dir: str, version: int) -> Served:
         """Serve the committed directory `weight_dir`, which must hold `version`. Requests in flight go on with it.
@@ -204,7 +211,7 @@ class WeightService:
         except (CommitError, OSError) as error:
             raise Refused(400, str(error)) from error
         check_fit(manifest.tensors, await self._base_hashes(), self._tied)
-        return await self._swap(directory, Served(version, manifest.hash, str(self._base), str(directory)))
+        return await self._swap(directory, Served(version, manifest.hash, str(self._base), str(directory), self._boot))
 
     async def _update_to_base(self, wanted: str, directory: Path) -> Served:
         """Version 0 has no tensors of its own; its path is not followed, its hash must be that of our base model."""
@@ -220,7 +227,7 @@ class WeightService:
             raise Refused(400, str(error)) from error
         if found != expected:
             raise Refused(400, f"the base model {self._base} was changed on disk since the server started")
-        return await self._swap(self._base, Served(0, version_hash(expected), str(self._base), weight_dir))
+        return await self._swap(self._base, Served(0, version_hash(expected), str(self._base), weight_dir, self._boot))
 
     async def _swap(self, directory: Path, target: Served) -> Served:
         """Pause, load on every rank, commit or restore, resume."""
@@ -240,7 +247,7 @@ class WeightService:
             self._status.waiting(f"{change} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
 
     async def _exchange(self, directory: Path, target: Served) -> None:
-        identity = {key: value for key, value in asdict(target).items() if key != "base"}
+        identity = {key: value for key, value in asdict(target).items() if key not in ("base", "boot")}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
         await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
         try:

@@ -338,10 +338,10 @@ def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: l
 
 class _Answering:
     async def update(self, weight_dir: str, version: int) -> Served:
-        return Served(version, "h", "b", weight_dir)
+        return Served(version, "h", "b", weight_dir, "boot")
 
     async def reload(self) -> Served:
-        return Served(0, "h", "b", None)
+        return Served(0, "h", "b", None, "boot")
 
     served = reload
 
