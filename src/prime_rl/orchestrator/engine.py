@@ -19,6 +19,10 @@ _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
 
 
+class EngineTrouble(UserError):
+    """The server did not answer, or answered that something went wrong on its side: worth another attempt."""
+
+
 @dataclass(frozen=True)
 class Served:
     """What the server says it serves."""
@@ -80,18 +84,30 @@ class Engine:
         """Have the server load a committed version and prove it.
 
         Raises:
+            EngineTrouble: it failed, or its answer was lost, and it does not serve that version.
             UserError: it refused, or says afterwards that it serves something else.
         """
-        await self._call(
-            "POST", "/update_weights", {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
-        )
-        served = await self.served()
-        if served != Served(weights.version, weights.hash):
+        wanted = Served(weights.version, weights.hash)
+        body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
+        try:
+            await self._call("POST", "/update_weights", body)
+            served = await self.served()
+        except EngineTrouble:
+            if not await self._serves(wanted):  # that counts, not what became of its answer
+                raise
+            return wanted
+        if served != wanted:
             raise UserError(
                 f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
                 f"version {served.version} ({served.hash[:12]})"
             )
         return served
+
+    async def _serves(self, wanted: Served) -> bool:
+        try:
+            return await self.served() == wanted
+        except UserError:
+            return False
 
     async def _healthy(self) -> bool:
         try:
@@ -108,11 +124,15 @@ class Engine:
                 # A connection that broke says nothing about the server; every call here may be repeated.
                 response = await self._http.request(method, path, json=body)
         except httpx.TransportError as error:
-            raise UserError(f"the inference server at {self.root} did not answer {method} {path}: {error!r}") from error
+            raise EngineTrouble(
+                f"the inference server at {self.root} did not answer {method} {path}: {error!r}"
+            ) from error
         if response.status_code == 401:
             raise UserError(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
         if response.status_code == 404:
             raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
+        if response.status_code >= 500:
+            raise EngineTrouble(f"the inference server at {self.root} failed {method} {path}: {_message(response)}")
         if not response.is_success:
             raise UserError(f"the inference server at {self.root} refused {method} {path}: {_message(response)}")
         return dict(response.json())

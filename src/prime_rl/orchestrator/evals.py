@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.orchestrator.seeds import request_seed
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import SamplingConfig
+
+
+_ATTEMPTS = 3  # at an episode whose worker dies
 
 
 @dataclass(frozen=True)
@@ -101,16 +104,19 @@ async def evaluate(
         nonlocal finished
         sampling = plan.sampling
         async with room:
-            result = await pool.run(
-                env=plan.worker,
-                task_index=index,
-                sampling=wire_sampling(
-                    sampling, request_seed(seed, f"eval/{plan.env}/{version}/{index}", number), plan.seq_len
-                ),
-                policy_version=version,
-                episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
-                deadline=time.monotonic() + timeout,
-            )
+            for _ in range(_ATTEMPTS):
+                result = await pool.run(
+                    env=plan.worker,
+                    task_index=index,
+                    sampling=wire_sampling(
+                        sampling, request_seed(seed, f"eval/{plan.env}/{version}/{index}", number), plan.seq_len
+                    ),
+                    policy_version=version,
+                    episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
+                    deadline=time.monotonic() + timeout,
+                )
+                if result.outcome is not Outcome.WORKER_DIED:
+                    break
         finished += 1
         if on_progress is not None:
             on_progress(finished, total)

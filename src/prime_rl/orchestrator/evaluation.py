@@ -1,14 +1,15 @@
 """Evaluations during a run: when one is due, and that each is logged once, whatever is killed meanwhile."""
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
+from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
 from prime_rl.orchestrator.plans import eval_plans, limits
+from prime_rl.orchestrator.serving import Serving
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -16,19 +17,18 @@ if TYPE_CHECKING:
 logger = log.get("orchestrator")
 
 
-class Evaluations:
-    """The evaluations of one run.
+_ATTEMPTS = 3  # at an evaluation during which the server is lost
 
-    Args:
-        lock: Held while what is served must not change.
-    """
+
+class Evaluations:
+    """The evaluations of one run. What is logged was sampled by the version that it is logged for: the server proves it afterwards."""
 
     def __init__(
-        self, config: "OrchestratorConfig", pool: EnvPool, monitor: Monitor, status: Status, lock: asyncio.Lock
+        self, config: "OrchestratorConfig", pool: EnvPool, monitor: Monitor, status: Status, serving: Serving
     ) -> None:
         self.config = config
         self._section = config.eval
-        self._pool, self._monitor, self._status, self._lock = pool, monitor, status, lock
+        self._pool, self._monitor, self._status, self._serving = pool, monitor, status, serving
         self._plans = list(eval_plans(config))
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
@@ -57,13 +57,13 @@ class Evaluations:
         """Whether the last version is still to be evaluated."""
         return self._section is not None and self._section.at_end and not self._complete(version)
 
-    async def run(self, version: Callable[[], int]) -> None:
-        """Evaluate what is served; nothing newer is served until it is done. `stop` ends it.
+    async def run(self) -> None:
+        """Evaluate what is served; nothing newer is served until it is done. `stop` ends it, and so does the end of the version's life.
 
-        Args:
-            version: Asked once nothing newer can be served any more.
+        Raises:
+            UserError: the server was lost again and again meanwhile.
         """
-        self._running = asyncio.create_task(self._evaluate(version))
+        self._running = asyncio.create_task(self._evaluate())
         try:
             await self._running  # bounded: every episode has its deadline
         except asyncio.CancelledError:
@@ -78,30 +78,44 @@ class Evaluations:
         if self._running is not None:
             self._running.cancel()
 
-    async def _evaluate(self, served: Callable[[], int]) -> None:
-        async with self._lock:
-            version = served()
-            self._last = max(self._last, version)
-            for plan in self._plans:
-                if (plan.env, version) in self._logged:
-                    continue  # an earlier life of this process has done it
-                where = f"evaluating {plan.env} on version {version}"
-                self._status.phase(where)
-                report = await evaluate(
-                    self._pool, plan, version=version, seed=self.config.seed,
-                    max_concurrent=limits(self.config).max_concurrent, timeout=self.config.rollout_timeout,
-                    on_progress=partial(self._tell, where),
-                )  # fmt: skip
-                self._log(plan, report)
+    async def _evaluate(self) -> None:
+        serving = self._serving
+        for _ in range(_ATTEMPTS):
+            async with serving.lock:
+                version, loads = serving.core.version, serving.loads
+                self._last = max(self._last, version)
+                reports = [
+                    await self._run_plan(plan, version)
+                    for plan in self._plans
+                    if (plan.env, version) not in self._logged
+                ]
+                if await serving.policy.proven() and serving.loads == loads:
+                    for report in reports:
+                        self._log(report)
+                    return
+            logger.warning("the server was lost during the evaluation of version %d: it is made again", version)
+            await serving.brought_back()
+            if serving.core.must_go_back:
+                return  # the version was given up meanwhile
+        raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
-    def _log(self, plan: EvalPlan, report: EvalReport) -> None:
+    async def _run_plan(self, plan: EvalPlan, version: int) -> EvalReport:
+        where = f"evaluating {plan.env} on version {version}"
+        self._status.phase(where)
+        return await evaluate(
+            self._pool, plan, version=version, seed=self.config.seed,
+            max_concurrent=limits(self.config).max_concurrent, timeout=self.config.rollout_timeout,
+            on_progress=partial(self._tell, where),
+        )  # fmt: skip
+
+    def _log(self, report: EvalReport) -> None:
         metrics = report.metrics()
         self._monitor.log(report.version, metrics)
-        self._logged.add((plan.env, report.version))
-        reward = metrics.get(f"eval/{plan.env}/reward/mean")
+        self._logged.add((report.env, report.version))
+        reward = metrics.get(f"eval/{report.env}/reward/mean")
         logger.info(
             "eval %s on version %d | %.1f s | %s | errors %s",
-            plan.env, report.version, report.seconds,
+            report.env, report.version, report.seconds,
             "no episode succeeded" if reward is None else f"reward {reward:.4f}", dict(report.errors),
         )  # fmt: skip
 

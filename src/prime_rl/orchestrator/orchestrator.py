@@ -67,7 +67,7 @@ class Orchestrator:
         if not config.bench:
             self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         self.serving = Serving(config, engine, status, self)
-        self.evaluations = Evaluations(config, pool, monitor, status, self.serving.lock)
+        self.evaluations = Evaluations(config, pool, monitor, status, self.serving)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.journal: Journal | None = None
         self.started = self.stopping = False
@@ -92,7 +92,7 @@ class Orchestrator:
         try:
             await self._start()
             if self.evaluations.owed(self.core.version):
-                await self.evaluations.run(lambda: self.core.version)
+                await self.evaluations.run()
             background = [] if self.config.bench else [self.serving.follow(), self._keep_books()]
             tasks = [asyncio.create_task(work) for work in background]
             for task in tasks:
@@ -251,7 +251,7 @@ class Orchestrator:
         """A newer version is served."""
         self._gated_since = None
         if self.evaluations.due(version):
-            await self.evaluations.run(lambda: self.core.version)
+            await self.evaluations.run()
             self._gated_since = None
 
     def wake(self) -> None:
@@ -409,7 +409,7 @@ class Orchestrator:
         while self.core.version < last and not self.stopping:
             await self._next_event()
         if not self.stopping and self.evaluations.due_at_end(self.core.version):
-            await self.evaluations.run(lambda: self.core.version)
+            await self.evaluations.run()
         await _end(self._take_running())
         await self._last_checkpoint()
         await self._write_books(last=True)

@@ -15,7 +15,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Status, log
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
-from prime_rl.orchestrator.engine import Engine
+from prime_rl.orchestrator.engine import Engine, EngineTrouble
 from prime_rl.orchestrator.policy import ServedPolicy
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.protocol import Lease, Life, first_lease, lease_to_load
@@ -28,6 +28,7 @@ logger = log.get("orchestrator")
 
 POLL_SECONDS = 0.1
 _ATTEMPTS = 5  # to load a version that may be removed, or to bring a server back
+_RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
 _CLOSE_SECONDS = 30.0
 
 
@@ -57,6 +58,7 @@ class Serving:
         lock: Held while what is served must not change.
         shipping: Held while finished episodes must not be given up.
         seconds: Spent on updates since somebody took them.
+        loads: How often the engines were asked to load something.
     """
 
     def __init__(self, config: "OrchestratorConfig", engine: Engine, status: Status, shell: Shell) -> None:
@@ -67,6 +69,8 @@ class Serving:
         self.lock = asyncio.Lock()  # bounded: every wait of its holders is
         self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
         self.seconds = 0.0
+        self.loads = 0
+        self._failures = 0  # to load, in a row
         self.core: Core[EpisodeResult]
         self._shell = shell
         self._recovery: asyncio.Task[None] | None = None
@@ -84,21 +88,19 @@ class Serving:
         """
         self.policy.hold(first_lease(self.policy.lease))
         await self._await_history(progress)
-        for attempt in range(_ATTEMPTS):
+        while True:  # `_may_retry` raises after a few failures
             version, life = self._choose(owes), self.policy.life.number
             self._lease_to_load(life, version)
             try:
                 await self.policy.check_base(version)
                 # Even a server that has this version already is given it: one that cannot reach the directory is found now.
                 await self._load(version)
-            except (CommitError, UserError):
-                self.policy.look()
-                if self.policy.valid(version) or attempt == _ATTEMPTS - 1:
-                    raise
+            except (CommitError, UserError) as error:
+                await self._may_retry(error, version)
+                await self.engine.wait_ready(self.status.waiting)
             else:
                 self.policy.hold(Lease(life, version))
                 return version
-        raise AssertionError("unreachable")
 
     async def _await_history(self, progress: Progress) -> None:
         """Until the trainer has begun the life that the run goes on with. A resumed run must not follow the life that it gives up."""
@@ -202,14 +204,23 @@ class Serving:
         """Load a version that may be removed meanwhile, or that the server may not survive. Returns whether it is served."""
         try:
             await self._load(version)
-        except (UserError, CommitError):
-            self.policy.look()
+        except (UserError, CommitError) as error:
             if not await self.policy.proven():
                 self.recover()
-            elif self.policy.newest == version:
-                raise
+            else:
+                await self._may_retry(error, version)
             return False
         return True
+
+    async def _may_retry(self, error: UserError | CommitError, version: int) -> None:
+        """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
+        self._failures += 1
+        self.policy.look()
+        gone = not self.policy.valid(version)  # removed while it was read: there is another one
+        if self._failures >= _ATTEMPTS or not (gone or isinstance(error, EngineTrouble)):
+            raise error
+        logger.warning("version %d was not loaded, trying again: %s", version, error)
+        await asyncio.sleep(_RETRY_SECONDS * self._failures)
 
     def _lease_to_load(self, life: int, version: int) -> None:
         assert self.policy.lease is not None  # `start` has taken one
@@ -217,7 +228,9 @@ class Serving:
 
     async def _load(self, version: int) -> None:
         faults.point(f"update:v{version}")
+        self.loads += 1
         await self.policy.load(version)
+        self._failures = 0
         faults.point(f"updated:v{version}")
 
     # -- a server that is gone -------------------------------------------------------------------------------------------------
@@ -251,7 +264,16 @@ class Serving:
                 except (UserError, CommitError):
                     if attempt == _ATTEMPTS - 1:
                         raise
+            await asyncio.sleep(_RETRY_SECONDS * (attempt + 1))
         self._shell.wake()
+
+    async def brought_back(self) -> None:
+        """Bring the server back, and wait until it is."""
+        self.recover()
+        assert self._recovery is not None
+        await asyncio.wait(
+            [self._recovery], timeout=_ATTEMPTS * (self.config.client.ready_timeout + self.config.client.timeout)
+        )
 
     async def close(self) -> None:
         """End the recovery, if there is one."""

@@ -10,7 +10,7 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.engine import Engine, Served
+from prime_rl.orchestrator.engine import Engine, EngineTrouble, Served
 from prime_rl.transport.weights import WeightsManifest
 
 
@@ -107,6 +107,27 @@ async def test_refusals_name_their_cause(server, status, body, message):
     async with Engine(ClientConfig(base_url=server.url)) as engine:
         with pytest.raises(UserError, match=message):
             await engine.update(manifest())
+
+
+async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served(server):
+    """The server failed after it had loaded the weights: what it serves decides, so that nothing is sampled again."""
+    server.answers["POST", "/update_weights"] = 500, {}
+    server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
+    async with Engine(ClientConfig(base_url=server.url)) as engine:
+        assert await engine.update(manifest()) == Served(3, "abc")
+        server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "older"}
+        with pytest.raises(EngineTrouble):
+            await engine.update(manifest())
+
+
+@pytest.mark.parametrize(("status", "trouble"), [(500, True), (503, True), (400, False), (401, False), (404, False)])
+async def test_a_failure_of_the_server_is_told_from_a_refusal(server, status, trouble):
+    """The first is worth another attempt, the second is not."""
+    server.answers["GET", "/weights"] = status, {}
+    async with Engine(ClientConfig(base_url=server.url)) as engine:
+        with pytest.raises(UserError) as caught:
+            await engine.served()
+    assert isinstance(caught.value, EngineTrouble) is trouble
 
 
 async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server):

@@ -7,6 +7,7 @@ import pytest
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
+from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.commit import list_steps
 from support.scripted import World, has_batch, until
 
@@ -144,6 +145,78 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
     evaluated = {row["eval/held-out/policy_version"] for row in read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
                  if "eval/held-out/policy_version" in row}  # fmt: skip
     assert evaluated == set(world.pool.evaluated)
+
+
+async def test_an_evaluation_during_which_the_server_was_lost_is_made_again(tmp_path):
+    """What the base model sampled after a silent restart is not logged as the served version's."""
+    world = World(tmp_path, max_steps=1, eval={"at_start": False, "environments": [{"id": "env", "name": "held-out"}]})
+    lost = []
+
+    def lose(episode: str, version: int) -> Outcome | None:
+        if episode.startswith("eval") and not lost:
+            lost.append(episode)
+            world.engine.base()
+        return None
+
+    world.pool.before = lose
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await run
+    assert world.pool.evaluated == [0, 1]  # the first one was the base model's, and not logged
+    (row,) = [row for row in read_metrics(tmp_path / "metrics" / "orchestrator.jsonl") if "eval/held-out/time" in row]
+    assert (row["step"], row["eval/held-out/policy_version"]) == (1, 1)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, answered):
+    """A failure on its side ends no run while it still proves what it served before; a refusal does."""
+    world = World(tmp_path, max_steps=2)
+    update, failed = world.engine.update, []
+
+    async def failing(weights) -> Served:
+        if weights.version == 1 and len(failed) < 2:
+            failed.append(weights.version)
+            raise UserError("scripted refusal") if answered else EngineTrouble("scripted failure")
+        return await update(weights)
+
+    world.engine.update = failing
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    for version in (1, 2):
+        if not (answered and version == 2):
+            await until(has_batch(world, version - 1), run=run)
+            world.trainer.commit(version)
+    if answered:
+        with pytest.raises(UserError, match="scripted refusal"):
+            await run
+        return
+    await run
+    assert [version for version, _ in world.engine.updates] == [0, 1, 2]
+    assert [world.versions(step) for step in range(2)] == [[0], [1]]
+
+
+async def test_a_server_that_dies_while_the_run_starts_is_waited_for(tmp_path):
+    """The first version is given to it again, as soon as it is back."""
+    world = World(tmp_path, max_steps=1)
+    update, failed = world.engine.update, []
+
+    async def failing(weights) -> Served:
+        if not failed:
+            failed.append(weights.version)
+            raise EngineTrouble("scripted failure")
+        return await update(weights)
+
+    world.engine.update = failing
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await run
 
 
 async def test_a_stop_ends_an_evaluation_too(tmp_path):
