@@ -1,7 +1,7 @@
 """No orphans: a child that outlives its launcher, even one killed with SIGKILL, kills itself and its process group.
 
 The launcher holds the write end of a pipe and passes the read end to every child. The kernel closes the write end
-whatever way the launcher dies, and the children see end of file; those that are stopped by a signal it kills itself. Standard library only: environment workers import
+whatever way the launcher dies, and the children see end of file; those that are stopped by a signal it wakes first. Standard library only: environment workers import
 this from their own virtual environments.
 """
 
@@ -18,7 +18,6 @@ from typing import Self
 ENV = "PRIMERL_LIFELINE_FD"
 _PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
-_TORCHRUN = "TORCHELASTIC_RUN_ID"  # set for the ranks that torchrun starts
 
 
 class Lifeline:
@@ -55,22 +54,21 @@ def watch() -> None:
     if not value:
         return
     fd_text, _, inode_text = value.partition(":")
+    wake_without_parent()
     if fd_text.isdigit() and inode_text.isdigit() and _is_pipe(int(fd_text), int(inode_text)):
-        _die_with_parent()
         thread = threading.Thread(target=_await_eof, args=(int(fd_text),), name="lifeline", daemon=True)
     else:
-        if _TORCHRUN in os.environ:
-            _die_with_parent()
         thread = threading.Thread(target=_await_parent, args=(os.getppid(),), name="lifeline", daemon=True)
     thread.start()
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies: one that is stopped by a signal cannot watch by itself.
+def wake_without_parent() -> None:
+    """Have the kernel wake this process when its parent dies: one that is stopped by a signal then could not watch.
 
-    "Parent" is the thread that started it: whoever holds a pipe was started from its launcher's main thread, a rank from torchrun's.
+    Not kill it: then nobody would kill the rest of its group. (For the kernel the parent is the thread that started it; when that ends
+    early, waking does no harm.)
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def _is_pipe(fd: int, inode: int) -> bool:

@@ -166,7 +166,7 @@ def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:
 
 
 def test_a_halted_child_does_not_outlive_a_killed_launcher(launch: Start) -> None:
-    """A stopped process cannot watch its lifeline: the kernel kills it."""
+    """A stopped process cannot watch its lifeline: the kernel wakes it."""
     run = launch("trainer=mends:stopped")
     pid = run.pid("trainer")
     until(lambda: lives(run, "trainer") == ["1"], "trainer at work")

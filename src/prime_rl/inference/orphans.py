@@ -6,6 +6,8 @@ import signal
 import threading
 from pathlib import Path
 
+from prime_rl import lifeline
+
 
 def follow(pid: int) -> bool:
     """SIGKILL this process once process `pid`, one of its ancestors, is gone.
@@ -16,6 +18,7 @@ def follow(pid: int) -> bool:
     if pid not in ancestors():
         return False
     watched = os.pidfd_open(pid)
+    lifeline.wake_without_parent()
     threading.Thread(target=_await_exit, args=(watched,), name="follow", daemon=True).start()
     return True
 

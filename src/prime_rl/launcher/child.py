@@ -13,6 +13,7 @@ from prime_rl.launcher.procs import (
     MARK,
     ProcessId,
     Tree,
+    by_parent,
     children_of,
     descendants,
     identify,
@@ -58,8 +59,10 @@ class Child:
 
     def look_below(self, tree: Tree | None = None) -> list[ProcessId]:
         """The living processes below it. Call it now and then: what it has seen is found again when it is to die."""
+        tree = by_parent() if tree is None else tree
         below = descendants(self.popen.pid, tree)
-        self._below.update(below)
+        alive = {process for children in tree.values() for process in children}
+        self._below = (self._below & alive) | set(below)
         return below
 
     def halted(self, tree: Tree) -> list[ProcessId]:

@@ -59,7 +59,7 @@ class Progress:
             for row in tail.read():
                 told += eval_lines(row)
                 if is_step(row):
-                    self._rows[name][int(row["step"])] = row
+                    self._note(name, int(row["step"]), row)
         both = sorted(self._rows["orchestrator"].keys() & self._rows["trainer"].keys())
         for step in both:
             # A trainer that recovers takes the same batch again, and there is a line again: the batch's row is kept for a while.
@@ -67,6 +67,14 @@ class Progress:
             self._rows["orchestrator"].pop(step - _KEPT_STEPS, None)
             told.append(self._step_line(step, *sides))
         return told
+
+    def _note(self, name: str, step: int, row: Row) -> None:
+        """The trainer adds to a step's numbers what it knows late, such as the time to save: that makes no line of its own."""
+        if name == "trainer" and "loss/mean" not in row:
+            if step in self._rows[name]:
+                self._rows[name][step] = {**self._rows[name][step], **row}
+        else:
+            self._rows[name][step] = row
 
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
         self._ends.append(trainer["time"])

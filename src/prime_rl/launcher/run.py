@@ -130,7 +130,7 @@ def _check(config: RLConfig) -> None:
         checks.check_model(name)
     if config.orchestrator.renderer == "auto":
         checks.check_chat_template(config.orchestrator.model.name)
-    resume_progress(config.output_dir, config.orchestrator.ckpt, config.orchestrator.max_steps)
+    resume_progress(config.output_dir, config.orchestrator.ckpt, config.orchestrator.max_steps, config.recover)
     evaluated = [] if config.orchestrator.eval is None else config.orchestrator.eval.environments
     for environment in (*config.orchestrator.environments, *evaluated):
         checks.check_environment(environment)

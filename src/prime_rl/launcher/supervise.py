@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -14,7 +14,7 @@ from prime_rl.launcher.child import Child, await_death, ending, last_words, spaw
 from prime_rl.launcher.clock import Budget, LoopClock, Policy
 from prime_rl.launcher.health import Health, ServerWatch
 from prime_rl.launcher.plan import RECOVER, Process, Server
-from prime_rl.launcher.procs import adopting, by_parent, descendants, orphans, send
+from prime_rl.launcher.procs import ProcessId, adopting, by_parent, descendants, orphans, send
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
@@ -23,6 +23,7 @@ from prime_rl.wait import WaitTimeout, wait
 
 POLL_SECONDS = 0.1
 JUDGE_SECONDS = 1.0
+TABLE_SECONDS = 5.0
 DRAIN_SECONDS = 300.0
 STOP_SECONDS = 15.0
 AFTER_SECONDS = 30.0
@@ -103,6 +104,8 @@ class Supervisor:
         self._jobs_left = {process.name for process in processes if not process.service}
         self._was_ready: set[str] = set()
         self._next_judgement = 0.0
+        self._next_table = 0.0
+        self._now_halted: Mapping[str, Sequence[ProcessId]] = {}
         self._interrupts = 0
         self._drain_deadline: float | None = None
         self.restarts: list[Restart] = []
@@ -198,11 +201,22 @@ class Supervisor:
         statuses = read_status(self._output_dir)
         self._was_ready.update(name for name, status in statuses.items() if status.ready is not None)
         running = self._running()
-        tree = by_parent()
-        halted = {child.name: child.halted(tree) for child in running}
+        halted = self._halted(running)
         services = [child.name for child in running if child.spec.service]
         faults = self._vigil.look(self._clock.now, statuses, halted, services)
         return [self._end(self._children[name], why) for name, why in faults.items()]
+
+    def _halted(self, running: Sequence[Child]) -> Mapping[str, Sequence[ProcessId]]:
+        """By the process table, which is long on a big machine: not looked at more often than needed."""
+        if self._clock.now >= self._next_table:
+            self._next_table = self._clock.now + min(TABLE_SECONDS, self._policy.heartbeat_timeout / 6)
+            tree = by_parent()
+            self._now_halted = {child.name: child.halted(tree) for child in running}
+            orphans(self._known())  # reaps what was adopted and has ended
+        return self._now_halted
+
+    def _known(self) -> list[int]:
+        return [child.popen.pid for child in self._children.values()]
 
     def _end(self, child: Child, why: str) -> _Fall:
         """Diagnose while it can still be seen, then kill it."""
@@ -211,7 +225,7 @@ class Supervisor:
         return _Fall(child, why)
 
     def _reap(self, child: Child) -> int:
-        known = [each.popen.pid for each in self._children.values()]
+        known = self._known()
         doomed = child.kill(known)
         status = child.reap(known)
         for process in await_death(doomed):
@@ -346,7 +360,7 @@ class Supervisor:
                 # A server that is still loading hears no SIGTERM and has nothing to lose.
                 os.kill(child.popen.pid, signal.SIGKILL if loading and child.spec.service else signal.SIGTERM)
         self._await_exits(running)
-        known = [child.popen.pid for child in self._children.values()]
+        known = self._known()
         for child in running:
             child.reap(known)
         for process in [*strays, *descendants(os.getpid()), *orphans(known)]:

@@ -69,6 +69,20 @@ def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:
     assert [line.split(" |")[:3] for line in progress.lines()] == [["Step 1 [2]", " reward 0.5000", " loss 0.2000"]]
 
 
+def test_numbers_that_come_late_make_no_line(tmp_path: Path) -> None:
+    """The trainer adds the time to save: it is in the line if it comes in time, and else it is not told."""
+    progress = Progress(tmp_path, None)
+    for step in range(2):
+        add(tmp_path, "orchestrator", step, 1.0, **{"reward/mean": 0.5})
+        add(tmp_path, "trainer", step, 1.0, **{"loss/mean": 0.1, "time/step": 1.0})
+    add(tmp_path, "trainer", 1, 1.1, **{"time/save_ckpt": 1.0, "time/step": 2.0})
+    first, second = progress.lines()
+    assert "loss 0.1000 | 1.00 s" in first
+    assert "loss 0.1000 | 2.00 s" in second
+    add(tmp_path, "trainer", 1, 1.2, **{"time/step": 3.0})
+    assert progress.lines() == []
+
+
 def test_tail_reads_whole_lines_that_are_new(tmp_path: Path) -> None:
     """Earlier runs' lines are not told again; half a line is left for later."""
     path = tmp_path / "x.jsonl"

@@ -26,12 +26,10 @@ print(rank.pid, flush=True)
 time.sleep(60)
 """
 TORCHRUN = f"""
-import os, subprocess, sys, time
+import subprocess, sys, time
 from prime_rl import lifeline
 lifeline.watch()
-rank = subprocess.Popen(
-    [sys.executable, "-c", {RANK!r}], start_new_session=True, stdout=subprocess.PIPE, env={{**os.environ, "TORCHELASTIC_RUN_ID": "x"}}
-)
+rank = subprocess.Popen([sys.executable, "-c", {RANK!r}], start_new_session=True, stdout=subprocess.PIPE)
 rank.stdout.readline()
 print(rank.pid, flush=True)
 time.sleep(60)
@@ -85,7 +83,7 @@ def test_grandchild_in_its_own_session_follows_its_parent() -> None:
 
 
 def test_a_stopped_rank_dies_with_its_agent() -> None:
-    """It cannot watch: the kernel kills it."""
+    """It cannot watch: the kernel wakes it."""
     line = Lifeline()
     agent, rank = spawn(TORCHRUN, line)
     os.kill(rank, signal.SIGSTOP)
