@@ -117,6 +117,9 @@ def _over(facts: Facts) -> Diagnosis:
     for name, process in facts.processes.items():
         if process.status is not None and (process.status.outcome or "").startswith("failed"):
             return Diagnosis(Verdict.FAILED, f"{name} {process.status.outcome}{_go_on(facts)}", name)
+    if facts.launcher.state is State.DEAD:
+        killed = "rl ended without a last word (killed, or the host went down), and everything with it"
+        return Diagnosis(Verdict.INTERRUPTED, f"{killed}{_go_on(facts)}", "launcher")
     for name, process in jobs.items():
         assert process.status is not None
         if process.status.outcome is None:

@@ -179,6 +179,10 @@ def test_runs_that_are_over() -> None:
     verdict, sentence = over(trainer=done, orchestrator=replace(done, outcome="failed: no weights"))
     assert verdict is Verdict.FAILED
     assert sentence.startswith("orchestrator failed: no weights")
+    killed = replace(facts(trainer=ProcessFacts(State.DEAD, status("trainer"))), launcher=ProcessFacts(State.DEAD))
+    found = diagnose(killed)
+    assert (found.verdict, found.culprit) == (Verdict.INTERRUPTED, "launcher")
+    assert "rl ended without a last word" in found.sentence
     verdict, sentence = over(trainer=status("trainer", beat=50.0), orchestrator=done)
     assert verdict is Verdict.FAILED
     assert sentence.startswith("trainer ended without a last word 50 s ago")
