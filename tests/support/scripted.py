@@ -59,10 +59,12 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.updates: list[tuple[int, int]] = []  # (version, life)
+        self.boots = 0
         self.base()
 
     def base(self) -> None:
-        self.now = Served(0, version_hash(ScriptedTrainer.tensors(0, 0)))
+        self.boots += 1
+        self.now = Served(0, version_hash(ScriptedTrainer.tensors(0, 0)), str(self.boots))
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
         await asyncio.sleep(0)
@@ -72,7 +74,7 @@ class ScriptedEngine:
 
     async def update(self, weights) -> Served:
         await asyncio.sleep(0.01)
-        self.now = Served(weights.version, weights.hash)
+        self.now = Served(weights.version, weights.hash, str(self.boots))
         self.updates.append((weights.version, weights.incarnation))
         return self.now
 

@@ -25,10 +25,15 @@ class EngineTrouble(UserError):
 
 @dataclass(frozen=True)
 class Served:
-    """What the server says it serves."""
+    """What the server says it serves. `boot` names the life of the server, where it tells one."""
 
     version: int
     hash: str
+    boot: str = ""
+
+    def holds(self, weights: WeightsManifest) -> bool:
+        """Whether these are the weights."""
+        return (self.version, self.hash) == (weights.version, weights.hash)
 
 
 class Engine:
@@ -78,7 +83,7 @@ class Engine:
             UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
         """
         body = await self._call("GET", "/weights")
-        return Served(int(body["version"]), str(body["hash"]))
+        return Served(int(body["version"]), str(body["hash"]), str(body.get("boot", "")))
 
     async def update(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and prove it.
@@ -87,27 +92,27 @@ class Engine:
             EngineTrouble: it failed, or its answer was lost, and it does not serve that version.
             UserError: it refused, or says afterwards that it serves something else.
         """
-        wanted = Served(weights.version, weights.hash)
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
         try:
             await self._call("POST", "/update_weights", body)
             served = await self.served()
         except EngineTrouble:
-            if not await self._serves(wanted):  # that counts, not what became of its answer
+            found = await self._served_or_none()
+            if found is None or not found.holds(weights):  # that counts, not what became of its answer
                 raise
-            return wanted
-        if served != wanted:
+            return found
+        if not served.holds(weights):
             raise UserError(
                 f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
                 f"version {served.version} ({served.hash[:12]})"
             )
         return served
 
-    async def _serves(self, wanted: Served) -> bool:
+    async def _served_or_none(self) -> Served | None:
         try:
-            return await self.served() == wanted
+            return await self.served()
         except UserError:
-            return False
+            return None
 
     async def _healthy(self) -> bool:
         try:

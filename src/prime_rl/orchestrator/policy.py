@@ -79,22 +79,27 @@ class ServedPolicy:
                 f"({expected[:12]}): check model.name of both"
             )
 
-    async def load(self, version: int) -> None:
+    async def load(self, version: int) -> bool:
         """Have the server load a committed version and prove it.
+
+        Returns:
+            Whether it is still the server that was asked before: one that was started again in between served its base model meanwhile.
 
         Raises:
             UserError: it refused; the earlier version is still expected.
             CommitError: the version is not committed (any more).
         """
         manifest = weights_manifest(version_dir(self.weights_dir, version))
-        self._coming = Served(manifest.version, manifest.hash)
+        before = self._expected
+        self._coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
         try:
             self._expected = await self.engine.update(manifest)
         finally:
             self._coming = None
+        return before is None or before.boot == self._expected.boot
 
     async def proven(self) -> bool:
-        """Whether the server answers, and serves what it was given. One that was restarted serves its base model again."""
+        """Whether the server answers, is the one that was asked before, and serves what it was given."""
         try:
             return await self.engine.served() in (self._expected, self._coming)
         except UserError:

@@ -203,13 +203,16 @@ class Serving:
     async def _try(self, version: int) -> bool:
         """Load a version that may be removed meanwhile, or that the server may not survive. Returns whether it is served."""
         try:
-            await self._load(version)
+            same = await self._load(version)
         except (UserError, CommitError) as error:
             if not await self.policy.proven():
                 self.recover()
             else:
                 await self._may_retry(error, version)
             return False
+        if not same:
+            async with self.shipping:
+                self._shell.forget(self.core.doubt("the server was started again"))
         return True
 
     async def _may_retry(self, error: UserError | CommitError, version: int) -> None:
@@ -226,12 +229,14 @@ class Serving:
         assert self.policy.lease is not None  # `start` has taken one
         self.policy.hold(lease_to_load(self.policy.lease, life, version))
 
-    async def _load(self, version: int) -> None:
+    async def _load(self, version: int) -> bool:
+        """See `ServedPolicy.load`."""
         faults.point(f"update:v{version}")
         self.loads += 1
-        await self.policy.load(version)
+        same = await self.policy.load(version)
         self._failures = 0
         faults.point(f"updated:v{version}")
+        return same
 
     # -- a server that is gone -------------------------------------------------------------------------------------------------
 

@@ -61,6 +61,32 @@ async def test_a_silent_restart_is_noticed_before_the_batch_is_committed(tmp_pat
     assert [world.really_sampled(step) for step in range(3)] == [{0}, {1}, {2}]
 
 
+async def test_a_server_that_was_started_again_just_before_an_update_is_found_out(tmp_path):
+    """It serves the newer version as asked, but what finished before was its base model's: the life that it names tells."""
+    world = World(tmp_path, async_level=1)
+    restarted = []
+
+    def restart(episode: str, version: int) -> Outcome | None:
+        if version == 1 and not restarted:
+            restarted.append(episode)
+            world.engine.base()
+            world.trainer.commit(2)
+        return None
+
+    world.pool.before = restart
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await until(has_batch(world, 2), run=run)
+    world.trainer.commit(3)
+    await run
+    assert restarted
+    for step in range(3):
+        assert world.really_sampled(step) <= set(world.versions(step))
+
+
 async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_are_forgotten(tmp_path):
     """A resumed run, the orchestrator up first: versions of the life that was given up are not served, or given up as soon as it ends."""
     world = World(tmp_path, max_steps=9, async_level=1, ckpt={"resume_step": 2})
