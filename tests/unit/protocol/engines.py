@@ -1,0 +1,114 @@
+"""The engines, as the orchestrator drives them: loads, proofs, and what is worth nothing without one."""
+
+from .account import canonical, drop, drop_numbers, put
+from .state import NOTHING, Bounds, Dir, Orch, Replica, Rules, Successors, Violation
+
+
+def engines(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Loads, replica by replica. A load begins and ends in two steps, so that anything may happen while it reads, even the orchestrator's end."""
+    found: Successors = []
+    for index, replica in enumerate(o.replicas):
+        if index and replica == o.replicas[index - 1]:
+            continue  # the same as its neighbour
+        if replica.reading is not None:
+            found.append(end_read(d, o, index, rules))
+        elif o.phase in ("load", "run", "end") and due(o, replica):
+            found += begin_read(d, o, index, rules)
+    return found
+
+
+def due(o: Orch, replica: Replica) -> bool:
+    """Whether the orchestrator has this engine load what is to be served."""
+    return replica.known == 2 or (o.loading != NOTHING and replica.version != o.loading)
+
+
+def begin_read(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
+    replica, target = o.replicas[index], o.loading if o.loading != NOTHING else o.served
+    if replica.known == 0 and rules.engine_has_a_life:
+        # The proof before the load tells that this engine is another one than the one that was given the weights.
+        return [("orchestrator finds an engine restarted", d, notice(o, [index]))]
+    life = d.weights[target]
+    if life == NOTHING:
+        if len(d.lives) == o.seen:
+            raise Violation(f"weights/step_{target}, which an engine has to load, was pruned")
+        if o.phase == "load":
+            return [
+                (
+                    f"orchestrator finds weights/step_{target} set aside and looks again",
+                    d,
+                    o._replace(phase="look", loading=NOTHING),
+                )
+            ]
+        return []  # the new life, which set it aside, is taken up next
+    changed = replica._replace(reading=(target, life))
+    return [(f"an engine begins to read weights/step_{target}", d, put(o, index, changed))]
+
+
+def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]:
+    """The load succeeded if the directory is still the one that was begun with; else the engine goes back to what it served."""
+    replica = o.replicas[index]
+    assert replica.reading is not None
+    version, life = replica.reading
+    stands = d.weights[version] == life
+    if not stands and not d.given_up(version, life):
+        raise Violation(f"weights/step_{version} was pruned while an engine read it")
+    if not rules.read_is_checked_after and not stands and d.weights[version] != NOTHING:
+        raise Violation(
+            f"an engine says that it serves version {version} of life {life}, and read that of life {d.weights[version]}"
+        )
+    if stands:
+        late = replica.known == 3 or (version < o.served and o.phase != "load")  # what is served has changed meanwhile
+        done = replica._replace(version=version, life=life, known=2 if late else 1, reading=None, broken=False)
+        return f"an engine proves that it serves version {version}", d, put(o, index, done)
+    back = replica.version == 0 or d.weights[replica.version] == replica.life
+    if not back and not d.given_up(replica.version, replica.life):
+        raise Violation(f"weights/step_{replica.version} was pruned, to which an engine goes back after a failed load")
+    done = replica._replace(reading=None, broken=not back, known=2, flying=())
+    words = "goes back" if back else "cannot go back and stays paused"
+    failed = put(o, index, done)
+    if o.phase in ("load", "run", "end") and replica.known != 3:
+        failed = failed._replace(phase="look" if o.phase == "load" else o.phase, loading=NOTHING)
+    return (
+        f"an engine's load of version {version} fails, it {words}",
+        d,
+        drop_numbers(failed, [n for n, _, _ in replica.flying]),
+    )
+
+
+def prove(o: Orch, rules: Rules) -> list[int]:
+    """Replicas that do not serve what they were given, as far as the proof can tell."""
+    wanted = {o.served} | ({o.loading} if o.loading != NOTHING else set())
+    found = []
+    for index, replica in enumerate(o.replicas):
+        if replica.known == 0 and (
+            rules.engine_has_a_life or (replica.reading is None and replica.version not in wanted)
+        ):
+            found.append(index)
+    return found
+
+
+def notice(o: Orch, which: list[int]) -> Orch:
+    """These engines do not serve what they should: what they sample, and what finished since the last proof, is dropped."""
+    flying = [number for index in which for number, _, _ in o.replicas[index].flying]
+    replicas = tuple(
+        replica._replace(known=2, flying=()) if index in which else replica for index, replica in enumerate(o.replicas)
+    )
+    unproven = [episode for episode in o.finished if not episode.proven]
+    return drop(drop_numbers(o._replace(replicas=replicas), flying), unproven)
+
+
+def proven(o: Orch) -> Orch:
+    return o._replace(finished=tuple(episode._replace(proven=True) for episode in o.finished))
+
+
+def engine_killed(o: Orch, index: int, noticed: bool) -> Orch:
+    """An engine comes back with its base. Requests in flight fail, or their clients try again without a word."""
+    replica = o.replicas[index]
+    if o.phase in ("dead", "start", "look", "lease", "load") or replica.known > 1 or replica.reading is not None:
+        noticed = True  # a load is due, or fails
+    if not noticed:
+        flying = tuple((number, first, bad or first != 0) for number, first, bad in replica.flying)
+        return canonical(put(o, index, Replica(known=0, flying=flying)))
+    failed = tuple(sorted([*o.pending, *(number for number, _, _ in replica.flying)]))
+    alive = put(o._replace(pending=failed), index, Replica(known=2))
+    return canonical(notice(alive, [index]))

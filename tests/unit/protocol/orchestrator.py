@@ -1,0 +1,313 @@
+"""The orchestrator's atomic steps. `ACTIONS` says what may be next, and by which fields of the directory."""
+
+from collections.abc import Callable
+
+from .account import drop, drop_numbers, places, put
+from .engines import due, engines, notice, prove, proven
+from .state import NOTHING, Bounds, Dir, Episode, Orch, Rules, Successors, Violation
+from .trainer import kept_newest, without_checkpoint
+
+# -- start and new lives -------------------------------------------------------------------------------------------------------
+
+
+def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """It starts: what it knew is in the ledger and in the manifests of the batches."""
+    cursor, finished, dropped = o.ledger
+    if rules.reconcile:
+        cursor = max(cursor, o.batched.bit_length())
+        finished = tuple(episode for episode in finished if not o.batched >> episode.number & 1)
+        dropped &= ~o.batched
+    known = o.batched | dropped | sum(1 << episode.number for episode in finished)
+    pending = tuple(number for number in range(cursor) if not known >> number & 1)
+    if not rules.unflushed_is_issued_again:
+        pending = ()
+    step = rules.first_to_collect(range(d.batches), 0)
+    started = Orch(
+        "start" if rules.lease_before_look else "look", step=step, pending=pending, finished=finished, cursor=cursor,
+        batched=o.batched, dropped=dropped, ledger=o.ledger, replicas=o.replicas,
+    )  # fmt: skip
+    return [(f"orchestrator starts, collecting step {step}", d, started)]
+
+
+def start(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    lease = rules.first_lease(d.held)
+    return [(f"orchestrator commits {lease}", d._replace(lease=(lease.life, lease.version)), o._replace(phase="look"))]
+
+
+def look(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Take up the trainer's newest life once the version it began from stands; what is not of its history any more is dropped."""
+    if not d.lives or d.weights[d.lives[-1]] == NOTHING:
+        return []
+    if rules.prove_before_load and (wrong := prove(o, rules)):
+        return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
+    o = proven(o)
+    target = rules.newest_version(d.versions, d.history)
+    gone = [
+        episode for episode in o.finished if not rules.may_batch(episode.first, episode.last, episode.life, d.history)
+    ]
+    taken = drop(o, gone)._replace(phase="lease", seen=len(d.lives), loading=target)
+    return [(f"orchestrator takes up life {len(d.lives) - 1} and chooses version {target}", d, taken)]
+
+
+def lease(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Before a load; then every engine is given the version anew, for what it calls by this number may be of another life."""
+    taken = rules.lease_to_load(rules.first_lease(d.held), o.seen - 1, o.loading)
+    replicas = tuple(
+        r._replace(known=2) if r.known < 2 and (rules.load_anew or r.version != o.loading) else r for r in o.replicas
+    )
+    return [
+        (
+            f"orchestrator commits {taken}",
+            d._replace(lease=(taken.life, taken.version)),
+            o._replace(phase="load", replicas=replicas),
+        )
+    ]
+
+
+def load(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Every engine has to serve the first version before anything starts."""
+    if all(replica.known < 2 and not due(o, replica) and replica.reading is None for replica in o.replicas):
+        ready = o._replace(phase="run", served=o.loading, announced=o.loading, loading=NOTHING)
+        return [(f"orchestrator serves version {o.loading} everywhere", d, ready)]
+    return []
+
+
+# -- the loop ------------------------------------------------------------------------------------------------------------------
+
+
+def batches(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Commit the batch that is decided, and the ledger."""
+    found: Successors = []
+    if o.sealed is not None:
+        found.append(rename(d, o))
+    if o.due or not all(episode.proven for episode in o.finished):
+        found += flush(d, o, rules)
+    return found
+
+
+def over(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """The last batch is committed, or the request to stop is heard: what is not finished is cancelled."""
+    if o.sealed is not None or o.due or not (d.stop or o.step >= bounds.steps):
+        return []
+    flying = [number for replica in o.replicas for number, _, _ in replica.flying]
+    ended = o._replace(phase="end", pending=(), replicas=tuple(r._replace(flying=()) for r in o.replicas))
+    words = "has committed its last batch" if o.step >= bounds.steps else "hears the request to stop"
+    return [(f"orchestrator {words}", d, drop_numbers(ended, [*flying, *o.pending]))]
+
+
+def end(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Nothing is issued; versions are followed and checkpoints joined until the trainer is done."""
+    last = d.stop or o.served == bounds.steps
+    joined = all(step in d.joint for step in rules.joinable(dict(d.parts), d.history))
+    calm = o.loading == NOTHING and all(replica.reading is None for replica in o.replicas)
+    if d.done == NOTHING or not (last and joined and calm) or expendable(d, rules, bounds):
+        return []
+    gone = Orch("gone", batched=o.batched, ledger=(o.cursor, tuple(e for e in o.finished if e.proven), o.dropped))
+    return [("orchestrator flushes, gives its lease back and ends", d._replace(lease=None), gone)]
+
+
+def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """New lives, new versions, the lease."""
+    found: Successors = []
+    reading = any(replica.reading is not None for replica in o.replicas)
+    quiet = o.sealed is None and not o.due and not reading
+    if rules.follow_new_life and len(d.lives) > o.seen and quiet:
+        flying = [number for replica in o.replicas for number, _, _ in replica.flying]
+        given = o._replace(phase="look", loading=NOTHING, replicas=tuple(r._replace(flying=()) for r in o.replicas))
+        return [("orchestrator notices a new life and cancels what is in flight", d, drop_numbers(given, flying))]
+    healthy = [replica for replica in o.replicas if replica.known < 2]  # as far as the orchestrator knows
+    if o.loading == NOTHING:
+        lives = {life: begun for life, begun in d.history.items() if life < o.seen}
+        newest = rules.newest_version(d.versions, lives)
+        if newest is not None and newest > o.served:
+            announced = newest if rules.announce_before_load else o.announced
+            begun = o._replace(loading=newest, announced=max(o.announced, announced))
+            leased = d if rules.lease_after_load else d._replace(lease=(o.seen - 1, newest))
+            found.append((f"orchestrator announces version {newest}", leased, begun))
+        if healthy and d.lease != (o.seen - 1, o.served):
+            words = f"orchestrator raises its lease to life {o.seen - 1}, version {o.served}"
+            found.append((words, d._replace(lease=(o.seen - 1, o.served)), o))
+    elif healthy and all(replica.version == o.loading and replica.reading is None for replica in healthy):
+        served = o._replace(served=o.loading, announced=max(o.announced, o.loading), loading=NOTHING)
+        found.append((f"orchestrator serves version {o.loading}", d, cancel_stale(served, rules, bounds)))
+    return found
+
+
+# -- episodes ------------------------------------------------------------------------------------------------------------------
+
+
+def episodes(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Start one, finish one."""
+    if o.step >= bounds.steps:
+        return []
+    found: Successors = []
+    flying = sum(len(replica.flying) for replica in o.replicas)
+    opened = sorted(places(o))
+    number = o.pending[0] if o.pending else o.cursor
+    before = opened.index(number) if o.pending else len(opened)
+    plan = rules.planned_step(o.step, before, 1)
+    gate = plan < bounds.steps and rules.may_start(plan, o.served, bounds.async_level)
+    if o.pending and not rules.gate_reissued:
+        gate = True
+    if flying < bounds.concurrent and gate:
+        for index, replica in enumerate(o.replicas):
+            if index and replica == o.replicas[index - 1]:
+                continue
+            if replica.known == 2 or replica.reading is not None or replica.broken:
+                continue
+            found.append(begin_episode(d, o, index, number, bounds, o.step + before))
+    for index, replica in enumerate(o.replicas):
+        if replica.reading is None and not (index and replica == o.replicas[index - 1]):
+            found += [finish(d, o, index, which) for which in range(len(replica.flying))]
+    return found
+
+
+def begin_episode(d: Dir, o: Orch, index: int, number: int, bounds: Bounds, step: int) -> tuple[str, Dir, Orch]:
+    replica = o.replicas[index]
+    bad = replica.known == 0 and replica.version != o.served
+    if not bad and replica.version < step - bounds.async_level:
+        raise Violation(
+            f"episode {number} for step {step} starts on version {replica.version}, async level {bounds.async_level}"
+        )
+    if not bad and not o.served <= replica.version <= o.announced:
+        raise Violation(f"episode {number} starts on version {replica.version}, stamped {o.served} … {o.announced}")
+    changed = put(o, index, replica._replace(flying=tuple(sorted([*replica.flying, (number, o.served, bad)]))))
+    changed = changed._replace(pending=o.pending[1:]) if o.pending else changed._replace(cursor=o.cursor + 1)
+    return (
+        f"episode {number} starts, stamped version {o.served}{', on an engine that was restarted' if bad else ''}",
+        d,
+        changed,
+    )
+
+
+def finish(d: Dir, o: Orch, index: int, which: int) -> tuple[str, Dir, Orch]:
+    replica = o.replicas[index]
+    number, first, bad = replica.flying[which]
+    bad = bad or not replica.version <= o.announced
+    ended = Episode(number, first, o.announced, o.seen - 1, replica.version, replica.life, False, bad)
+    landed = put(o, index, replica._replace(flying=replica.flying[:which] + replica.flying[which + 1 :]))
+    finished = tuple(sorted([*o.finished, ended]))
+    return f"episode {number} finishes, stamped versions {first} … {o.announced}", d, landed._replace(finished=finished)
+
+
+def seal(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """Cut the batch of this step: what is too old is dropped, what is left has been proven."""
+    if o.sealed is not None or o.due or o.step >= bounds.steps:
+        return []
+    if rules.lives_read_at_seal and len(d.lives) > o.seen:
+        return []  # that life is taken up first
+    gone = [episode for episode in o.finished if rules.too_old(o.step, episode.first, bounds.max_off_policy)]
+    if gone:
+        return [(f"orchestrator drops stale episodes {[episode.number for episode in gone]}", d, drop(o, gone))]
+    if not o.finished:
+        return []
+    if rules.prove_before_batch:
+        if wrong := prove(o, rules):
+            return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
+        o = proven(o)
+    chosen = o.finished[0]
+    if o.step - chosen.first > bounds.max_off_policy:
+        raise Violation(f"episode {chosen.number}, sampled by version {chosen.first}, goes into step {o.step}")
+    if chosen.bad:
+        raise Violation(
+            f"episode {chosen.number} goes into step {o.step}, but an engine that served something else sampled it"
+        )
+    if d.given_up(chosen.true_last, chosen.true_life):
+        raise Violation(
+            f"episode {chosen.number} goes into step {o.step}, but version {chosen.true_last} of life {chosen.true_life} is given up"
+        )
+    words = f"orchestrator proves the engines and takes episode {chosen.number} for step {o.step}"
+    return [(words, d, o._replace(sealed=chosen, finished=o.finished[1:]))]
+
+
+def rename(d: Dir, o: Orch) -> tuple[str, Dir, Orch]:
+    assert o.sealed is not None
+    if d.batches != o.step:
+        raise Violation(f"rollouts/step_{o.step} is committed after step_{d.batches - 1}")
+    if o.batched >> o.sealed.number & 1:
+        raise Violation(f"episode {o.sealed.number} is in two batches")
+    changed = o._replace(sealed=None, due=True, step=o.step + 1, batched=o.batched | 1 << o.sealed.number)
+    return f"orchestrator commits rollouts/step_{o.step}", d._replace(batches=d.batches + 1), changed
+
+
+def flush(d: Dir, o: Orch, rules: Rules) -> Successors:
+    if wrong := prove(o, rules):
+        return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
+    flushed = proven(o)
+    return [
+        (
+            "orchestrator proves the engines and commits the ledger",
+            d,
+            flushed._replace(ledger=entry(flushed), due=False),
+        )
+    ]
+
+
+def entry(o: Orch) -> tuple[int, tuple[Episode, ...], int]:
+    """What a flush writes: only proven episodes count as finished."""
+    return o.cursor, tuple(episode for episode in o.finished if episode.proven), o.dropped
+
+
+def cancel_stale(o: Orch, rules: Rules, bounds: Bounds) -> Orch:
+    old = [
+        number
+        for r in o.replicas
+        for number, first, _ in r.flying
+        if rules.too_old(o.step, first, bounds.max_off_policy)
+    ]
+    replicas = tuple(r._replace(flying=tuple(f for f in r.flying if f[0] not in old)) for r in o.replicas)
+    return drop_numbers(o._replace(replicas=replicas), old)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------------
+
+
+def checkpoints(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
+    """The orchestrator's part, the joint manifest, and what is expendable: one durable thing a step."""
+    found: Successors = []
+    for step in rules.joinable(dict(d.parts), d.history):
+        if step in d.joint:
+            continue
+        if step not in d.orch:
+            found.append(
+                (
+                    f"orchestrator commits checkpoints/step_{step}/orchestrator",
+                    d._replace(orch=tuple(sorted([*d.orch, step]))),
+                    o,
+                )
+            )
+        if step in d.orch or not rules.join_needs_both:
+            found.append(
+                (f"orchestrator joins checkpoints/step_{step}", d._replace(joint=tuple(sorted([*d.joint, step]))), o)
+            )
+    for step in expendable(d, rules, bounds):
+        found.append((f"orchestrator removes checkpoints/step_{step}", kept_newest(d, without_checkpoint(d, step)), o))
+    return found
+
+
+def expendable(d: Dir, rules: Rules, bounds: Bounds) -> list[int]:
+    """Complete checkpoints beyond those kept, and parts older than the newest complete one that never found their partner."""
+    gone = rules.expendable_checkpoints(d.joint, bounds.keep_checkpoints, None)
+    alone = [step for step, _ in d.parts if d.joint and step < d.joint[-1] and step not in d.joint]
+    return [*gone, *alone]
+
+
+# Which fields of the directory each kind of action looks at or changes, by phase.
+_LIVES, _FOLLOW, _JOIN = (
+    ("weights", "lives"),
+    ("weights", "lives", "lease"),
+    ("parts", "orch", "joint", "lives", "recovery"),
+)
+_END = (*_JOIN, "done", "stop", "lease")
+ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
+    "dead": [(dead, ("batches",)), (engines, _LIVES)],
+    "start": [(start, ("lease",)), (engines, _LIVES)],
+    "look": [(look, _LIVES), (engines, _LIVES)],
+    "lease": [(lease, ("lease",)), (engines, _LIVES)],
+    "load": [(load, ()), (engines, _LIVES)],
+    "run": [
+        (episodes, ()), (engines, _LIVES), (follow, _FOLLOW), (seal, ("lives",)), (batches, ("batches",)), (over, ("stop",)), (checkpoints, _JOIN),
+    ],
+    "end": [(engines, _LIVES), (follow, _FOLLOW), (checkpoints, _JOIN), (end, _END)],
+    "gone": [],
+}  # fmt: skip

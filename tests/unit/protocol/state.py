@@ -1,0 +1,164 @@
+"""The state of the model: what stands in the run directory, what each process has in memory, and what may differ between runs of the check.
+
+All of it is tuples of small numbers, so that a state can be hashed, compared and interned.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from prime_rl.transport import protocol
+from prime_rl.transport.protocol import Lease
+
+FRESH, RECOVER = -1, -2  # how a process that is started goes on; a number >= 0: from that checkpoint
+NOTHING = -1
+
+
+class Bounds(NamedTuple):
+    """How far the check looks. `crashes` counts kills of any process and kills of the whole run that is then resumed from -1."""
+
+    replicas: int = 1
+    steps: int = 3  # batches 0 … steps-1, versions 0 … steps
+    crashes: int = 1
+    async_level: int = 1
+    max_off_policy: int = 1
+    concurrent: int = 2  # episodes in flight
+    keep: int = 0  # versions kept beyond what is needed
+    interval: int = 2  # of checkpoints
+    recovery_interval: int = 1
+    keep_checkpoints: int = 1
+    drain: bool = True  # the user may ask to stop at any moment
+    killed: str = "TOERW"  # what may be killed: Trainer, Orchestrator, Engine (request fails), engine Restart unnoticed, Whole run
+
+
+class Rules(NamedTuple):
+    """The decisions under check: the functions the processes call, and the order of what they do. A mutant replaces one of them."""
+
+    newest_version: Callable[..., int | None] = protocol.newest_version
+    to_set_aside: Callable[..., list[int]] = protocol.to_set_aside
+    may_batch: Callable[..., bool] = protocol.may_batch
+    may_start: Callable[..., bool] = protocol.may_start
+    planned_step: Callable[..., int] = protocol.planned_step
+    too_old: Callable[..., bool] = protocol.too_old
+    prunable: Callable[..., list[int]] = protocol.prunable
+    first_to_collect: Callable[..., int] = protocol.first_to_collect
+    resume_step: Callable[..., int | None] = protocol.resume_step
+    recovery_step: Callable[..., int] = protocol.recovery_step
+    joinable: Callable[..., list[int]] = protocol.joinable
+    expendable_checkpoints: Callable[..., list[int]] = protocol.expendable_checkpoints
+    first_lease: Callable[..., Lease] = protocol.first_lease
+    lease_to_load: Callable[..., Lease] = protocol.lease_to_load
+    life_before_aside: bool = True
+    lease_before_look: bool = True
+    lease_after_load: bool = True
+    engine_has_a_life: bool = True  # the proof tells a restarted engine from the one that was given the weights
+    load_anew: bool = True  # a new life's version is loaded even if the engine serves one of that number
+    read_is_checked_after: bool = True  # the manifest is read again after the load
+    gate_reissued: bool = True
+    saving_counts_as_kept: bool = True
+    newer_recovery_first: bool = True
+    join_needs_both: bool = True
+    follow_new_life: bool = True
+    launcher_sets_aside: bool = True
+    save_if_none_stands: bool = True
+    fresh_status: bool = True
+    reconcile: bool = True  # at start the ledger is completed from the manifests
+    unflushed_is_issued_again: bool = True
+    prove_before_batch: bool = True
+    prove_before_load: bool = True
+    announce_before_load: bool = True
+    lives_read_at_seal: bool = True
+
+
+class Dir(NamedTuple):
+    """What is committed in the run directory."""
+
+    weights: tuple[int, ...]  # by version: the life that made it, or NOTHING
+    lives: tuple[int, ...] = ()  # by life: its start
+    batches: int = 0  # rollouts/step_0 … step_{batches-1}
+    parts: tuple[tuple[int, int], ...] = ()  # (step, life) of the trainer's parts
+    orch: tuple[int, ...] = ()  # steps with the orchestrator's part
+    joint: tuple[int, ...] = ()  # steps with the joint manifest
+    recovery: tuple[tuple[int, int], ...] = ()  # (step, life)
+    lease: tuple[int, int] | None = None
+    done: int = NOTHING  # the trainer's status says done, after this many updates
+    stop: bool = False  # the user asked to stop
+
+    @property
+    def versions(self) -> dict[int, int]:
+        return {version: life for version, life in enumerate(self.weights) if life != NOTHING}
+
+    @property
+    def history(self) -> dict[int, int]:
+        return dict(enumerate(self.lives))
+
+    @property
+    def held(self) -> Lease | None:
+        return None if self.lease is None else Lease(*self.lease)
+
+    @property
+    def given_up(self) -> Callable[[int, int], bool]:
+        return lambda version, life: not protocol.valid(version, life, self.history)
+
+
+class Trainer(NamedTuple):
+    """phase: dead, found, aside, run, committed, prune, save, end, done."""
+
+    phase: str = "dead"
+    mode: int = FRESH
+    step: int = 0
+    todo: tuple[int, ...] = ()  # versions still to prune
+    saving: int = 0  # N: part N is written in the background; -N: recovery checkpoint N
+
+
+class Replica(NamedTuple):
+    """One engine, as it is and as the orchestrator knows it."""
+
+    version: int = 0
+    life: int = 0
+    known: int = 2  # 1: its last load was proven; 0: restarted since, unnoticed; 2: it must load; 3: it loads for an orchestrator that is dead
+    reading: tuple[int, int] | None = None  # (version, life) of the directory being loaded
+    broken: bool = False  # a load failed and so did going back: paused
+    flying: tuple[tuple[int, int, bool], ...] = ()  # (episode, first, sampled by something else than it says)
+
+
+class Episode(NamedTuple):
+    """A finished episode. The stamps are what the process knows; true_* is what happened."""
+
+    number: int
+    first: int
+    last: int
+    life: int
+    true_last: int
+    true_life: int
+    proven: bool
+    bad: bool
+
+
+Ledger = tuple[int, tuple[Episode, ...], int]  # cursor, finished episodes, bits of dropped ones
+
+
+class Orch(NamedTuple):
+    """The orchestrator, its ledger and the engines. phase: dead, start, look, lease, load, run, end, gone."""
+
+    phase: str = "dead"
+    seen: int = 0  # lives it has taken up
+    step: int = 0
+    served: int = 0
+    announced: int = 0
+    loading: int = NOTHING
+    sealed: Episode | None = None  # decided, not yet renamed
+    due: bool = False  # renamed, not yet in the ledger
+    pending: tuple[int, ...] = ()  # issued, to be started (again)
+    finished: tuple[Episode, ...] = ()
+    cursor: int = 0  # episodes issued so far
+    batched: int = 0  # bits; durable: the manifests
+    dropped: int = 0  # bits
+    ledger: Ledger = (0, (), 0)  # durable
+    replicas: tuple[Replica, ...] = ()
+
+
+class Violation(Exception):
+    """A property does not hold."""
+
+
+Successors = list[tuple[str, Any, Any]]

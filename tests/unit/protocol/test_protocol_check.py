@@ -1,0 +1,103 @@
+"""The protocol between trainer, orchestrator and engines, in all interleavings within bounds (`docs/protocol.md`).
+
+The model decides by the functions of `transport/protocol.py`, which the processes call.
+"""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import prime_rl
+from prime_rl.transport import protocol
+from unit.protocol import orchestrator, trainer
+from unit.protocol.mutants import MUTANTS
+from unit.protocol.search import Search
+from unit.protocol.space import Space
+from unit.protocol.state import Bounds, Dir, Rules
+
+WORLDS = {
+    "synchronous": Bounds(steps=3, crashes=1, async_level=0),
+    "one step ahead": Bounds(steps=3, crashes=1, drain=False),
+    "two steps ahead": Bounds(steps=3, crashes=1, async_level=2, max_off_policy=2, drain=False),
+    "two kills and a drain": Bounds(steps=2, crashes=2),
+    "two engines": Bounds(replicas=2, steps=2, crashes=1),
+    "three engines": Bounds(replicas=3, steps=2, crashes=1, concurrent=1, drain=False),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_every_interleaving_within_the_bounds_keeps_every_property_and_can_end(name):
+    """No read of a pruned version, staleness within its bounds, exactly once, only the present history, no deadlock, a clean end."""
+    outcome = Search(Rules(), WORLDS[name]).run()
+    assert outcome.violation is None, "\n".join([*outcome.trace, outcome.violation])
+    assert outcome.ends > 0
+    assert outcome.states > 10_000  # a model that does nothing keeps every property
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_deliberate_bug_is_found(name):
+    """The check can fail: each wrong decision or order breaks the property that it endangers."""
+    mutant = MUTANTS[name]
+    outcome = Search(mutant.rules, mutant.bounds).run(limit=1_000_000)
+    assert outcome.violation is not None
+    assert mutant.breaks in outcome.violation
+
+
+def test_a_counterexample_is_a_shortest_way_told_in_the_words_of_the_run():
+    """Synchronous training whose plan forgets the groups before: the second episode starts too early, at once."""
+    mutant = MUTANTS["plan-off-by-one"]
+    outcome = Search(mutant.rules, mutant.bounds).run()
+    assert outcome.violation == "episode 1 for step 1 starts on version 0, async level 0"
+    assert outcome.trace[-2:] == ["orchestrator serves version 0 everywhere", "episode 0 starts, stamped version 0"]
+    assert "trainer opens life 0 at step 0" in outcome.trace
+
+
+def test_every_step_looks_only_at_the_fields_that_it_names():
+    """The search works a step out once for all directories that agree in the named fields: a field that is missing there would hide states."""
+    space = Space(Rules(), Bounds(steps=2))
+    seen, frontier = {space.first()}, [space.first()]
+    while frontier and len(seen) < 4_000:
+        frontier = [
+            state
+            for before in frontier
+            for _, state in space.after(before)
+            if state not in seen and not seen.add(state)
+        ]
+    for _, o, t, d in sorted(seen)[::3]:
+        directory = space.dirs.values[d]
+        for actions, process in (
+            (trainer.ACTIONS, space.trainers.values[t]),
+            (orchestrator.ACTIONS, space.orchs.values[o]),
+        ):
+            for action, fields in actions[process.phase]:
+                masked = Dir(weights=())._replace(**{name: getattr(directory, name) for name in fields})
+                full, narrow = (action(view, process, space.rules, space.bounds) for view in (directory, masked))
+                assert [(words, after) for words, _, after in full] == [(words, after) for words, _, after in narrow]
+                for (_, one, _), (_, two, _) in zip(full, narrow, strict=True):
+                    changed = {
+                        name: value
+                        for name, value in zip(Dir._fields, one, strict=True)
+                        if value != getattr(directory, name)
+                    }
+                    assert changed == {
+                        name: value
+                        for name, value in zip(Dir._fields, two, strict=True)
+                        if value != getattr(masked, name)
+                    }
+
+
+def test_every_decision_of_the_protocol_is_called_by_a_process():
+    """What is checked is what runs: a function that only the model calls would prove nothing."""
+    called = set()
+    for path in Path(prime_rl.__file__).parent.rglob("*.py"):
+        if path.name != "protocol.py":
+            called |= {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+    decisions = {
+        name
+        for name, found in vars(protocol).items()
+        if inspect.isfunction(found) and found.__module__ == protocol.__name__
+    }
+    internal = {"valid_versions", "current_life", "valid", "serve_floor"}  # called by the others
+    assert decisions - internal <= called

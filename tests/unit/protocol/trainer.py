@@ -1,0 +1,193 @@
+"""The trainer's atomic steps: each durable thing it does is one. `ACTIONS` says what it may do next, and by which fields of the directory."""
+
+from collections.abc import Callable
+
+from prime_rl.transport.protocol import valid
+
+from .state import FRESH, NOTHING, RECOVER, Bounds, Dir, Rules, Successors, Trainer, Violation
+
+
+def dead(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    if d.done != NOTHING:
+        return []
+    step = t.mode
+    if t.mode == FRESH:
+        step = 0
+    elif t.mode == RECOVER:
+        step = max(rules.recovery_step(dict(saved), d.history) for saved in (d.recovery, d.parts))
+    elif step not in dict(d.parts):
+        raise Violation(f"the trainer cannot resume: checkpoints/step_{step}/trainer is gone")
+    phase = "found" if rules.life_before_aside else "aside"
+    return [(f"trainer starts and reads the state of step {step}", d, Trainer(phase, t.mode, step))]
+
+
+def found(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    if t.step and t.step not in {*dict(d.parts), *dict(d.recovery)}:
+        raise Violation(f"the state of step {t.step} was removed while the trainer read it")
+    words = f"trainer opens life {len(d.lives)} at step {t.step}"
+    opened = d._replace(lives=(*d.lives, t.step))
+    if rules.life_before_aside:
+        return [(words, opened, t._replace(phase="aside"))]
+    weights = d.weights if d.weights[t.step] != NOTHING else _with(d.weights, t.step, len(d.lives))
+    return [(words, opened._replace(weights=weights), t._replace(phase="run", mode=RECOVER))]
+
+
+def aside(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    """One thing of the given-up lives after the other is set aside, then the start version is committed."""
+    lives = d.history if rules.life_before_aside else d.history | {len(d.lives): t.step}
+    for version in rules.to_set_aside(d.versions, lives):
+        return [
+            (f"trainer sets weights/step_{version} aside", d._replace(weights=_with(d.weights, version, NOTHING)), t)
+        ]
+    for step, _ in d.parts:
+        if step > t.step:
+            return [(f"trainer sets checkpoints/step_{step} aside", without_checkpoint(d, step), t)]
+    for step, life in d.recovery:
+        if step > t.step:
+            kept = tuple(entry for entry in d.recovery if entry != (step, life))
+            return [(f"trainer removes recovery/step_{step} of a given-up life", d._replace(recovery=kept), t)]
+    if not rules.life_before_aside:
+        return found(d, t, rules, bounds)
+    ready = t._replace(phase="run", mode=RECOVER)
+    if d.weights[t.step] == NOTHING:
+        words = f"trainer commits weights/step_{t.step}, its start"
+        return [(words, d._replace(weights=_with(d.weights, t.step, len(d.lives) - 1)), ready)]
+    return [("trainer is ready", d, ready)]
+
+
+def run(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    if t.step >= bounds.steps:
+        return [("trainer has made its last step", d, t._replace(phase="end"))]
+    found: Successors = []
+    if d.stop:
+        found.append(("trainer hears the request to stop", d, t._replace(phase="end")))
+    if d.batches > t.step:
+        version, life = t.step + 1, len(d.lives) - 1
+        if d.weights[version] != NOTHING:
+            raise Violation(f"weights/step_{version} is committed already")
+        words = f"trainer trains rollouts/step_{t.step} and commits weights/step_{version}"
+        found.append(
+            (words, d._replace(weights=_with(d.weights, version, life)), t._replace(phase="committed", step=version))
+        )
+    return found
+
+
+def committed(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    """What to prune is decided once, by the lease of this moment; then one version after the other goes."""
+    saving = [t.saving] if t.saving > 0 and rules.saving_counts_as_kept else []
+    todo = rules.prunable(
+        d.versions, d.history, lease=d.held, async_level=bounds.async_level, keep=bounds.keep,
+        checkpoints=[*dict(d.parts), *saving],
+    )  # fmt: skip
+    return [
+        (
+            f"trainer looks what to prune: {todo or 'nothing'}",
+            d,
+            t._replace(phase="prune" if todo else "save", todo=tuple(todo)),
+        )
+    ]
+
+
+def prune(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    version, *rest = t.todo
+    for step in [*joint_steps(d), *([t.saving] if t.saving > 0 else [])]:
+        if step - bounds.async_level <= version <= step:
+            raise Violation(f"weights/step_{version} is pruned, which checkpoints/step_{step} needs")
+    after = t._replace(phase="prune" if rest else "save", todo=tuple(rest))
+    return [(f"trainer prunes weights/step_{version}", d._replace(weights=_with(d.weights, version, NOTHING)), after)]
+
+
+def save(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    """A save copies the state and is written in the background; the next one waits for it."""
+    kind = 0
+    if t.step % bounds.interval == 0:
+        kind = 1
+    elif t.step % bounds.recovery_interval == 0:
+        kind = -1
+    if kind and t.saving:
+        return []
+    name = {1: f"checkpoints/step_{t.step}", -1: f"recovery/step_{t.step}"}
+    words = f"trainer copies the state for {name[kind]}" if kind else "trainer goes on"
+    removed = d
+    if kind < 0 and not rules.newer_recovery_first:
+        removed = kept_newest(d, d._replace(recovery=()))
+    return [(words, removed, t._replace(phase="run", saving=kind * t.step))]
+
+
+def end(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    if t.saving:
+        return []
+    stands = t.step in dict(d.parts)
+    if not rules.save_if_none_stands:
+        stands = stands or t.step == d.lives[-1]
+    if t.step and not stands:
+        return [(f"trainer copies the state for checkpoints/step_{t.step}", d, t._replace(saving=t.step))]
+    return [(f"trainer is done after {t.step} updates", d._replace(done=t.step), t._replace(phase="done"))]
+
+
+def background(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
+    """The writer of saved states, beside the loop."""
+    life = len(d.lives) - 1
+    if t.saving > 0:
+        if t.saving in dict(d.parts):
+            raise Violation(f"checkpoints/step_{t.saving}/trainer is committed already")
+        parts = tuple(sorted([*d.parts, (t.saving, life)]))
+        return [(f"trainer commits checkpoints/step_{t.saving}/trainer", d._replace(parts=parts), t._replace(saving=0))]
+    if t.saving < 0:
+        if -t.saving in dict(d.recovery):
+            raise Violation(f"recovery/step_{-t.saving} is committed already")
+        recovery = tuple(sorted([*d.recovery, (-t.saving, life)]))
+        return [(f"trainer commits recovery/step_{-t.saving}", d._replace(recovery=recovery), t._replace(saving=0))]
+    if len(d.recovery) > 1 and t.phase not in ("dead", "found", "aside", "done"):
+        removed = kept_newest(d, d._replace(recovery=d.recovery[1:]))
+        return [(f"trainer removes recovery/step_{d.recovery[0][0]}", removed, t)]
+    return []
+
+
+def killed(t: Trainer) -> Trainer:
+    """What is left of a trainer that is killed: how its supervisor starts it again. `--recover` follows once it had been ready."""
+    return Trainer(mode=t.mode)
+
+
+def joint_steps(d: Dir) -> list[int]:
+    """Checkpoints that can be resumed."""
+    parts = dict(d.parts)
+    return [step for step in d.joint if step in parts and valid(step, parts[step], d.history)]
+
+
+def without_checkpoint(d: Dir, step: int) -> Dir:
+    """`checkpoints/step_N` is renamed or removed with everything in it."""
+    return d._replace(
+        parts=tuple(entry for entry in d.parts if entry[0] != step),
+        orch=tuple(other for other in d.orch if other != step),
+        joint=tuple(other for other in d.joint if other != step),
+    )
+
+
+def kept_newest(before: Dir, after: Dir) -> Dir:
+    """`after`, from which something was removed: never the newest state from which the trainer could be started again."""
+    newest = [
+        max((s for s, e in (*d.parts, *d.recovery) if valid(s, e, d.history)), default=0) for d in (before, after)
+    ]
+    if newest[1] < newest[0]:
+        raise Violation(f"the newest saved state, of step {newest[0]}, is removed before a newer one is committed")
+    return after
+
+
+def _with(weights: tuple[int, ...], version: int, life: int) -> tuple[int, ...]:
+    return (*weights[:version], life, *weights[version + 1 :])
+
+
+_STATES = ("parts", "recovery", "lives")
+_BACKGROUND = (background, _STATES)
+ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
+    "dead": [(dead, (*_STATES, "done"))],
+    "found": [(found, (*_STATES, "weights"))],
+    "aside": [(aside, (*_STATES, "weights", "orch", "joint"))],
+    "run": [(run, ("weights", "lives", "batches", "stop")), _BACKGROUND],
+    "committed": [(committed, ("weights", "lives", "lease", "parts")), _BACKGROUND],
+    "prune": [(prune, ("weights", "lives", "parts", "joint")), _BACKGROUND],
+    "save": [(save, _STATES), _BACKGROUND],
+    "end": [(end, ("parts", "lives", "done")), _BACKGROUND],
+    "done": [],
+}
