@@ -421,9 +421,14 @@ class Orchestrator:
         if self.config.ckpt is None:
             return
 
+        sign_of_life = time.time()
+
         def ended() -> bool:
+            nonlocal sign_of_life
             trainer = read_status(self.config.output_dir).get("trainer")
-            return trainer is None or trainer.outcome is not None or time.time() - trainer.heartbeat > _GONE_SECONDS
+            if trainer is not None:  # else it is being started again
+                sign_of_life = max(sign_of_life, trainer.heartbeat)
+            return (trainer is not None and trainer.outcome is not None) or time.time() - sign_of_life > _GONE_SECONDS
 
         subject, seconds = "end of its last checkpoint", self.config.weights_timeout
         await wait_async(
