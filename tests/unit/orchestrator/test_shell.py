@@ -6,7 +6,7 @@ import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.monitor import read_metrics
+from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.commit import list_steps
 from support.scripted import World, has_batch, until
@@ -63,14 +63,15 @@ async def test_a_silent_restart_is_noticed_before_the_batch_is_committed(tmp_pat
 
 async def test_a_server_that_was_started_again_just_before_an_update_is_found_out(tmp_path):
     """It serves the newer version as asked, but what finished before was its base model's: the life that it names tells."""
-    world = World(tmp_path, async_level=1)
+    world = World(tmp_path, async_level=1, max_concurrent=1)
     restarted = []
 
     def restart(episode: str, version: int) -> Outcome | None:
-        if version == 1 and not restarted:
+        if version == 1 and episode.startswith("2.0") and not restarted:
             restarted.append(episode)
             world.engine.base()
             world.trainer.commit(2)
+            world.pool.seconds = 0.4  # the group's other episode ends after the update
         return None
 
     world.pool.before = restart
@@ -146,6 +147,7 @@ async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_pa
     for version in (3, 4):
         await asyncio.sleep(0.2)
         world.trainer.commit(version, life=1)
+    Status(tmp_path, "trainer").done("finished")  # else its last checkpoint is waited for
     async with asyncio.timeout(20):
         await run
     assert world.engine.updates[-1] == (4, 1)
