@@ -33,6 +33,7 @@ from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 
 _FRESH_SECONDS = 30.0  # of a heartbeat on another host
+_RECENT_SECONDS = 600.0  # a restart before that belongs to another story
 _TAIL_BYTES = 1 << 16
 _ERRORS_SHOWN = 2
 _ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: ")
@@ -149,9 +150,10 @@ def _settings(run: Path) -> dict[str, Any]:
 
 
 def _restarts(run: Path) -> dict[str, RestartFacts]:
-    """The last restart of each process."""
+    """The last restart of each process, where it explains what is seen now."""
     rows = [json.loads(line) for line in _lines(run / "logs" / "restarts.jsonl") if line.endswith("}")]
-    return {row["process"]: RestartFacts(row["time"] + row["after"], row["reason"]) for row in rows}
+    recent = [row for row in rows if time.time() - row["time"] < _RECENT_SECONDS]
+    return {row["process"]: RestartFacts(row["time"] + row["after"], row["reason"]) for row in recent}
 
 
 def _errors(log: Path) -> list[str]:
