@@ -153,6 +153,8 @@ class JointCheckpoints:
         self.rollouts = output_dir / "rollouts"
         self._keep = ckpt.keep if ckpt is not None else None
         self._keep_interval = ckpt.keep_interval if ckpt is not None else None
+        # The trainer may be reading it, while a later one that it is about to give up still stands.
+        self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
         self._hopeless: set[int] = set()
 
     def clean(self) -> None:
@@ -172,7 +174,7 @@ class JointCheckpoints:
         """
         joined = [step for step in self._waiting(lives) if self._join(step)]
         if joined:
-            checkpoints.remove_expendable(self.root, self._keep, self._keep_interval)
+            checkpoints.remove_expendable(self.root, self._keep, self._keep_interval, self._resumed)
         return joined
 
     def _waiting(self, lives: Mapping[int, int]) -> list[int]:

@@ -131,7 +131,7 @@ def remove_expendable(
     """Remove complete checkpoints beyond `keep`, and parts older than the newest complete one that never found their partner.
 
     Args:
-        in_progress: Steps that are being saved.
+        in_progress: Steps that are being saved, or resumed from.
 
     Returns:
         The steps that were removed.
@@ -142,8 +142,9 @@ def remove_expendable(
         gone += [
             step
             for step in list_steps(root)
-            if step < complete[-1] and step not in complete and step not in in_progress and not _foreign(root, step)
+            if step < complete[-1] and step not in complete and not _foreign(root, step)
         ]
+    gone = [step for step in gone if step not in in_progress]
     for step in gone:
         remove(root, step)
     return sorted(gone)

@@ -192,3 +192,13 @@ def test_metrics_that_a_crash_kept_from_being_logged_are_found(tmp_path):
         commit_batch(tmp_path, step, step + 1, metrics={"reward/mean": float(step)})
     logged = {0: {"step": 0, "reward/mean": 0.0}, 1: {"step": 1, "eval/env/reward/mean": 0.5}}
     assert missing_rows(tmp_path / "rollouts", logged) == {1: {"reward/mean": 1.0}, 2: {"reward/mean": 2.0}}
+
+
+def test_the_checkpoint_that_is_resumed_from_is_not_removed(tmp_path):
+    """A part of a life that is about to be given up may be joined before the trainer has begun its new one."""
+    for step in (0, 1):
+        commit_batch(tmp_path, step, step + 1)
+    commit_checkpoint(tmp_path, 1)
+    commit_trainer_part(tmp_path, 2)
+    assert JointCheckpoints(tmp_path, CkptConfig(keep=1, resume_step=1)).join({}) == [2]
+    assert checkpoints.complete_steps(tmp_path / "checkpoints") == [1, 2]
