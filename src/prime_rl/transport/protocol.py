@@ -135,15 +135,6 @@ def lease_to_load(held: Lease, life: int, version: int) -> Lease:
     return Lease(life, min(held.version, version))
 
 
-def recovery_step(saved: Mapping[int, int], lives: Mapping[int, int]) -> int:
-    """Where a trainer that is started again goes on: the newest saved state of the present history, 0 without one.
-
-    Args:
-        saved: Steps of its parts (joined or not) and recovery checkpoints that can be read, and the life that saved each.
-    """
-    return max((step for step, life in saved.items() if valid(step, life, lives)), default=0)
-
-
 def joinable(parts: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
     """Trainer parts (step: life that saved it) that may become joint checkpoints, ascending: those of the present history."""
     return sorted(step for step, life in parts.items() if valid(step, life, lives))

@@ -97,6 +97,10 @@ MUTANTS = {
         "finished episodes of a given-up life are kept",
         Rules(may_batch=lambda first, last, life, lives: True), SMALL, "given up",
     ),
+    "old-version-kept": Mutant(
+        "what is served is gone on with, though the new life gave it up",
+        Rules(may_stay=lambda first, last, life, lives: True), SMALL, "which an engine has to load",
+    ),
     "lives-not-read-at-cut": Mutant(
         "a batch is cut by the lives that were read before",
         Rules(lives_read_at_seal=False), SMALL, "given up",
@@ -131,7 +135,7 @@ MUTANTS = {
     ),
     "unproven-load": Mutant(
         "an engine is given a new life's version without a proof of what it served before",
-        Rules(prove_before_load=False), Bounds(steps=2, crashes=2, killed="TR"), "something else",
+        Rules(prove_before_load=False), Bounds(steps=3, crashes=2, concurrent=1, drain=False, killed="TR"), "something else",
     ),
     "announced-late": Mutant(
         "a new version is announced after the load instead of before",

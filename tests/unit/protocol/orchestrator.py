@@ -36,7 +36,7 @@ def start(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 def look(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """Take up the trainer's newest life once the version it began from stands; what is not of its history any more is dropped."""
-    if not d.lives or d.weights[d.lives[-1]] == NOTHING:
+    if not d.lives:
         return []
     if rules.prove_before_load and (wrong := prove(o, rules)):
         return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
@@ -106,15 +106,28 @@ def end(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     return [("orchestrator flushes, gives its lease back and ends", d._replace(lease=None), gone)]
 
 
+def take_up(d: Dir, o: Orch, rules: Rules) -> tuple[str, Dir, Orch]:
+    """A newer life: what it gave up is dropped or cancelled. If what is served still belongs to the history it is gone on with, else one goes back."""
+    life, lives = o.seen - 1, d.history
+    gone = [episode for episode in o.finished if not rules.may_batch(episode.first, episode.last, episode.life, lives)]
+    flying = [n for r in o.replicas for n, first, _ in r.flying if not rules.may_stay(first, o.announced, life, lives)]
+    replicas = tuple(r._replace(flying=tuple(f for f in r.flying if f[0] not in flying)) for r in o.replicas)
+    left = drop_numbers(drop(o, gone), flying)._replace(replicas=replicas)
+    if rules.may_stay(o.served, o.announced, life, lives):
+        words = f"orchestrator takes up life {len(lives) - 1} and stays on version {o.served}"
+        return words, d._replace(lease=(len(lives) - 1, o.served)), left._replace(seen=len(lives))
+    cancelled = [number for replica in left.replicas for number, _, _ in replica.flying]
+    back = left._replace(phase="look", loading=NOTHING, replicas=tuple(r._replace(flying=()) for r in left.replicas))
+    return "orchestrator notices a new life and has to go back", d, drop_numbers(back, cancelled)
+
+
 def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """New lives, new versions, the lease."""
     found: Successors = []
     reading = any(replica.reading is not None for replica in o.replicas)
     quiet = o.sealed is None and not o.due and not reading
     if rules.follow_new_life and len(d.lives) > o.seen and quiet:
-        flying = [number for replica in o.replicas for number, _, _ in replica.flying]
-        given = o._replace(phase="look", loading=NOTHING, replicas=tuple(r._replace(flying=()) for r in o.replicas))
-        return [("orchestrator notices a new life and cancels what is in flight", d, drop_numbers(given, flying))]
+        return [take_up(d, o, rules)]
     healthy = [replica for replica in o.replicas if replica.known < 2]  # as far as the orchestrator knows
     if o.loading == NOTHING:
         lives = {life: begun for life, begun in d.history.items() if life < o.seen}

@@ -36,13 +36,13 @@ class Rules(NamedTuple):
     newest_version: Callable[..., int | None] = protocol.newest_version
     to_set_aside: Callable[..., list[int]] = protocol.to_set_aside
     may_batch: Callable[..., bool] = protocol.may_batch
+    may_stay: Callable[..., bool] = protocol.may_batch  # on what is served, when a new life began
     may_start: Callable[..., bool] = protocol.may_start
     planned_step: Callable[..., int] = protocol.planned_step
     too_old: Callable[..., bool] = protocol.too_old
     prunable: Callable[..., list[int]] = protocol.prunable
     first_to_collect: Callable[..., int] = protocol.first_to_collect
     resume_step: Callable[..., int | None] = protocol.resume_step
-    recovery_step: Callable[..., int] = protocol.recovery_step
     joinable: Callable[..., list[int]] = protocol.joinable
     expendable_checkpoints: Callable[..., list[int]] = protocol.expendable_checkpoints
     first_lease: Callable[..., Lease] = protocol.first_lease

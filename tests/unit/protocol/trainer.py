@@ -14,7 +14,7 @@ def dead(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     if t.mode == FRESH:
         step = 0
     elif t.mode == RECOVER:
-        step = max(rules.recovery_step(dict(saved), d.history) for saved in (d.recovery, d.parts))
+        step = max((saved for saved, life in (*d.recovery, *d.parts) if valid(saved, life, d.history)), default=0)
     elif step not in dict(d.parts):
         raise Violation(f"the trainer cannot resume: checkpoints/step_{step}/trainer is gone")
     phase = "found" if rules.life_before_aside else "aside"
