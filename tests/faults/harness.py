@@ -142,20 +142,21 @@ class ServedWatcher:
 
     def __init__(self, port: int) -> None:
         self.last: dict[str, Any] = {"version": None, "hash": ""}
-        self._url = f"http://127.0.0.1:{port}/weights"
+        # A client of its own each time would load the system's certificates each time.
+        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=2, trust_env=False, verify=False)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="served watcher", daemon=True)
 
     def look(self) -> None:
         try:
-            answer = httpx.get(self._url, timeout=2, trust_env=False)
+            answer = self._client.get("/weights")
         except httpx.TransportError:
             return
         if answer.is_success:
             self.last = answer.json()
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.2):
+        while not self._ended.wait(0.5):
             self.look()
 
     def __enter__(self) -> Self:
@@ -167,6 +168,7 @@ class ServedWatcher:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        self._client.close()
 
 
 def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Result:
