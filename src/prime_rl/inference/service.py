@@ -269,6 +269,9 @@ class WeightService:
     async def _load(self, directory: Path, identity: dict[str, Any]) -> None:
         async with asyncio.timeout(LOAD_SECONDS):
             await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
+            # A new life of the trainer may have set the directory aside, or made it again, since its tensors were hashed.
+            if directory != self._base and (await _read(weights_manifest, directory)).hash != identity["hash"]:
+                raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
 
     async def _restore(self, cause: Exception) -> None:

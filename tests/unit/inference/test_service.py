@@ -17,7 +17,7 @@ from prime_rl import faults
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import Places, Refused, Served, WeightService, check_fit
 from prime_rl.monitor.status import Status, read_status
-from prime_rl.transport.commit import stage
+from prime_rl.transport.commit import prune, stage
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
 
 
@@ -104,6 +104,32 @@ async def test_a_failed_load_is_undone(base: Path, tmp_path: Path) -> None:
         await service.update(str(commit(root, 1)), 1)
     assert error.value.status == 400
     assert engine.calls == [("pause", "keep", True), "prime_load", "prime_restore", "resume"]
+    assert await service.served() == before
+
+
+@pytest.mark.parametrize("anew", [False, True])
+async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
+    base: Path, tmp_path: Path, anew: bool
+) -> None:
+    """Contract: what was hashed is what was loaded, even where a new life of the trainer sets the version aside or commits it anew."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    before, directory = await service.served(), commit(root, 1)
+    engine.gate = asyncio.Event()
+    update = asyncio.create_task(service.update(str(directory), 1))
+    async with asyncio.timeout(10):
+        while "prime_load" not in engine.calls:
+            await asyncio.sleep(0.01)
+    prune(directory)
+    if anew:
+        extra: dict[str, Any] = {}
+        with stage(directory, step=1, producer="trainer", extra=extra) as tmp:
+            write_tensor(tmp, 7)
+            extra |= manifest_extra(1, 1, hash_directory(tmp))
+    engine.gate.set()
+    with pytest.raises(Refused, match="could not be loaded"):
+        await update
+    assert "prime_commit" not in engine.calls
     assert await service.served() == before
 
 
