@@ -1,11 +1,13 @@
 """The trainer as real processes: several ranks, signals, bad input."""
 
+import json
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -15,7 +17,9 @@ from safetensors.torch import load_file
 from prime_rl.config import TrainerConfig
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.transport.commit import list_steps
+from prime_rl.transport.checkpoints import complete_steps
+from prime_rl.transport.commit import list_steps, verify
+from prime_rl.transport.lives import read_lives
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 from support.processes import REPOSITORY, Command
@@ -33,11 +37,10 @@ def write_config(output_dir: Path, model: Path, /, **settings: object) -> Path:
     return path
 
 
-def torchrun(ranks: int, config: Path, log: Path) -> Command:
+def torchrun(ranks: int, config: Path, log: Path, env: dict[str, str] | None = None) -> Command:
     rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0")
-    return Command(
-        "torchrun", "--nproc-per-node", ranks, *rendezvous, TRAIN, "@", config, log=log, module="torch.distributed.run"
-    )
+    arguments = ("--nproc-per-node", ranks, *rendezvous, TRAIN, "@", config)
+    return Command("torchrun", *arguments, log=log, module="torch.distributed.run", env=env)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -90,6 +93,77 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
     run_training(support.make_config(two, tied_model, max_steps=3, async_level=3, ckpt={"resume_step": 2}))
     assert weights_manifest(two / "weights" / "step_3").incarnation == 1
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
+
+
+def test_killed_again_and_again(
+    run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path
+) -> None:
+    """SIGKILL while a life is opened and while each kind of directory is committed: started again each time with --recover, the trainer ends
+    with the very bytes of one that was never killed."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    settings: dict[str, Any] = {"max_steps": 3, "weights": {"keep": "None"}}
+    for directory in (whole, killed):
+        support.write_rollouts(directory, 3)
+    run_training(support.make_config(whole, tied_model, max_steps=3, weights={"keep": None}))
+    points = ("rename:weights/step_1", "renamed:recovery/step_1", "rename:checkpoints/step_2/trainer", "life:3")
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"point": point, "process": "trainer", "do": "kill"} for point in points]))
+    config = write_config(killed, tied_model, ckpt={"interval": 2, "save_async": True}, recovery_interval=1, **settings)
+    env = {"PRIMERL_FAULTS": str(plan)}
+    for number in range(len(points) + 1):
+        recover = ["--recover"] if number else []
+        with Command("trainer", "@", config, *recover, log=killed / "log", env=env) as command:
+            status = command.wait(SECONDS)
+        assert status == (0 if number == len(points) else -signal.SIGKILL), command.tail()
+    assert read_lives(killed) == {0: 0, 1: 0, 2: 1, 3: 1}
+    for version in (1, 2, 3):
+        hashes = [weights_manifest(run / "weights" / f"step_{version}").hash for run in (whole, killed)]
+        assert hashes[0] == hashes[1], version
+    assert complete_steps(killed / "checkpoints") == [2, 3]
+    rows = [read_metrics(metrics_path(run, "trainer")) for run in (whole, killed)]
+    assert [row["loss/mean"] for row in rows[0]] == [row["loss/mean"] for row in rows[1]]
+
+
+def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> None:
+    """Checkpoints of two ranks written beside the loop are whole; each rank tells that it lives; one rank recovers what two have left."""
+    support.write_rollouts(tmp_path, 3)
+    settings: dict[str, Any] = {"ckpt": {"interval": 2, "save_async": True}, "recovery_interval": 1, "async_level": 3}
+    with torchrun(2, write_config(tmp_path, tied_model, **settings), tmp_path / "log") as command:
+        wait_until(lambda: waits_for_step(tmp_path, 3), f"the wait for the fourth batch\n{command.tail()}")
+        wait_until(lambda: list_steps(tmp_path / "recovery") == [3], "the recovery checkpoint of step 3")
+        ranks = read_status(tmp_path)
+        assert ranks.keys() == {"trainer", "trainer.1"}
+        assert ranks["trainer.1"].ready is not None
+        assert ranks["trainer.1"].waiting is not None
+        os.kill(ranks["trainer.1"].pid, signal.SIGKILL)
+        assert command.wait(SECONDS) != 0
+    for directory in (tmp_path / "checkpoints" / "step_2" / "trainer", tmp_path / "recovery" / "step_3"):
+        assert verify(directory).extra["ranks"] == 2
+    verify_weights(tmp_path / "weights" / "step_3")
+    support.write_rollouts(tmp_path / "more", 4)
+    (tmp_path / "more" / "rollouts" / "step_3").rename(tmp_path / "rollouts" / "step_3")
+    config = write_config(tmp_path, tied_model, max_steps=4, **settings)
+    with Command("trainer", "@", config, "--recover", log=tmp_path / "log") as command:
+        command.succeed(SECONDS)
+    assert read_lives(tmp_path) == {0: 0, 1: 3}
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4]
+    assert [int(row["step"]) for row in read_metrics(metrics_path(tmp_path, "trainer"))] == [0, 1, 2, 3]
+    assert read_status(tmp_path).keys() == {"trainer"}
+
+
+def test_disk_full_in_the_background_of_two_ranks(tied_model: Path, tmp_path: Path) -> None:
+    """Both ranks end at the same step with the one line that says why."""
+    support.write_rollouts(tmp_path, 40)
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps([{"point": "write:checkpoints/step_1/*", "process": "trainer", "do": "enospc"}]))
+    config = write_config(tmp_path, tied_model, max_steps=40, ckpt={"interval": 1, "save_async": True})
+    with torchrun(2, config, tmp_path / "log", env={"PRIMERL_FAULTS": str(plan)}) as command:
+        assert command.wait(SECONDS) != 0
+    text = (tmp_path / "log").read_text()
+    (line,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    assert "disk full while writing" in line
+    assert {status.outcome for status in read_status(tmp_path).values()} == {line.replace("error", "failed", 1)}
+    assert not list((tmp_path / "checkpoints").glob("step_*/trainer"))
 
 
 def waits_for_step(output_dir: Path, step: int) -> bool:
