@@ -132,16 +132,20 @@ def test_repeatable_and_seeded(run: Run, tied_model: Path, dataset: Path, tmp_pa
     assert hash_of(tmp_path / "a", 3) == hash_of(tmp_path / "b", 3) != hash_of(tmp_path / "c", 3)
 
 
-def test_resume_is_bit_exact(run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save_async", [False, True], ids=["in the loop", "in the background"])
+def test_resume_is_bit_exact(save_async: bool, run: Run, tied_model: Path, dataset: Path, tmp_path: Path) -> None:
     """A run cut into two, over the end of an epoch, gives the weights and the losses of an undivided one; every checkpoint has its weights."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     data = {"batch_size": 12}  # some 19 rows a step: the second epoch begins in step 2
     run(make_config(whole, tied_model, dataset, data, max_steps=4))
-    run(make_config(parts, tied_model, dataset, data, max_steps=3, ckpt={"interval": 1}))
+    ckpt = {"interval": 1, "save_async": save_async}
+    run(make_config(parts, tied_model, dataset, data, max_steps=3, ckpt=ckpt))
     assert list_steps(parts / "weights") == [0, 1, 2, 3]
     assert metrics(parts)[-1]["progress/total_samples"] > len(ROWS)
-    run(make_config(parts, tied_model, dataset, data, max_steps=4, ckpt={"interval": 1, "resume_step": 2}))
+    run(make_config(parts, tied_model, dataset, data, max_steps=4, ckpt={**ckpt, "resume_step": 2}))
     assert hash_of(parts, 4) == hash_of(whole, 4)
+    assert complete_steps(parts / "checkpoints") == [1, 2, 3, 4]
+    assert (parts / "checkpoints" / "given_up_1_step_3").is_dir()
     for a, b in zip(metrics(whole), metrics(parts), strict=True):
         assert (a["loss/mean"], a["progress/total_samples"]) == (b["loss/mean"], b["progress/total_samples"])
 
