@@ -9,6 +9,7 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_environment, check_model
 from prime_rl.monitor import log
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
+from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import agree
 
 
@@ -20,7 +21,7 @@ def main() -> None:
     log.setup(config.log.level, "orchestrator")
     try:
         run(config)
-    except UserError as error:
+    except (UserError, CommitError) as error:
         sys.exit(f"error: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)

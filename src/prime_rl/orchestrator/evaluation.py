@@ -82,21 +82,26 @@ class Evaluations:
         serving = self._serving
         for _ in range(_ATTEMPTS):
             async with serving.lock:
-                version, loads = serving.core.version, serving.loads
-                self._last = max(self._last, version)
+                version = serving.core.version
                 reports = [
                     await self._run_plan(plan, version)
                     for plan in self._plans
                     if (plan.env, version) not in self._logged
                 ]
-                if await serving.policy.proven() and serving.loads == loads:
+                proven = await serving.policy.proven()
+                async with serving.shipping:
+                    serving.notice_life()
+                if serving.core.must_go_back:
+                    return  # the version was given up meanwhile
+                if proven:
                     for report in reports:
                         self._log(report)
+                    self._last = max(self._last, version)
                     return
             logger.warning("the server was lost during the evaluation of version %d: it is made again", version)
             await serving.brought_back()
             if serving.core.must_go_back:
-                return  # the version was given up meanwhile
+                return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
     async def _run_plan(self, plan: EvalPlan, version: int) -> EvalReport:

@@ -28,7 +28,7 @@ from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
 from prime_rl.orchestrator.tasks import task_stream
-from prime_rl.transport.commit import clean_stages
+from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.protocol import Life
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.wait import WaitTimeout, wait_async
@@ -404,37 +404,41 @@ class Orchestrator:
         if self.journal is None:
             return
         self.journal.check(self.core)
-        # For the final evaluation, and for whoever uses a server that stays up. A resumed run may have batches beyond its end.
-        last = min(self.core.step, self.config.max_steps or self.core.step)
-        while self.core.version < last and not self.stopping:
-            await self._next_event()
-        if not self.stopping and self.evaluations.due_at_end(self.core.version):
-            await self.evaluations.run()
-        await _end(self._take_running())
-        await self._last_checkpoint()
+        ended = False
+        while not ended:  # `_next_event` and `_trainer_end` have deadlines
+            while not (self.stopping or self._served_to_the_end):
+                await self._next_event()
+            if not self.stopping and self.evaluations.due_at_end(self.core.version):
+                await self.evaluations.run()
+            await _end(self._take_running())
+            await self._trainer_end()
+            ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new life meanwhile
         await self._write_books(last=True)
         self.journal.check(self.core)
         self.serving.policy.release()
 
-    async def _last_checkpoint(self) -> None:
-        """The trainer saves once more at its end; its part is joined before this process goes."""
-        if self.config.ckpt is None:
-            return
+    @property
+    def _served_to_the_end(self) -> bool:
+        """Whether the last version is served: for the final evaluation, and for whoever uses a server that stays up."""
+        last = min(self.core.step, self.config.max_steps or self.core.step)  # there may be batches beyond the end
+        return self.core.version >= last and not self.core.must_go_back
 
-        sign_of_life = time.time()
+    async def _trainer_end(self) -> None:
+        """Wait for the trainer's last word: it saves once more at its end, and its part is joined before this process goes."""
 
         def ended() -> bool:
-            nonlocal sign_of_life
             trainer = read_status(self.config.output_dir).get("trainer")
-            if trainer is not None:  # else it is being started again
-                sign_of_life = max(sign_of_life, trainer.heartbeat)
-            return (trainer is not None and trainer.outcome is not None) or time.time() - sign_of_life > _GONE_SECONDS
+            if trainer is None or time.time() - trainer.heartbeat > _GONE_SECONDS:
+                return True
+            return trainer.outcome in ("finished", "stopped")  # one that failed may be started again
 
-        subject, seconds = "end of its last checkpoint", self.config.weights_timeout
-        await wait_async(
-            ended, subject=subject, owner="trainer", seconds=seconds,
-            on_wait=lambda _: self.status.waiting(subject, "trainer", seconds),
-        )  # fmt: skip
+        def tell(waited: float) -> None:
+            self.status.waiting(subject, "trainer", seconds)
+            if self._failure is not None:
+                raise self._failure
+
+        subject, seconds = "last word", self.config.weights_timeout
+        await wait_async(ended, subject=subject, owner="trainer", seconds=seconds, on_wait=tell)
 
 
 async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:
@@ -461,7 +465,7 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
         status.done("stopped" if orchestrator.stopping else "finished")
         if config.bench:
             print(bench_table(read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")))
-    except* UserError as group:
+    except* (UserError, CommitError) as group:
         status.done(f"failed: {group.exceptions[0]}")
         raise UserError(str(_first(group))) from group
     finally:

@@ -18,7 +18,7 @@ from prime_rl.orchestrator.core import Core, Drop, Start
 from prime_rl.orchestrator.engine import Engine, EngineTrouble
 from prime_rl.orchestrator.policy import ServedPolicy
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.protocol import Lease, Life, first_lease, lease_to_load
+from prime_rl.transport.protocol import Lease, Life, first_lease, goes_on_from, lease_to_load
 from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class Serving:
         lock: Held while what is served must not change.
         shipping: Held while finished episodes must not be given up.
         seconds: Spent on updates since somebody took them.
-        loads: How often the engines were asked to load something.
     """
 
     def __init__(self, config: "OrchestratorConfig", engine: Engine, status: Status, shell: Shell) -> None:
@@ -69,7 +68,6 @@ class Serving:
         self.lock = asyncio.Lock()  # bounded: every wait of its holders is
         self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
         self.seconds = 0.0
-        self.loads = 0
         self._failures = 0  # to load, in a row
         self.core: Core[EpisodeResult]
         self._shell = shell
@@ -110,7 +108,9 @@ class Serving:
             newest = self.policy.newest
             if newest is None or progress.recovered:
                 return newest is not None
-            return newest >= progress.version and (not progress.resumed or self.policy.life.start == progress.version)
+            return newest >= progress.version and (
+                not progress.resumed or goes_on_from(progress.version, self.policy.lives)
+            )
 
         subject = f"weights/step_{progress.version}"
         if progress.resumed:
@@ -183,6 +183,8 @@ class Serving:
 
     async def _serve(self, version: int) -> None:
         async with self.lock:
+            if self.recovering or self.core.must_go_back:
+                return  # found while this waited for the lock
             began = time.monotonic()
             self.core.announce(version)
             self._lease_to_load(self.core.life, version)
@@ -232,7 +234,6 @@ class Serving:
     async def _load(self, version: int) -> bool:
         """See `ServedPolicy.load`."""
         faults.point(f"update:v{version}")
-        self.loads += 1
         same = await self.policy.load(version)
         self._failures = 0
         faults.point(f"updated:v{version}")

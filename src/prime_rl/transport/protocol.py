@@ -51,6 +51,14 @@ def newest_version(versions: Mapping[int, int], lives: Mapping[int, int]) -> int
     return max(valid_versions(versions, lives), default=None)
 
 
+def goes_on_from(step: int, lives: Mapping[int, int]) -> bool:
+    """Whether the present history goes on from `step`: a life began there, and none since began before it."""
+    return any(
+        start == step and all(later >= step for other, later in lives.items() if other > life)
+        for life, start in lives.items()
+    )
+
+
 def to_set_aside(versions: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
     """Versions that a new life gives up; the trainer renames them aside after it has committed its life and before its first version."""
     return sorted(version for version, life in versions.items() if not valid(version, life, lives))

@@ -8,7 +8,7 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator.engine import EngineTrouble, Served
-from prime_rl.transport.commit import list_steps
+from prime_rl.transport.commit import list_steps, prune
 from support.scripted import World, has_batch, until
 
 
@@ -151,6 +151,31 @@ async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_pa
     async with asyncio.timeout(20):
         await run
     assert world.engine.updates[-1] == (4, 1)
+
+
+async def test_a_directory_that_another_run_used_is_refused_before_anything_is_issued(tmp_path):
+    """A run that died before its first batch left a ledger: a fresh one would count its episodes as its own."""
+    world = World(tmp_path, max_steps=1)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    await until(has_batch(world, 0), run=run)
+    run.cancel()
+    await asyncio.wait([run])
+    prune(tmp_path / "rollouts" / "step_0")
+    with pytest.raises(UserError, match="episodes of an earlier run"):
+        await world.orchestrator().run()
+
+
+async def test_another_seed_is_refused_when_a_run_goes_on(tmp_path):
+    """It would repeat some tasks and leave out others."""
+    world = World(tmp_path, max_steps=1)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    world.trainer.batch(0, groups_opened=1)
+    world.config = world.config.model_copy(update={"recover": True, "seed": 1})
+    with pytest.raises(UserError, match="began with seed 0 and would go on with 1"):
+        await world.orchestrator().run()
 
 
 async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped(tmp_path):

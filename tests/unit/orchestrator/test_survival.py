@@ -241,6 +241,24 @@ async def test_a_checkpoint_that_the_trainer_saves_at_its_end_is_joined(tmp_path
     assert checkpoints.complete_steps(world.directory / "checkpoints") == [STEPS]
 
 
+async def test_a_trainer_that_begins_again_at_the_very_end_is_followed_to_its_end(tmp_path):
+    """The last version was served when the trainer died before its last word: the one that it makes once more is what is served at the end."""
+    world = make_world(tmp_path / "run")
+    status = Status(world.directory, "trainer")
+    run = asyncio.create_task(world.orchestrator().run())
+    await train(world)
+    await until(lambda: world.engine.updates[-1] == (STEPS, 0), run=run)
+    await asyncio.sleep(0.2)
+    world.trainer.live(1, 3)
+    await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
+    await train(world, start=3, life=1, replaced=True)
+    status.done("finished")
+    async with asyncio.timeout(30):
+        await run
+    assert world.engine.updates[-1] == (STEPS, 1)
+    assert list(audit._ledger(world.directory, STEPS)) == []
+
+
 async def test_the_lease_covers_what_may_be_read(tmp_path):
     """Taken before the first look, raised once the newer version is served, of the new life before that is read, given back at the end."""
     world, seen = make_world(tmp_path / "run", eval=None), []

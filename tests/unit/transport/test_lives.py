@@ -12,7 +12,7 @@ from prime_rl.transport.lives import (
     read_versions,
     write_lease,
 )
-from prime_rl.transport.protocol import Lease
+from prime_rl.transport.protocol import Lease, goes_on_from
 from prime_rl.transport.weights import TensorEntry, manifest_extra
 
 
@@ -60,3 +60,11 @@ def test_the_lease_is_read_back_and_given_back(tmp_path):
     drop_lease(tmp_path)
     drop_lease(tmp_path)
     assert read_lease(tmp_path) is None
+
+
+def test_a_resumed_run_waits_for_the_life_that_goes_on_from_its_checkpoint():
+    """Not the life that is given up; and a trainer that has crashed and recovered since still counts."""
+    assert not goes_on_from(4, {0: 0})
+    assert goes_on_from(4, {0: 0, 1: 4})
+    assert goes_on_from(4, {0: 0, 1: 4, 2: 6})
+    assert not goes_on_from(4, {0: 0, 1: 4, 2: 2})
