@@ -77,11 +77,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--crashes", type=int, default=default.crashes, help="kills of processes, and of the whole run")
     parser.add_argument("--async-level", type=int, default=default.async_level)
     parser.add_argument("--max-off-policy", type=int, default=default.max_off_policy, help="at least the async level")
-    parser.add_argument("--concurrent", type=int, default=default.concurrent, help="episodes in flight")
+    parser.add_argument("--concurrent", type=int, default=1, help="episodes in flight")
     parser.add_argument("--interval", type=int, default=default.interval, help="steps between checkpoints")
     parser.add_argument("--keep-checkpoints", type=int, default=default.keep_checkpoints)
     parser.add_argument(
-        "--drain", action=argparse.BooleanOptionalAction, default=default.drain, help="the user may ask to stop"
+        "--drain", action=argparse.BooleanOptionalAction, default=False, help="the user may ask to stop"
     )
     parser.add_argument(
         "--killed",

@@ -161,9 +161,9 @@ MUTANTS = {
         "the joint manifest is written before both parts stand",
         Rules(join_needs_both=False), SMALL, "only one part",
     ),
-    "given-up-joined": Mutant(
-        "a given-up part is not set aside when the run is resumed, and may be joined",
-        Rules(launcher_sets_aside=False), Bounds(steps=3, interval=1, keep_checkpoints=1, killed="W"), "cannot resume",
+    "resumed-from-removed": Mutant(
+        "a later checkpoint, which the trainer is about to give up, makes the one that is resumed from expendable",
+        Rules(keeps_resumed=False), Bounds(steps=3, interval=1, keep_checkpoints=1, killed="W"), "is removed before",
     ),
     "old-status-believed": Mutant(
         "the trainer's status of the earlier run is believed",

@@ -23,7 +23,8 @@ def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
         pending = ()
     step = rules.first_to_collect(range(d.batches), 0)
     started = Orch(
-        "start" if rules.lease_before_look else "look", step=step, pending=pending, finished=finished, cursor=cursor,
+        resumed=o.resumed, waits=o.waits,
+        phase="start" if rules.lease_before_look else "look", step=step, pending=pending, finished=finished, cursor=cursor,
         batched=o.batched, dropped=dropped, ledger=o.ledger, replicas=o.replicas,
     )  # fmt: skip
     return [(f"orchestrator starts, collecting step {step}", d, started)]
@@ -36,7 +37,7 @@ def start(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 def look(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """Take up the trainer's newest life once the version it began from stands; what is not of its history any more is dropped."""
-    if not d.lives:
+    if not d.lives or (o.waits and not rules.goes_on_from(o.resumed, d.history)):
         return []
     if rules.prove_before_load and (wrong := prove(o, rules)):
         return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
@@ -67,7 +68,7 @@ def lease(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 def load(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """Every engine has to serve the first version before anything starts."""
     if all(replica.known < 2 and not due(o, replica) and replica.reading is None for replica in o.replicas):
-        ready = o._replace(phase="run", served=o.loading, announced=o.loading, loading=NOTHING)
+        ready = o._replace(phase="run", served=o.loading, announced=o.loading, loading=NOTHING, waits=False)
         return [(f"orchestrator serves version {o.loading} everywhere", d, ready)]
     return []
 
@@ -100,7 +101,7 @@ def end(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     last = d.stop or o.served == bounds.steps
     joined = all(step in d.joint for step in rules.joinable(dict(d.parts), d.history))
     calm = o.loading == NOTHING and all(replica.reading is None for replica in o.replicas)
-    if d.done == NOTHING or not (last and joined and calm) or expendable(d, rules, bounds):
+    if d.done == NOTHING or not (last and joined and calm) or expendable(d, o, rules, bounds):
         return []
     gone = Orch("gone", batched=o.batched, ledger=(o.cursor, tuple(e for e in o.finished if e.proven), o.dropped))
     return [("orchestrator flushes, gives its lease back and ends", d._replace(lease=None), gone)]
@@ -293,16 +294,16 @@ def checkpoints(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
             found.append(
                 (f"orchestrator joins checkpoints/step_{step}", d._replace(joint=tuple(sorted([*d.joint, step]))), o)
             )
-    for step in expendable(d, rules, bounds):
+    for step in expendable(d, o, rules, bounds):
         found.append((f"orchestrator removes checkpoints/step_{step}", kept_newest(d, without_checkpoint(d, step)), o))
     return found
 
 
-def expendable(d: Dir, rules: Rules, bounds: Bounds) -> list[int]:
+def expendable(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> list[int]:
     """Complete checkpoints beyond those kept, and parts older than the newest complete one that never found their partner."""
     gone = rules.expendable_checkpoints(d.joint, bounds.keep_checkpoints, None)
     alone = [step for step, _ in d.parts if d.joint and step < d.joint[-1] and step not in d.joint]
-    return [*gone, *alone]
+    return [step for step in [*gone, *alone] if step != o.resumed or not rules.keeps_resumed]
 
 
 # Which fields of the directory each kind of action looks at or changes, by phase.

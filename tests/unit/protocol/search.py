@@ -203,8 +203,8 @@ class Search:
         self._stopped = Lookup(space.asked_to_stop)
         self._trainer_killed = Lookup(space.trainer_killed)
         self._orch_killed = Table(lambda o, _: [(changed,) for _, changed in space.orch_killed(o)], 1)
-        self._resumed = Table(lambda d, _: space.resumed(d), 2)
-        self._orch_resumed = Lookup(space.orch_resumed)
+        self._resumed = Table(lambda d, _: space.resumed(d), 3)
+        self._orch_resumed = Table(lambda o, step: [(space.orch_resumed(o, step),)], 1)
         self._forget = Lookup(space.forget)
         self._ended = Lookup(lambda o: int(space.orchs.values[o].phase == "gone"))
 
@@ -306,7 +306,8 @@ class Search:
         except Found as violation:
             raise Found(violation.violation, first + int(allowed[violation.where])) from None
         left = kills[owner] - 1
-        yield allowed[owner], pack(left, self._settled(left, self._orch_resumed(o[owner])), back[:, 1], back[:, 0])
+        _, changed = self._orch_resumed(o[owner], back[:, 2])
+        yield allowed[owner], pack(left, self._settled(left, changed[:, 0]), back[:, 1], back[:, 0])
 
     def _settled(self, kills: Numbers, o: Numbers) -> Numbers:
         """Where nothing can be killed any more, what only a restart would read is forgotten."""

@@ -130,8 +130,8 @@ class Space:
                 rows.append((f"{name} and back before anyone asks", engine_killed(process, index, False)))
         return [(words, self.orchs(changed)) for words, changed in rows if changed != process]
 
-    def resumed(self, d: int) -> list[tuple[int, int]]:
-        """Everything is killed, or has ended, and the user resumes from -1 or an older checkpoint: (directory, trainer) afterwards."""
+    def resumed(self, d: int) -> list[tuple[int, int, int]]:
+        """Everything is killed, or has ended, and the user resumes from -1 or an older checkpoint: (directory, trainer) afterwards, and which."""
         before = self.dirs.values[d]
         if "W" not in self.bounds.killed:
             return []
@@ -139,22 +139,17 @@ class Space:
         steps = {self.rules.resume_step(usable, asked) for asked in (-1, *usable)} - {None}
         return [self._resumed_from(before, step) for step in sorted(steps)]
 
-    def _resumed_from(self, before: Dir, step: int) -> tuple[int, int]:
+    def _resumed_from(self, before: Dir, step: int) -> tuple[int, int, int]:
         if step not in before.orch or step not in dict(before.parts):
             raise Violation(f"resume_step chooses checkpoints/step_{step}, of which only one part stands")
         after = before._replace(stop=False, done=NOTHING if self.rules.fresh_status else before.done)
-        if self.rules.launcher_sets_aside:
-            for later in {*dict(after.parts), *after.orch, *after.joint}:
-                if later > step:
-                    after = trainer.without_checkpoint(after, later)
-            after = after._replace(recovery=tuple(entry for entry in after.recovery if entry[0] <= step))
-        return self.dirs(after), self.trainers(Trainer(mode=step))
+        return self.dirs(after), self.trainers(Trainer(mode=step)), step
 
-    def orch_resumed(self, o: int) -> int:
-        """What is left of the orchestrator when everything is killed."""
+    def orch_resumed(self, o: int, step: int) -> int:
+        """What is left of the orchestrator when everything is killed and the run resumed from `step`."""
         process = self.orchs.values[o]
         engines = tuple(Replica() for _ in range(self.bounds.replicas))
-        left = Orch(batched=process.batched, ledger=process.ledger, replicas=engines)
+        left = Orch(resumed=step, waits=True, batched=process.batched, ledger=process.ledger, replicas=engines)
         return self.orchs(account.canonical(left))
 
     def forget(self, o: int) -> int:
@@ -188,9 +183,9 @@ class Space:
                 yield f"TRAINER IS KILLED ({self.trainers.values[t].phase})", Parts(kills - 1, left(o), dead, d)
             for words, changed in self.orch_killed(o):
                 yield words, Parts(kills - 1, left(changed), t, d)
-            for back in self.resumed(d):
-                words = f"EVERYTHING IS KILLED, and the run started again from checkpoints/step_{self.trainers.values[back[1]].mode}"
-                yield words, Parts(kills - 1, left(self.orch_resumed(o)), back[1], back[0])
+            for directory, process, step in self.resumed(d):
+                words = f"EVERYTHING IS KILLED, and the run started again from checkpoints/step_{step}"
+                yield words, Parts(kills - 1, left(self.orch_resumed(o, step)), process, directory)
         for group in self.trainer_groups(t):
             for words, patch, changed in self.trainer_rows(group, t, self.view(group[1], d)):
                 yield words, Parts(kills, o, changed, self.patched(patch, d))

@@ -43,6 +43,7 @@ class Rules(NamedTuple):
     prunable: Callable[..., list[int]] = protocol.prunable
     first_to_collect: Callable[..., int] = protocol.first_to_collect
     resume_step: Callable[..., int | None] = protocol.resume_step
+    goes_on_from: Callable[..., bool] = protocol.goes_on_from
     joinable: Callable[..., list[int]] = protocol.joinable
     expendable_checkpoints: Callable[..., list[int]] = protocol.expendable_checkpoints
     first_lease: Callable[..., Lease] = protocol.first_lease
@@ -58,7 +59,7 @@ class Rules(NamedTuple):
     newer_recovery_first: bool = True
     join_needs_both: bool = True
     follow_new_life: bool = True
-    launcher_sets_aside: bool = True
+    keeps_resumed: bool = True  # the checkpoint that is resumed from is not removed while the run goes on
     save_if_none_stands: bool = True
     fresh_status: bool = True
     reconcile: bool = True  # at start the ledger is completed from the manifests
@@ -141,6 +142,8 @@ class Orch(NamedTuple):
     """The orchestrator, its ledger and the engines. phase: dead, start, look, lease, load, run, end, gone."""
 
     phase: str = "dead"
+    resumed: int = NOTHING  # the checkpoint that the run was resumed from
+    waits: bool = False  # for the trainer's life that goes on from there
     seen: int = 0  # lives it has taken up
     step: int = 0
     served: int = 0
