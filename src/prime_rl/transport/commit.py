@@ -7,9 +7,10 @@ under its final name. The rename is the commit: what stands under a final name i
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,11 +20,18 @@ import xxhash
 
 from prime_rl import faults
 from prime_rl.errors import UserError
+from prime_rl.monitor import log
 from prime_rl.wait import wait
+
+logger = log.get(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
+_STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.EISDIR)
 
 
 class CommitError(Exception):
@@ -75,8 +83,8 @@ class Stage:
             hashes: Hashes the caller already knows, by relative file name; the others are computed here from the file's bytes.
 
         Raises:
-            CommitError: `final` exists already with another nonce.
-            UserError: the disk is full.
+            CommitError: something stands under `final` already.
+            UserError: the disk is full, or may not be written to.
         """
         known = hashes or {}
         files = {}
@@ -111,9 +119,11 @@ class Stage:
             # A network file system may retransmit a rename that succeeded and report the second attempt's failure.
             if _nonce_at(self.final) == self.nonce:
                 return
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+            if error.errno not in _IN_THE_WAY:
+                raise
+            if _nonce_at(self.final) is not None:
                 raise CommitError(f"{self.final} is committed already, by another writer") from error
-            raise
+            raise CommitError(f"{self.final} is in the way, and nothing of ours: move it elsewhere") from error
 
 
 @contextmanager
@@ -131,14 +141,19 @@ def stage(final: Path, *, step: int, producer: str, extra: dict[str, Any] | None
 
 @contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" and "over quota" into a `UserError` that names the place."""
+    """Turn "no space left", "over quota", "not permitted" and "not a directory" into a `UserError` that names the place."""
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in _FULL:
             raise UserError(
                 f"disk full while writing {path}: nothing was committed; free space and start again"
             ) from error
+        if error.errno in _FORBIDDEN:
+            raise UserError(f"{path} may not be written ({error.strerror}): nothing was committed") from error
+        if error.errno in _IN_THE_WAY:
+            place = error.filename or path
+            raise UserError(f"{path} cannot be written, {place} is in the way ({error.strerror}): move it") from error
         raise
 
 
@@ -146,7 +161,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read a committed directory's manifest.
 
     Raises:
-        CommitError: there is none, or it cannot be read.
+        CommitError: there is none, it cannot be read, or it is of another step than its directory's name says.
         FormatError: a newer format wrote it.
     """
     path = directory / MANIFEST
@@ -154,11 +169,17 @@ def read_manifest(directory: Path) -> Manifest:
         data = json.loads(path.read_bytes())
         if (written := data.get("format", FORMAT)) != FORMAT:
             raise FormatError(f"{path} has format {written}; this version reads format {FORMAT}")
-        return Manifest(**data)
-    except FileNotFoundError as error:
+        manifest = _checked(Manifest(**data))
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CommitError(f"{directory} is not a committed directory: it has no {MANIFEST}") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise CommitError(f"{path} cannot be read: {error}") from error
+    for name in (directory.name, directory.parent.name):
+        if (named := step_number(name)) is not None:
+            if named != manifest.step:
+                raise CommitError(f"{directory} was committed as step {manifest.step}: put it back under its own name")
+            break
+    return manifest
 
 
 def verify(directory: Path, *, hashes: bool = True) -> Manifest:
@@ -170,14 +191,18 @@ def verify(directory: Path, *, hashes: bool = True) -> Manifest:
     manifest = read_manifest(directory)
     for name, expected in manifest.files.items():
         path = directory / name
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CommitError(f"{directory / MANIFEST} lists {name!r}, which is outside of the directory")
         try:
             size = path.stat().st_size
+            if size != expected["size"]:
+                raise CommitError(f"{path} has {size} bytes, the manifest says {expected['size']}")
+            if hashes and hash_file(path) != expected["xxh3"]:
+                raise CommitError(f"{path} has other bytes than the manifest's hash says")
         except FileNotFoundError as error:
             raise CommitError(f"{path} is missing, though the manifest lists it") from error
-        if size != expected["size"]:
-            raise CommitError(f"{path} has {size} bytes, the manifest says {expected['size']}")
-        if hashes and hash_file(path) != expected["xxh3"]:
-            raise CommitError(f"{path} has other bytes than the manifest's hash says")
+        except OSError as error:
+            raise CommitError(f"{path} cannot be read: {error.strerror}") from error
     return manifest
 
 
@@ -191,12 +216,19 @@ def hash_file(path: Path) -> str:
 
 
 def list_steps(parent: Path) -> list[int]:
-    """Numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none."""
-    try:
-        names = os.listdir(parent)
-    except FileNotFoundError:
-        return []
-    return sorted(int(name[5:]) for name in names if name.startswith("step_") and name[5:].isdigit())
+    """Numbers of the committed `step_N` directories under `parent`, ascending. A missing parent has none.
+
+    Raises:
+        UserError: `parent` cannot be listed.
+    """
+    with _listing(parent) as entries:
+        return sorted(n for entry in entries if (n := step_number(entry.name)) is not None and entry.is_dir())
+
+
+def step_number(name: str) -> int | None:
+    """N of a directory's name `step_N`, written as we write it; None for every other name."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def wait_for(
@@ -241,7 +273,7 @@ def prune(directory: Path) -> None:
     except FileNotFoundError:
         return
     faults.point(f"pruned:{subject_of(directory)}")
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
 
 
 def clean_stages(parent: Path) -> None:
@@ -250,10 +282,7 @@ def clean_stages(parent: Path) -> None:
         return
     for path in parent.iterdir():
         if path.name.startswith(".") and (".tmp-" in path.name or ".old-" in path.name):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+            _remove(path)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -278,10 +307,50 @@ def subject_of(path: Path) -> str:
 
 
 def _listed(path: Path) -> bool:
+    with _listing(path.parent) as entries:
+        return any(entry.name == path.name for entry in entries)
+
+
+@contextmanager
+def _listing(parent: Path) -> Iterator[Iterable[os.DirEntry[str]]]:
+    """The entries of `parent`; none where it does not exist."""
     try:
-        return path.name in os.listdir(path.parent)
+        entries = os.scandir(parent)
     except FileNotFoundError:
-        return False
+        yield ()
+        return
+    except OSError as error:
+        raise UserError(f"{parent} cannot be listed ({error.strerror}): it must be a readable directory") from error
+    with entries:
+        yield entries
+
+
+def _remove(path: Path) -> None:
+    """Remove a directory, a file, or a link but not what it leads to. What cannot be removed is said: it takes room, but is in nobody's way."""
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """Raises ValueError unless the fields have their types."""
+    wrong = [
+        name
+        for name, kind in (("step", int), ("producer", str), ("nonce", str), ("files", dict), ("extra", dict))
+        if not isinstance(getattr(manifest, name), kind)
+    ]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} is not what a manifest has there")
+    for name, entry in manifest.files.items():
+        if not (isinstance(entry, dict) and isinstance(entry.get("size"), int) and isinstance(entry.get("xxh3"), str)):
+            raise ValueError(f"the entry of {name!r} tells no size and hash")
+    return manifest
 
 
 def _nonce_at(directory: Path) -> str | None:

@@ -62,7 +62,7 @@ def test_joining_needs_every_part(root: Path) -> None:
     assert (root / "step_4" / MANIFEST).read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "swapped", "newer"])
+@pytest.mark.parametrize("damage", ["truncated", "changed", "missing", "swapped", "replaced", "newer"])
 def test_damage_is_named_with_a_way_out(damage: str, root: Path) -> None:
     """A damaged checkpoint is refused, never replaced by an older one silently; the older ones are named."""
     part = root / "step_4" / "trainer"
@@ -76,12 +76,17 @@ def test_damage_is_named_with_a_way_out(damage: str, root: Path) -> None:
         (root / "step_2" / "trainer").rename(root / "aside")
         part.rename(root / "step_2" / "trainer")
         (root / "aside").rename(part)
+    elif damage == "replaced":
+        part.rename(root / "aside")
+        publish(part, 4)
     else:
         manifest = json.loads((part / MANIFEST).read_text())
         (part / MANIFEST).write_text(json.dumps({**manifest, "format": 2, "unheard": "of"}))
-    message = {"newer": "has format 2; this version reads format 1", "swapped": "is not the part that"}.get(
-        damage, "state"
-    )
+    message = {
+        "newer": "has format 2; this version reads format 1",
+        "swapped": "was committed as step 2",
+        "replaced": "is not the part that",
+    }.get(damage, "state")
     with pytest.raises(UserError, match=f"cannot resume from step 4: .*{message}.*other checkpoints .*: 2$"):
         checkpoints.find(root, -1, "trainer")
 
