@@ -19,17 +19,20 @@ REASONS = {"stale", "filtered", "errored", "truncated", "cancelled", "timeout"}
 _TIMED = ("time/", "perf/")
 
 
-def problems(run: Path, max_steps: int, kept: Collection[int], served: dict[str, Any]) -> list[str]:
+def problems(
+    run: Path, max_steps: int, kept: Collection[int], served: dict[str, Any], *, interrupted: bool = False
+) -> list[str]:
     """Everything that is wrong with a finished run of `max_steps` steps; empty when the run ended right.
 
     Args:
         kept: Checkpoints that must stand there, complete.
         served: What the engine says it serves (`GET /weights`).
+        interrupted: Whether the run ended in between: a trainer that is asked to stop saves a checkpoint wherever it is.
     """
     return [
         *_batches(run, max_steps),
         *_weights(run, max_steps, served),
-        *_checkpoints(run, kept),
+        *_checkpoints(run, kept, interrupted),
         *_ledger(run, max_steps),
         *_leftovers(run),
         *_metrics(run, max_steps),
@@ -76,10 +79,10 @@ def _weights(run: Path, max_steps: int, served: dict[str, Any]) -> Iterator[str]
         yield f"the engine serves version {served['version']} ({served['hash'][:12]}), not {max_steps} ({final.hash[:12]})"
 
 
-def _checkpoints(run: Path, kept: Collection[int]) -> Iterator[str]:
+def _checkpoints(run: Path, kept: Collection[int], interrupted: bool) -> Iterator[str]:
     root = run / "checkpoints"
     complete = checkpoints.complete_steps(root)
-    if complete != sorted(kept):
+    if (list_steps(root) != sorted(kept) and not interrupted) or not set(kept) <= set(complete):
         yield f"the checkpoints {complete} are complete, parts stand in {list_steps(root)}"
     for step in complete:
         try:

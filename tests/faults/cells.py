@@ -42,7 +42,9 @@ REASONS: dict[Kind, str] = {
     "error": "no request is answered there",
 }
 COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
-STOPPED: Settings = {"heartbeat_timeout": 8.0, "orchestrator": {"rollout_timeout": 12.0}}
+STOPPED: Settings = {"heartbeat_timeout": 8.0}
+# A worker that is silent for 30 s is dead, and its episodes are attempted again; one that is merely late would be dropped at this deadline.
+PATIENT: Settings = {"orchestrator": {"rollout_timeout": 90.0}}
 DELAY_SECONDS = 3.0
 
 
@@ -107,6 +109,8 @@ def cell(do: Kind, point: Point) -> Cell:
     if do not in _applicable(point):
         return Cell(do, point.process, point.name, inapplicable=REASONS[do])
     settings = {**point.settings, **(STOPPED if do == "stop" else {})}
+    if do == "stop" and point.process == "environment":
+        settings |= PATIENT
     fault = Fault(point.name, point.process, do, nth=point.nth, seconds=DELAY_SECONDS if do == "delay" else 0.0)
     # What fails in an environment or an engine is attempted again, and the ledger says so; a disk that was full is told in the ledger, too.
     repeated = point.process in ("environment", "inference") or do == "enospc"

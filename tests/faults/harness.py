@@ -204,7 +204,7 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
         watcher.look()
         found += _unfired(cell, plan)
         if status == 0:
-            found += audit.problems(run, MAX_STEPS, _kept(cell), watcher.last)
+            found += audit.problems(run, MAX_STEPS, _kept(cell), watcher.last, interrupted=ended)
             if reference is not None and not found:
                 found += audit.differences(run, reference, attempts=cell.exact == "all")
     found += survivors(run)

@@ -69,8 +69,8 @@ def fault(do: str, point: str) -> Fault:
     return Fault(point, "writer", do)  # type: ignore[arg-type]
 
 
-def publish(final: Path, text: str = "hello" * 100) -> None:
-    with stage(final, step=3, producer="test", extra={"text": text}) as path:
+def publish(final: Path, text: str = "hello" * 100, step: int = 3) -> None:
+    with stage(final, step=step, producer="test", extra={"text": text}) as path:
         (path / "sub").mkdir()
         (path / "sub" / "data.txt").write_text(text)
         (path / "small").write_text("x")
@@ -181,7 +181,7 @@ def test_a_checkpoint_is_complete_or_never_chosen(tmp_path, live, point):
         for part in checkpoints.TOGETHER:
             checkpoints.clean(root, part)
             if 2 not in checkpoints.steps_with(root, part):
-                publish(checkpoints.part_dir(root, 2, part), part)
+                publish(checkpoints.part_dir(root, 2, part), part, step=2)
         checkpoints.join(root, 2, checkpoints.TOGETHER, "orchestrator")
 
     assert live(save, fault("kill", point)) == KILLED
