@@ -307,12 +307,9 @@ def expendable(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> list[int]:
 
 
 # Which fields of the directory each kind of action looks at or changes, by phase.
-_LIVES, _FOLLOW, _JOIN = (
-    ("weights", "lives"),
-    ("weights", "lives", "lease"),
-    ("parts", "orch", "joint", "lives", "recovery"),
-)
-_END = (*_JOIN, "done", "stop", "lease")
+JOIN = ("parts", "orch", "joint", "lives", "recovery")
+_LIVES, _FOLLOW = ("weights", "lives"), ("weights", "lives", "lease")
+_END = (*JOIN, "done", "stop", "lease")
 ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
     "dead": [(dead, ("batches",)), (engines, _LIVES)],
     "start": [(start, ("lease",)), (engines, _LIVES)],
@@ -320,8 +317,8 @@ ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
     "lease": [(lease, ("lease",)), (engines, _LIVES)],
     "load": [(load, ()), (engines, _LIVES)],
     "run": [
-        (episodes, ()), (engines, _LIVES), (follow, _FOLLOW), (seal, ("lives",)), (batches, ("batches",)), (over, ("stop",)), (checkpoints, _JOIN),
+        (episodes, ()), (engines, _LIVES), (follow, _FOLLOW), (seal, ("lives",)), (batches, ("batches",)), (over, ("stop",)), (checkpoints, JOIN),
     ],
-    "end": [(engines, _LIVES), (follow, _FOLLOW), (checkpoints, _JOIN), (end, _END)],
+    "end": [(engines, _LIVES), (follow, _FOLLOW), (checkpoints, JOIN), (end, _END)],
     "gone": [],
 }  # fmt: skip

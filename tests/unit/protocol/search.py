@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import orchestrator
 from .space import Parts, Space
 from .state import Bounds, Rules, Violation
 
@@ -205,6 +206,7 @@ class Search:
         self._orch_killed = Table(lambda o, _: [(changed,) for _, changed in space.orch_killed(o)], 1)
         self._resumed = Table(lambda d, _: space.resumed(d), 3)
         self._orch_resumed = Table(lambda o, step: [(space.orch_resumed(o, step),)], 1)
+        self._resumed_key = Lookup(space.resumed_key)
         self._forget = Lookup(space.forget)
         self._ended = Lookup(lambda o: int(space.orchs.values[o].phase == "gone"))
 
@@ -275,19 +277,25 @@ class Search:
         fields = group[1]
         if fields not in self._views:
             self._views[fields] = Lookup(lambda directory: self.space.view(fields, directory))
-        rows = self.space.trainer_rows if which == "trainer" else self.space.orch_rows
-        key = (f"{which} {kind}", number)
+        key, process = (f"{which} {kind}", number), t if which == "trainer" else o
+        alike = group[0] is orchestrator.checkpoints  # the same for most orchestrators
         if key not in self._tables:
-            self._tables[key] = Table(lambda process, view: [row[1:] for row in rows(group, process, view)], 2)
+            self._tables[key] = Table(self._rows_of(which, group, alike), 2)
         try:
-            owner, found = self._tables[key](t if which == "trainer" else o, self._views[fields](d))
+            owner, found = self._tables[key](self._resumed_key(o) if alike else process, self._views[fields](d))
         except Found as violation:
             raise Found(violation.violation, first + int(of[violation.where])) from None
         _, patched = self._patched(found[:, 0], d[owner])
-        changed, kept = found[:, 1], kills[owner]
+        changed, kept = o[owner] if alike else found[:, 1], kills[owner]
         if which == "trainer":
             return of[owner], pack(kept, o[owner], changed, patched[:, 0])
         return of[owner], pack(kept, self._settled(kept, changed), t[owner], patched[:, 0])
+
+    def _rows_of(self, which: str, group: Any, alike: bool) -> Callable[[int, int], list[tuple[int, ...]]]:
+        if alike:
+            return lambda resumed, view: [row[1:] for row in self.space.checkpoint_rows(resumed, view)]
+        rows = self.space.trainer_rows if which == "trainer" else self.space.orch_rows
+        return lambda process, view: [row[1:] for row in rows(group, process, view)]
 
     def _kills(self, chunk: Numbers, first: int) -> Iterator[tuple[Numbers, Numbers]]:
         """What may go wrong, while the bound allows it."""

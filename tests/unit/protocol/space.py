@@ -94,6 +94,14 @@ class Space:
             for words, after, changed in found
         ]
 
+    def checkpoint_rows(self, resumed: int, view: int) -> list[Row]:
+        """`orch_rows` of the group `checkpoints`, which leaves the orchestrator as it is and asks it for `resumed` alone (here + 1)."""
+        group = (orchestrator.checkpoints, orchestrator.JOIN)
+        return self.orch_rows(group, self.orchs(Orch("run", resumed=resumed - 1)), view)
+
+    def resumed_key(self, o: int) -> int:
+        return self.orchs.values[o].resumed + 1
+
     def _patch(self, before: Dir, after: Dir) -> int:
         return self.patches(
             tuple(
