@@ -24,7 +24,7 @@ UNDISTURBED = Cell("none", "-", "-")
 CELLS = {
     "trainer killed": Cell(
         "kill", "trainer", "several",
-        on("trainer", "manifest:weights/step_1", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3"),
+        on("trainer", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3"),
     ),
     "orchestrator killed": Cell(
         "kill", "orchestrator", "several",
@@ -46,7 +46,7 @@ CELLS = {
                                  settings=STOPPED),
     "disk full": Cell(
         "enospc", "trainer", "write:weights/step_2", (Fault("write:weights/step_2", "trainer", "enospc", times=10**6),),
-        exact="training", ends="ends", settings={"max_restarts": 1},
+        exact="training", ends="ends", settings={"max_restarts": 0},
     ),
 }  # fmt: skip
 
