@@ -201,7 +201,7 @@ def write_config(options: argparse.Namespace, directory: Path, port: int) -> Pat
             "client": {"timeout": 60.0},
             "environment": {
                 "id": "slow-reverse",
-                "args": {"max_words": 1, "seconds": options.step_seconds * 8 / batch},
+                "args": {"max_words": 1, "num_tasks": 256, "seconds": options.step_seconds * 8 / batch},
             },
         },
     }

@@ -53,6 +53,7 @@ WATCH_SECONDS = 0.5
 BEAT_TIMEOUT = 30.0
 BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 15.0)
 MAX_DEATHS = 5  # in a row, of one worker, without one finished episode
+LAST_WORDS_SECONDS = 5.0
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
 
 
@@ -302,6 +303,10 @@ class EnvPool:
                 if life.lost.done():
                     return life.lost.result(), life.ready is None
                 if exited.done():
+                    if life.ready is None and exited.result() == 0:  # it has said why, and we may not have read it yet
+                        await asyncio.wait({life.lost}, timeout=LAST_WORDS_SECONDS)
+                        if life.lost.done():
+                            continue
                     return process.describe_exit(exited.result()), life.ready is None and exited.result() >= 0
                 now = time.monotonic()
                 if now - before > 4 * WATCH_SECONDS:
