@@ -98,6 +98,7 @@ def matrix() -> list[Cell]:
         *(cell(do, point) for do in FAULTS for point in points()),
         *_ahead(),
         *_persistent(),
+        *_resumed(),
         *_full_disk(),
         *_launcher(),
         *_real_engine(),
@@ -172,6 +173,22 @@ def _launcher() -> Iterator[Cell]:
     """The launcher itself dies, and everything with it; `rl --recover` goes on."""
     for place in ("incarnations/0.json", "rollouts/step_0", "weights/step_1", "checkpoints/step_2/manifest.json"):
         yield Cell("kill", "launcher", place, exact="all", ends="ends")
+
+
+def _resumed() -> Iterator[Cell]:
+    """A finished run is gone on with from an earlier checkpoint; what lies beyond it is given up. The end must be the same once more."""
+    for process, name in (
+        ("trainer", "life:*"),
+        ("trainer", "renamed:incarnations/1.json"),
+        ("trainer", "prune:weights/step_4"),
+        ("trainer", "pruned:weights/step_3"),
+        ("trainer", "set-aside:checkpoints/step_4"),
+        ("trainer", "rename:checkpoints/step_4/trainer"),
+        ("orchestrator", "rename:leases/orchestrator.json"),
+        ("orchestrator", "join:checkpoints/step_4"),
+    ):
+        fault = Fault(name, process, "kill")
+        yield Cell("kill, resumed", process, name, (fault,), exact="all", ends="may end", resume=2)
 
 
 def _full_disk() -> Iterator[Cell]:

@@ -6,6 +6,7 @@ outside of the run, watched and restarted by `EngineKeeper`, or with `engine="vl
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -49,6 +50,7 @@ class Cell:
         exact: What must equal the undisturbed run bit for bit: `all`; `training` (weights, tokens and rewards, but attempts may have been
             repeated, which ledger and error counts show); or nothing, where sampling runs ahead of training and order depends on time.
         ends: Whether the run goes on by itself, or may end with a clear error, after which `rl --recover` goes on.
+        resume: Instead of a new run, the undisturbed one is gone on with from this checkpoint.
         settings: On top of the common ones.
         inapplicable: Why there is nothing to run.
     """
@@ -60,6 +62,7 @@ class Cell:
     exact: Literal["all", "training", "nothing"] = "all"
     ends: Literal["goes on", "may end", "ends"] = "goes on"
     engine: Literal["fake", "vllm"] = "fake"
+    resume: int | None = None
     settings: Settings = field(default_factory=dict)
     inapplicable: str = ""
 
@@ -194,6 +197,8 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
         if cell.engine == "fake":
             keeper = stack.enter_context(EngineKeeper(directory, port, {**env, FAULTS: str(plan)}))
         watcher = stack.enter_context(ServedWatcher(port))
+        if cell.resume is not None and reference is not None:
+            shutil.copytree(reference, run)
         status = _run_rl(cell, config, directory / "rl.log", {**env, FAULTS: str(plan)}, found)
         ended = status != 0
         if ended and not found:
@@ -289,7 +294,8 @@ def _kept(cell: Cell) -> list[int]:
 
 
 def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str], found: list[str]) -> int:
-    with Command("rl", "@", config, log=log, env=env) as rl:
+    more = [] if cell.resume is None else ["--ckpt.resume-step", cell.resume]
+    with Command("rl", "@", config, *more, log=log, env=env) as rl:
         try:
             if cell.process == "launcher":
                 _await(rl, config.parent / "run" / cell.point)
