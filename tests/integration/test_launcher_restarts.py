@@ -52,6 +52,7 @@ def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> 
         ("overdue", r"orchestrator still waits for rollouts/step_3 from orchestrator,"),
         ("raises", r"orchestrator failed with exit status 1 (RuntimeError: unexpected)"),
         ("complains", r"orchestrator failed with exit status 1 (error: the disk is full)"),
+        ("told-to-stop", r"orchestrator ended too early (stopped): starting it again"),
     ],
 )
 def test_each_kind_of_failure_after_ready_is_mended(launch: Start, fault: str, why: str) -> None:

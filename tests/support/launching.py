@@ -170,6 +170,9 @@ elif kind.startswith("mends:"):  # the first life goes wrong as told, the second
         child = subprocess.Popen([sys.executable, "-c", rank, str(root)], start_new_session=True)
         (root.parent / "rank.pid").write_text(str(child.pid))
         time.sleep(600)
+    elif fault == "told-to-stop":  # by somebody else than its launcher
+        status.done("stopped")
+        sys.exit(0)
     elif fault.endswith("raises"):
         raise RuntimeError("unexpected")
     elif fault.endswith("complains"):

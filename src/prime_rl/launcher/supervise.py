@@ -186,12 +186,20 @@ class Supervisor:
             if not child.exited():
                 continue
             status = self._reap(child)
-            if status == 0 and not child.spec.service:
+            gave_up = self._gave_up(child) if status == 0 else None
+            if status == 0 and gave_up is None and not child.spec.service:
                 self._jobs_left.discard(child.name)
                 continue
             told = user_error(child.spec.log, child.log_start) if status > 0 else None
-            fallen.append(_Fall(child, ending(status), told))
+            fallen.append(_Fall(child, gave_up or ending(status), told))
         return fallen
+
+    def _gave_up(self, child: Child) -> str | None:
+        """A job that ended well by its exit status alone: somebody stopped it, and it, apart from the run."""
+        last = read_status(self._output_dir).get(child.name)
+        if child.spec.service or last is None or last.outcome == "finished":
+            return None
+        return f"ended too early ({last.outcome or 'without a last word'})"
 
     def _stalled(self) -> list[_Fall]:
         """Put an end to those that live and get nowhere."""
