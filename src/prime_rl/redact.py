@@ -10,6 +10,11 @@ _SECRET_NAME = re.compile(
     r"|(APIKEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|_PWD)$",
     re.IGNORECASE,
 )
+_KEY_NAME = re.compile(
+    r"(api|access|private|secret)_?key|(api|access|auth|hf)_?token|password|passwd|passphrase|client_?secret|^secret$",
+    re.IGNORECASE,
+)
+_VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 
 
@@ -19,6 +24,24 @@ def is_secret(name: str, value: object = "") -> bool:
     # A proxy's password is needed to get anywhere; it opens nothing else.
     in_url = isinstance(value, str) and not name.lower().endswith("_proxy") and _URL_WITH_PASSWORD.search(value)
     return named or bool(in_url)
+
+
+def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
+    """The dotted place of a setting that surely holds a key (`judge_api_key = "sk-…"`), or None. `answer_key` and `stop_token` are no such names, and
+    the name of a variable (`OPENAI_API_KEY`) is no key."""
+    for name, value in table.items():
+        here = f"{place}{name}"
+        if isinstance(value, Mapping):
+            if found := key_in(value, f"{here}."):
+                return found
+        elif isinstance(value, str) and value and not _VARIABLE.fullmatch(value) and _KEY_NAME.search(str(name)):
+            return here
+    return None
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL carries a password (`http://user:password@host`)."""
+    return _URL_WITH_PASSWORD.search(url) is not None
 
 
 def redacted(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import xxhash
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
 from prime_rl.monitor import Monitor, Status
+from prime_rl.monitor.status import status_path
 from prime_rl.orchestrator.ckpt import JointCheckpoints, State
 from prime_rl.orchestrator.engine import Served
 from prime_rl.orchestrator.orchestrator import Orchestrator
@@ -123,6 +124,8 @@ class World:
         self.engine = ScriptedEngine()
         self.pool = ScriptedPool(self.engine)
         self.directory = directory
+        if not status_path(directory, "trainer").exists():
+            Status(directory, "trainer").done("finished")  # else the orchestrator waits for its last word
 
     def orchestrator(self) -> Orchestrator:
         monitor = Monitor(self.directory, "orchestrator", self.config.monitor, {})

@@ -10,6 +10,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from pydantic import ValidationError
 
 from prime_rl.config import (
     BaseConfig,
@@ -24,7 +25,7 @@ from prime_rl.config import (
 )
 from prime_rl.config.base import Section
 from prime_rl.config.schema import Keys, Setting, has_mark, settings
-from prime_rl.config.shared import EnvConfig, MonitorConfig, WandbConfig
+from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.launcher.plan import Machine, describe, make_plan
 from prime_rl.monitor.monitor import Monitor
 from prime_rl.redact import HIDDEN, is_secret
@@ -207,9 +208,34 @@ def test_wandb_is_shown_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Contract: the configuration that W&B displays has no text under the names of secrets, such as an environment's argument."""
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = OrchestratorConfig(environments=[EnvConfig(id="judge", args={"judge_api_key": KEY, "split": "train"})])
+    config = OrchestratorConfig(environments=[EnvConfig(id="judge", args={"judge_key": KEY, "split": "train"})])
     monitor = Monitor(tmp_path, "orchestrator", MonitorConfig(wandb=WandbConfig()), config.model_dump(mode="json"))
     monitor.close()
     shown = wandb.init.call_args.kwargs["config"]
     assert KEY not in str(shown)
-    assert shown["environments"][0]["args"] == {"judge_api_key": HIDDEN, "split": "train"}
+    assert shown["environments"][0]["args"] == {"judge_key": HIDDEN, "split": "train"}
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{"judge_api_key": "sk-1"}, {"judge": {"client": {"apiKey": "x y"}}}, {"hf_token": "hf_abc"}, {"db_password": "p"}],
+)
+def test_a_key_among_an_environments_arguments_is_refused(args: dict[str, object]) -> None:
+    """They are written to configs/ and shown; the message leads to `secrets` and does not repeat the key."""
+    with pytest.raises(ValidationError, match="secrets") as refused:
+        EnvConfig(id="x", args=args)
+    assert "sk-1" not in str([error["msg"] for error in refused.value.errors()])
+
+
+@pytest.mark.parametrize(
+    "args",
+    [{"judge_api_key_var": "OPENAI_API_KEY"}, {"api_key": "OPENAI_API_KEY"}, {"answer_key": "answer"}, {"stop_token": "</s>"}, {"max_tokens": 3}],
+)  # fmt: skip
+def test_arguments_that_only_sound_like_keys_pass(args: dict[str, object]) -> None:
+    assert EnvConfig(id="x", args=args).args == args
+
+
+def test_a_password_in_the_servers_address_is_refused() -> None:
+    with pytest.raises(ValidationError, match="VLLM_API_KEY"):
+        ClientConfig(base_url="http://user:hunter2@localhost:8000/v1")
+    assert ClientConfig(base_url="http://localhost:8000/v1").api_root == "http://localhost:8000"

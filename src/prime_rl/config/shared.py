@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import Older, Problem, Section
+from prime_rl.redact import has_password, key_in
 
 Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -76,6 +77,15 @@ class ClientConfig(Section):
     ready_timeout: PositiveFloat = Field(default=600.0, description="Seconds to wait for the server to become ready.")
     timeout: PositiveFloat = Field(default=600.0, description="Seconds that one request may take.")
 
+    @model_validator(mode="after")
+    def _no_password(self) -> Self:
+        if has_password(self.base_url):
+            raise Problem(
+                "base_url holds a password, which would be written and shown: put the key into $VLLM_API_KEY",
+                "base_url",
+            )
+        return self
+
     @property
     def api_root(self) -> str:
         """`base_url` without a trailing slash or /v1: where /health and the weight routes are."""
@@ -132,6 +142,17 @@ class EnvConfig(Section):
     @model_validator(mode="after")
     def _name(self) -> Self:
         self.name = self.name or self.id
+        return self
+
+    @model_validator(mode="after")
+    def _no_keys(self) -> Self:
+        """Settings are written to configs/ and shown; keys travel as variables."""
+        if place := key_in(self.args):
+            raise Problem(
+                f"args.{place} holds a key, which would be written to configs/: put it into a variable that the environment reads, and name "
+                "that in `secrets`",
+                "args",
+            )
         return self
 
 

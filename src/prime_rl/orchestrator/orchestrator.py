@@ -15,7 +15,6 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
-from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
@@ -28,6 +27,7 @@ from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
 from prime_rl.orchestrator.tasks import task_stream
+from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.transport.commit import CommitError, clean_stages
 from prime_rl.transport.protocol import Life
 from prime_rl.transport.rollouts import write_batch
@@ -40,7 +40,6 @@ logger = log.get("orchestrator")
 
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
-_GONE_SECONDS = 60.0  # without a sign of life a trainer is taken to be gone
 _CANCEL_SECONDS = 60.0
 _MAX_EMPTY_BATCHES = 10
 _ERROR_WINDOW = 256
@@ -426,11 +425,10 @@ class Orchestrator:
     async def _trainer_end(self) -> None:
         """Wait for the trainer's last word: it saves once more at its end, and its part is joined before this process goes."""
 
+        watch = TrainerWatch(self.config.output_dir)
+
         def ended() -> bool:
-            trainer = read_status(self.config.output_dir).get("trainer")
-            if trainer is None or time.time() - trainer.heartbeat > _GONE_SECONDS:
-                return True
-            return trainer.outcome in ("finished", "stopped")  # one that failed may be started again
+            return watch.ended(asked_to_stop=self.stopping)
 
         def tell(waited: float) -> None:
             self.status.waiting(subject, "trainer", seconds)

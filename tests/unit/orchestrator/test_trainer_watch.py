@@ -1,0 +1,54 @@
+"""When the trainer counts as ended. A run that takes it for ended too early loses its last checkpoint and serves a version that was given up."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.monitor import Status
+from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, WAITS_FOR_US_SECONDS, TrainerWatch
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("outcome", "ended"), [("finished", True), ("stopped", True), ("failed: disk full", False)])
+def test_its_last_word(tmp_path: Path, outcome: str, ended: bool) -> None:
+    """One that failed may be started again."""
+    watch = TrainerWatch(tmp_path, Clock())
+    Status(tmp_path, "trainer").done(outcome)
+    assert watch.ended(asked_to_stop=False) is ended
+
+
+def test_no_status_is_a_trainer_that_is_being_started_again(tmp_path: Path) -> None:
+    clock = Clock()
+    watch = TrainerWatch(tmp_path, clock)
+    assert not watch.ended(asked_to_stop=False)
+    clock.now = GONE_SECONDS - 1
+    Status(tmp_path, "trainer").phase("loading the model")
+    assert not watch.ended(asked_to_stop=False)
+    clock.now += GONE_SECONDS - 1
+    assert not watch.ended(asked_to_stop=False), "it has given a sign since"
+
+
+def test_one_without_a_sign_for_long_is_gone(tmp_path: Path) -> None:
+    clock = Clock()
+    watch = TrainerWatch(tmp_path, clock)
+    clock.now = GONE_SECONDS + 1
+    assert watch.ended(asked_to_stop=False)
+
+
+def test_one_that_waits_for_our_batches_is_not_waited_for_once_we_stop(tmp_path: Path) -> None:
+    """Else each would wait for the other: somebody asked the orchestrator alone to stop."""
+    clock = Clock()
+    watch = TrainerWatch(tmp_path, clock)
+    Status(tmp_path, "trainer").waiting("rollouts/step_3", "orchestrator", 3600.0)
+    assert not watch.ended(asked_to_stop=True)
+    clock.now = WAITS_FOR_US_SECONDS + 1
+    assert not watch.ended(asked_to_stop=False), "while batches come it is right to wait"
+    assert not watch.ended(asked_to_stop=True)
+    clock.now += WAITS_FOR_US_SECONDS + 1
+    assert watch.ended(asked_to_stop=True)
