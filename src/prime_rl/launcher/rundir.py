@@ -16,6 +16,7 @@ from typing import Self
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.monitor.status import unless_full
+from prime_rl.transport.commit import list_steps
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
@@ -119,6 +120,18 @@ def results(output_dir: Path) -> list[str]:
     ]  # no more than the base model's name
     measured = [path for path in (output_dir / "metrics").glob("*.jsonl") if path.stat().st_size]
     return [name for name, found in {**steps, "metrics": measured}.items() if found]
+
+
+def marks(output_dir: Path) -> tuple[int, int]:
+    """How far the run is: the numbers of its newest batch and of its newest version; -1 where there is none, or none can be seen."""
+    return _newest(output_dir / "rollouts"), _newest(output_dir / "weights")
+
+
+def _newest(parent: Path) -> int:
+    try:
+        return max(list_steps(parent), default=-1)
+    except UserError:  # a file system that is away for a moment
+        return -1
 
 
 def recoverable(output_dir: Path) -> bool:

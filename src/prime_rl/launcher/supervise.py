@@ -11,10 +11,11 @@ from enum import Enum
 from pathlib import Path
 
 from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn, user_error
-from prime_rl.launcher.clock import Budget, LoopClock, Policy
+from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
 from prime_rl.launcher.health import Health, ServerWatch
 from prime_rl.launcher.plan import RECOVER, Process, Server
 from prime_rl.launcher.procs import ProcessId, adopting, by_parent, descendants, orphans, send
+from prime_rl.launcher.rundir import marks
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
@@ -98,7 +99,7 @@ class Supervisor:
         self._drain_seconds = drain_seconds
         self._stop_seconds = stop_seconds
         self._clock = LoopClock()
-        self._budget = Budget(self._policy)
+        self._budget = Budget(self._policy, marks(output_dir))
         self._vigil = Vigil(self._policy)
         self._children: dict[str, Child] = {}
         self._jobs_left = {process.name for process in processes if not process.service}
@@ -256,13 +257,11 @@ class Supervisor:
     def _goes_on(self, fall: _Fall) -> bool:
         name, now = fall.child.name, self._clock.now
         beyond_mending = fall.for_user is not None and name not in self._was_ready
-        grant = None if beyond_mending else self._budget.ask(name, now)
-        if grant is None:
+        grant = None if beyond_mending else self._budget.ask(name, now, marks(self._output_dir))
+        if not isinstance(grant, Grant):
             self._report(fall)
-            if not beyond_mending and self._policy.max_restarts:
-                self._say(
-                    f"error: {name} was started again {self._policy.max_restarts} times within an hour: giving up"
-                )
+            if grant is not None and self._policy.max_restarts:
+                self._say(f"error: {name} was started again {self._policy.max_restarts} times {grant.value}: giving up")
                 self._tell_doctor()
             return False
         recover = not fall.child.spec.service and name in self._was_ready

@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
-from prime_rl.launcher.rundir import Owner, clean, forget_status, recoverable, refuse_results
+from prime_rl.launcher.rundir import Owner, clean, forget_status, marks, recoverable, refuse_results
 
 
 def edit_claim(root: Path, **fields: object) -> None:
@@ -117,6 +117,20 @@ def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
     (tmp_path / "incarnations").mkdir()
     (tmp_path / "incarnations/0.json").touch()
     assert recoverable(tmp_path)
+
+
+def test_how_far_a_run_is(tmp_path: Path) -> None:
+    """By number; what is being written or was given up does not count."""
+    assert marks(tmp_path) == (-1, -1)
+    for name in (
+        "rollouts/step_9",
+        "rollouts/step_10",
+        "weights/.step_12",
+        "weights/given_up_1_step_11",
+        "weights/step_8",
+    ):
+        (tmp_path / name).mkdir(parents=True)
+    assert marks(tmp_path) == (10, 8)
 
 
 def test_a_reused_pid_is_not_the_same_process() -> None:

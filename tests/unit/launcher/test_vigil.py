@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
+from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy, Refusal
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.monitor.process import ProcessId
 from prime_rl.monitor.status import ProcessStatus, Waiting
@@ -151,12 +151,26 @@ def test_the_launchers_clock_stands_still_while_it_is_away() -> None:
 
 def test_restarts_are_counted_a_process_and_an_hour() -> None:
     """Backoff doubles within the hour; what lies further back is forgotten; each process has its own number."""
-    budget = Budget(POLICY)
-    assert [budget.ask("trainer", now) for now in (0.0, 10.0, 20.0, 30.0)] == [
-        Grant(1, 1.0), Grant(2, 2.0), Grant(3, 4.0), None,
+    budget = Budget(POLICY, (0, 0))
+    assert [budget.ask("trainer", now, (0, 0)) for now in (0.0, 10.0, 20.0, 30.0)] == [
+        Grant(1, 1.0), Grant(2, 2.0), Grant(3, 4.0), Refusal.HOUR,
     ]  # fmt: skip
-    assert budget.ask("orchestrator", 30.0) == Grant(1, 1.0)
-    assert budget.ask("trainer", 3600.0) == Grant(3, 4.0)
-    assert Budget(Policy(max_restarts=0)).ask("trainer", 0.0) is None
+    assert budget.ask("orchestrator", 30.0, (0, 0)) == Grant(1, 1.0)
+    assert budget.ask("trainer", 3590.0, (1, 1)) is Refusal.HOUR
+    assert budget.ask("trainer", 3600.0, (1, 1)) == Grant(3, 4.0)
+    assert Budget(Policy(max_restarts=0)).ask("trainer", 0.0) is Refusal.HOUR
     patient = Budget(Policy(max_restarts=100))
-    assert max(grant.seconds for _ in range(20) if (grant := patient.ask("x", 0.0))) == 60.0
+    grants = [patient.ask("x", 0.0) for _ in range(20)]
+    assert max(grant.seconds for grant in grants if isinstance(grant, Grant)) == 60.0
+
+
+def test_a_fault_that_comes_back_is_not_mended_for_ever() -> None:
+    """However slowly it comes back: only a run that got further than ever before gets its restarts back, not one that repeats steps."""
+    budget = Budget(POLICY, (4, 3))
+    assert [isinstance(budget.ask("trainer", at * 3000.0, (4, 4)), Grant) for at in range(3)] == [True] * 3
+    assert budget.ask("trainer", 9000.0, (5, 4)) == Grant(2, 2.0)  # a batch more
+    for now, reached in ((20000.0, (5, 2)), (30000.0, (5, 4))):  # it went back, and came as far as before
+        assert budget.ask("trainer", now, reached) == Grant(1, 1.0)
+    assert budget.ask("trainer", 40000.0, (5, 4)) is Refusal.STANDSTILL
+    assert budget.ask("orchestrator", 40000.0, (5, 4)) == Grant(1, 1.0)
+    assert budget.ask("trainer", 40001.0, (5, 5)) == Grant(1, 1.0)
