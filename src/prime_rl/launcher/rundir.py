@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import sqlite3
 import time
 import uuid
 from collections.abc import Iterator
@@ -16,12 +17,14 @@ from typing import Self
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.monitor.status import unless_full
+from prime_rl.orchestrator import ledger_file
 from prime_rl.transport.commit import list_steps
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
 _MISSED_BEATS = 3
 _OWNER = "launcher.json"
+_LEDGER = "ledger.sqlite"
 _LOCK_SECONDS = 5.0
 
 # What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
@@ -34,7 +37,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "rollouts": _COMMITTED,
     "weights": (*_COMMITTED, *_ASIDE),
     "checkpoints": (*_COMMITTED, *_ASIDE),
-    "recovery": _COMMITTED,
+    "recovery": (*_COMMITTED, *_ASIDE),
     "incarnations": ("*",),
     "leases": _REPLACED,
     "settings": _REPLACED,
@@ -42,7 +45,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "status": tuple(pattern for name in _PROCESSES for pattern in (f"{name}.json", f"{name}.*.json", f".{name}.*")),
     "logs": (*(f"{name}.log" for name in _PROCESSES), "restarts.jsonl", "envs", "wandb"),
     "configs": tuple(f"{name}.toml" for name in _PROCESSES),
-    ".": ("ledger.sqlite*",),
+    ".": (f"{_LEDGER}*",),
 }
 
 
@@ -113,13 +116,27 @@ class Owner:
 
 
 def results(output_dir: Path) -> list[str]:
-    """Names of the directories in which an earlier run left what took work. One that failed at its start left none."""
-    steps = {name: list((output_dir / name).glob("step_*")) for name in ("rollouts", "weights", "checkpoints")}
+    """Names of what an earlier run left that took work. One that failed at its start left none."""
+    steps = {
+        name: list((output_dir / name).glob("step_*")) for name in ("rollouts", "weights", "checkpoints", "recovery")
+    }
     steps["weights"] = [
         path for path in steps["weights"] if path.name != "step_0"
     ]  # no more than the base model's name
     measured = [path for path in (output_dir / "metrics").glob("*.jsonl") if path.stat().st_size]
-    return [name for name, found in {**steps, "metrics": measured}.items() if found]
+    found = [name for name, found in {**steps, "metrics": measured}.items() if found]
+    return found or ([_LEDGER] if _holds_episodes(output_dir / _LEDGER) else [])
+
+
+def _holds_episodes(ledger: Path) -> bool:
+    """Whether an episode has been finished, before any batch was. The ledger itself is made, empty, at the start. One that cannot be read may hold some."""
+    if not ledger.exists() and not ledger_file.journal_of(ledger).exists():
+        return False
+    try:
+        with ledger_file.open_copy(ledger) as db:
+            return db.execute("SELECT 1 FROM episodes WHERE state IN ('finished', 'batched', 'trained') LIMIT 1").fetchone() is not None  # fmt: skip
+    except (UserError, OSError, sqlite3.Error):
+        return True
 
 
 def marks(output_dir: Path) -> tuple[int, int]:
@@ -135,8 +152,11 @@ def _newest(parent: Path) -> int:
 
 
 def recoverable(output_dir: Path) -> bool:
-    """Whether an interrupted run has begun to commit: its trainer had opened a life, or a batch is there."""
-    return any((output_dir / "incarnations").glob("*.json")) or any((output_dir / "rollouts").glob("step_*"))
+    """Whether an interrupted run has begun to commit: its trainer had opened a life, or a batch, a state or an episode is there."""
+    began = (("incarnations", "*.json"), ("rollouts", "step_*"), ("recovery", "step_*"))
+    return any(any((output_dir / name).glob(pattern)) for name, pattern in began) or _holds_episodes(
+        output_dir / _LEDGER
+    )
 
 
 def refuse_results(output_dir: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.launcher.rundir import Owner, clean, forget_status, marks, recoverable, refuse_results
+from prime_rl.orchestrator.ledger import Ledger
+from support.ledgers import finish_group, open_group
 
 
 def edit_claim(root: Path, **fields: object) -> None:
@@ -82,7 +84,7 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
-    with pytest.raises(UserError, match=r"\(rollouts, weights, checkpoints, metrics\).*--clean.*--recover"):
+    with pytest.raises(UserError, match=r"\(rollouts, weights, checkpoints, recovery, metrics\).*--clean.*--recover"):
         refuse_results(tmp_path)
     clean(tmp_path)
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == [
@@ -116,6 +118,34 @@ def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
     assert not recoverable(tmp_path)
     (tmp_path / "incarnations").mkdir()
     (tmp_path / "incarnations/0.json").touch()
+    assert recoverable(tmp_path)
+
+
+def test_finished_episodes_are_results_before_the_first_batch(tmp_path: Path) -> None:
+    """A run killed in its first step has taken work; one whose ledger was made and issued from, and no more, has not."""
+    ledger = Ledger(tmp_path / "ledger.sqlite")
+    open_group(ledger, 0)
+    ledger.flush()
+    refuse_results(tmp_path)
+    assert not recoverable(tmp_path)
+    finish_group(ledger, 1)
+    ledger.flush()
+    ledger.close()
+    with pytest.raises(UserError, match=r"ledger\.sqlite.*--clean.*--recover"):
+        refuse_results(tmp_path)
+    assert recoverable(tmp_path)
+    clean(tmp_path)
+    refuse_results(tmp_path)
+    (tmp_path / "ledger.sqlite").write_text("damaged: nobody knows what it held")
+    with pytest.raises(UserError, match=r"ledger\.sqlite"):
+        refuse_results(tmp_path)
+
+
+def test_a_saved_state_is_a_result(tmp_path: Path) -> None:
+    """A recovery checkpoint alone: --recover finds it."""
+    (tmp_path / "recovery/step_3").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"recovery.*--recover"):
+        refuse_results(tmp_path)
     assert recoverable(tmp_path)
 
 
