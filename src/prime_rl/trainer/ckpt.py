@@ -23,8 +23,18 @@ from prime_rl.trainer.parallel import World, agree, background_world, broadcast,
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weights import Versions
 from prime_rl.transport import checkpoints
-from prime_rl.transport.commit import Stage, clean_stages, list_steps, prune, read_manifest, subject_of
-from prime_rl.transport.lives import read_lives, read_versions
+from prime_rl.transport.commit import (
+    CommitError,
+    Stage,
+    clean_stages,
+    give_up,
+    list_steps,
+    prune,
+    read_manifest,
+    subject_of,
+)
+from prime_rl.transport.lives import read_lives, read_versions, sparing_lives
+from prime_rl.transport.protocol import current_life, spared
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
 from prime_rl.wait import wait
 
@@ -112,7 +122,8 @@ class Checkpoints:
 
     def begin(self, versions: Versions, start: int) -> None:
         """Open a life that goes on from step `start`, and set aside what it gives up."""
-        self.life, self.base = versions.open(start)
+        by_hand = not self.recover and self.found is not None
+        self.life, self.base = versions.open(start, spares=by_hand or self.found is None)
         on_main(self.world, lambda: self._give_up_after(start))
 
     def due(self, step: int) -> Kind | None:
@@ -197,12 +208,31 @@ class Checkpoints:
         return None
 
     def _newest_whole(self) -> str | None:
-        for step, directory, problem in checkpoints.recoverable(self.root, self.recovery, read_lives(self.output_dir)):
+        lives, damaged = read_lives(self.output_dir), []
+        for step, directory, problem in checkpoints.recoverable(self.root, self.recovery, lives):
             if problem is None:
                 logger.info("recovering from %s, after %d updates", subject_of(directory), step)
                 return str(directory)
             logger.warning("%s is passed over for an older state: %s", subject_of(directory), problem)
-        logger.info("nothing to recover from: training starts with the base model")
+            damaged.append(f"{directory} ({problem})")
+        if damaged:
+            raise UserError(
+                f"cannot recover: no state is whole, {'; '.join(damaged)}: put back a copy, or move these out of the run directory to "
+                "start over from the base model"
+            )
+        start = current_life(lives).start
+        if start > 0:
+            raise UserError(
+                f"cannot recover: the run went on from step {start}, and neither that state nor a later one stands in {self.root}: put "
+                "it back, or go on from another one with --ckpt.resume-step"
+            )
+        done = max(list_steps(self.output_dir / "weights"), default=0)
+        if done > 0:
+            logger.warning(
+                "no state was saved: training starts over from the base model, %d updates are made again", done
+            )
+        else:
+            logger.info("nothing to recover from: training starts with the base model")
         return None
 
     def _check_model(self, source: Source) -> None:
@@ -225,12 +255,26 @@ class Checkpoints:
         for path in checkpoints.set_aside_after(self.root, start, self.life):
             logger.warning("a checkpoint beyond step %d is given up; it lies in %s now", start, path)
         clean_stages(self.recovery)
+        self._spare_recovery(start)
         kept = max((step for step in list_steps(self.recovery) if step <= start), default=None)
         self._remove_recovery_but(kept)
         if self.alone() and start in self._saved():
             checkpoints.join(
                 self.root, start, checkpoints.ALONE, PART
             )  # where a crash came between part and joint manifest
+
+    def _spare_recovery(self, start: int) -> None:
+        """Keep the newest recovery checkpoint beyond `start` aside, where somebody asked for `start`: it may have been a mistake."""
+        given_up = {}
+        for step in list_steps(self.recovery):
+            if step > start:
+                try:
+                    given_up[step] = int(read_manifest(checkpoints.step_dir(self.recovery, step)).extra.get("life", 0))
+                except CommitError:  # damaged: not worth keeping
+                    continue
+        newest = spared(given_up, sparing_lives(self.output_dir))
+        if newest is not None and (aside := give_up(checkpoints.step_dir(self.recovery, newest), self.life)):
+            logger.warning("the recovery checkpoint of step %d is given up; it lies in %s now", newest, aside)
 
     def _write(self, state: dcp.State, progress: Progress, final: Path, world: World) -> None:
         """Write and commit `state`. Rank 0 hashes its files while the others wait, within `dist_timeout`. May run in a thread of its own."""

@@ -17,12 +17,13 @@ import torch
 import xxhash
 
 from prime_rl import faults
+from prime_rl.monitor import log
 from prime_rl.trainer.model import Policy, local_rows, named_parameters
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
-from prime_rl.transport.commit import Stage, clean_stages, disk_errors, list_steps, prune
-from prime_rl.transport.lives import Seen, open_life, read_lease, read_lives, read_versions
-from prime_rl.transport.protocol import prunable, to_set_aside
+from prime_rl.transport.commit import Stage, clean_stages, disk_errors, give_up, list_steps, prune
+from prime_rl.transport.lives import Seen, open_life, read_lease, read_lives, read_versions, sparing_lives
+from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.weights import (
     TensorEntry,
     manifest_extra,
@@ -30,6 +31,8 @@ from prime_rl.transport.weights import (
     version_hash,
     write_base_version,
 )
+
+logger = log.get(__name__)
 
 FILE = "model.safetensors"
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -179,15 +182,18 @@ class Versions:
         self.life = 0
         self._seen: Seen = {}
 
-    def open(self, start: int) -> tuple[int, str | None]:
+    def open(self, start: int, *, spares: bool = False) -> tuple[int, str | None]:
         """Begin a life that starts from step `start`, with that version committed: the base model's manifest for 0.
 
         The life is committed first: from then on nobody counts versions beyond `start` that earlier lives made. They are removed next.
 
+        Args:
+            spares: Keep the newest of them as `given_up_<life>_step_v`.
+
         Returns:
             The life's number, and the base model's hash (None: random weights).
         """
-        self.life, base = on_main(self.world, lambda: self._open(start))
+        self.life, base = on_main(self.world, lambda: self._open(start, spares))
         if start > 0:
             self.ensure(start)
         return self.life, base
@@ -226,13 +232,22 @@ class Versions:
         for version in superfluous:
             prune(version_dir(self.root, version))
 
-    def _open(self, start: int) -> tuple[int, str | None]:
+    def _open(self, start: int, spares: bool) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory).hash
         faults.point(f"life:{max(read_lives(self.output_dir), default=-1) + 1}")
-        life = open_life(self.output_dir, start)
-        for version in to_set_aside(read_versions(self.root), read_lives(self.output_dir)):
-            prune(version_dir(self.root, version))
+        life = open_life(self.output_dir, start, spares=spares)
+        self._set_aside(life)
         return life, base
+
+    def _set_aside(self, life: int) -> None:
+        versions = read_versions(self.root)
+        given_up = to_set_aside(versions, read_lives(self.output_dir))
+        kept = spared({version: versions[version] for version in given_up}, sparing_lives(self.output_dir))
+        for version in given_up:  # ascending, so that after a crash the newest is still there to be kept
+            if version != kept:
+                prune(version_dir(self.root, version))
+            elif (aside := give_up(version_dir(self.root, version), life)) is not None:
+                logger.warning("version %d is given up; it lies in %s now", version, aside)

@@ -19,6 +19,7 @@ from prime_rl.transport.commit import (
     FormatError,
     Manifest,
     clean_stages,
+    give_up,
     hash_file,
     list_steps,
     prune,
@@ -176,13 +177,9 @@ def set_aside_after(root: Path, step: int, life: int) -> list[Path]:
     moved = []
     for later in list_steps(root):
         if later > step and not _foreign(root, later):
-            aside = root / f"given_up_{life}_step_{later}"
-            faults.point(f"set-aside:checkpoints/step_{later}")
-            try:
-                step_dir(root, later).rename(aside)
-            except FileNotFoundError:  # the other process was first
-                continue
-            moved.append(aside)
+            aside = give_up(step_dir(root, later), life)
+            if aside is not None:  # else the other process was first
+                moved.append(aside)
     return moved
 
 

@@ -276,6 +276,25 @@ def prune(directory: Path) -> None:
     _remove(aside)
 
 
+def give_up(directory: Path, life: int) -> Path | None:
+    """Rename a committed directory to `given_up_<life>_<its name>`: nobody counts it any more, and it can be put back by hand.
+
+    Returns:
+        Where it lies now, under a name that was free; None where it was gone already.
+    """
+    name, count = f"given_up_{life}_{directory.name}", 1
+    aside = directory.parent / name
+    while aside.exists():  # an earlier history had a life of this number, too
+        count += 1
+        aside = directory.parent / f"{name}.{count}"
+    faults.point(f"set-aside:{subject_of(directory)}")
+    try:
+        os.rename(directory, aside)
+    except FileNotFoundError:
+        return None
+    return aside
+
+
 def clean_stages(parent: Path) -> None:
     """Remove what dead writers and prunes left under `parent`. Only for the producer of `parent`, while no other writer is alive."""
     if not parent.is_dir():

@@ -5,6 +5,7 @@ The trainer opens a life by committing `incarnations/<life>.json`; the orchestra
 
 import json
 from pathlib import Path
+from typing import Any
 
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, write_atomically
 from prime_rl.transport.protocol import Lease
@@ -17,23 +18,42 @@ def read_lives(output_dir: Path) -> dict[int, int]:
     Raises:
         CommitError: a life file is damaged. They are renamed into place, so something other than us wrote it.
     """
+    return {life: told["step"] for life, told in _read_files(output_dir).items()}
+
+
+def sparing_lives(output_dir: Path) -> dict[int, int]:
+    """The lives that keep the newest of what they give up, and the steps they started from."""
+    return {life: told["step"] for life, told in _read_files(output_dir).items() if told.get("spares") is True}
+
+
+def _read_files(output_dir: Path) -> dict[int, dict[str, Any]]:
     lives = {}
     for path in (output_dir / "incarnations").glob("*.json"):
         if path.stem.isdigit():
             try:
-                lives[int(path.stem)] = int(json.loads(path.read_bytes())["step"])
+                told = json.loads(path.read_bytes())
+                lives[int(path.stem)] = {**told, "step": int(told["step"])}
             except (ValueError, KeyError, TypeError) as error:
                 raise CommitError(f"{path} cannot be read: {error}") from error
     return lives
 
 
-def open_life(output_dir: Path, start: int) -> int:
-    """Commit a new life that starts from step `start`. Returns its number. Only the trainer does so."""
+def open_life(output_dir: Path, start: int, *, spares: bool = False) -> int:
+    """Commit a new life that starts from step `start`. Only the trainer does so.
+
+    Args:
+        spares: Whether the newest of what it gives up is kept aside, for nobody can be sure that it will be made again.
+
+    Returns:
+        Its number.
+    """
     directory = output_dir / "incarnations"
     directory.mkdir(parents=True, exist_ok=True)
     clean_stages(directory)
     life = max(read_lives(output_dir), default=-1) + 1
-    write_atomically(directory / f"{life}.json", json.dumps({"step": start}).encode())
+    write_atomically(
+        directory / f"{life}.json", json.dumps({"step": start, **({"spares": True} if spares else {})}).encode()
+    )
     return life
 
 

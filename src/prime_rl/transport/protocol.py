@@ -64,6 +64,16 @@ def to_set_aside(versions: Mapping[int, int], lives: Mapping[int, int]) -> list[
     return sorted(version for version, life in versions.items() if not valid(version, life, lives))
 
 
+def spared(given_up: Mapping[int, int], sparing: Mapping[int, int]) -> int | None:
+    """The newest of the given-up steps (and the lives that made them), if a life that spares its likes gave it up; None: nothing is spared.
+
+    Args:
+        sparing: Lives that were opened by hand or without any state, and their start steps.
+    """
+    newest = max(given_up, default=None)
+    return None if newest is None or valid(newest, given_up[newest], sparing) else newest
+
+
 def may_batch(first: int, last: int, life: int, lives: Mapping[int, int]) -> bool:
     """Whether an episode that the versions `first` … `last` sampled, as they stood in life `life`, may still go into a batch."""
     return first <= last and valid(last, life, lives)

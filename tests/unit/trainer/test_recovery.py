@@ -17,7 +17,7 @@ from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, read_manifest, verify
 from prime_rl.transport.lives import read_lives
-from prime_rl.transport.weights import weights_manifest
+from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 
 tied_model, untied_model, run_training = support.tied_model, support.untied_model, support.run_training
@@ -304,3 +304,68 @@ def test_shape_of_another_model(
     with pytest.raises(UserError, match=r"does not fit this model: .*lm_head.* (not there|\[\]|\[288, 64\]) in the"):
         run_training(config(run, tmp_path / second, data=fake, ckpt={"resume_step": -1}))
     assert read_lives(run) == {0: 0}
+
+
+def test_only_damaged_states_are_no_reason_to_start_over(
+    run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """Where states were saved and none is whole, nothing is given up: the user is told which they are, and may move them away."""
+    support.write_rollouts(tmp_path, STEPS)
+    run_training(config(tmp_path, tied_model, ckpt=None, max_steps=3))
+    state = tmp_path / "recovery" / "step_3"
+    shards = next((state / "state").glob("*.distcp"))
+    shards.write_bytes(shards.read_bytes()[:-7])
+    with pytest.raises(UserError, match=r"no state is whole, .*recovery/step_3 \(.*put back a copy, or move these out"):
+        run_training(config(tmp_path, tied_model, ckpt=None, recover=True))
+    assert read_lives(tmp_path) == {0: 0}
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
+    state.rename(tmp_path / "moved")
+    run_training(config(tmp_path, tied_model, ckpt=None, recover=True))
+    assert hashes(tmp_path) == hashes(undisturbed)
+
+
+def test_starting_over_keeps_the_newest_version(
+    run_training: Run, tied_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that never saved starts over, says how much is made again, and keeps the newest version aside."""
+    support.write_rollouts(tmp_path, STEPS)
+    settings: dict[str, Any] = {"ckpt": None, "recovery_interval": None, "max_steps": 3}
+    run_training(config(tmp_path, tied_model, **settings))
+    newest = weights_manifest(tmp_path / "weights" / "step_3").hash
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+        run_training(config(tmp_path, tied_model, recover=True, **settings))
+    assert "starts over from the base model, 3 updates are made again" in caplog.text
+    assert weights_manifest(tmp_path / "weights" / "given_up_1_step_3").hash == newest
+    assert len(list((tmp_path / "weights").glob("given_up_*"))) == 1
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["at once", "after a crash"])
+def test_a_mistyped_step_loses_nothing(killed: bool, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Going back by hand keeps the newest version and the newest recovery checkpoint aside, also where it dies in between."""
+    support.write_rollouts(tmp_path, STEPS)
+    run_training(config(tmp_path, tied_model))
+    settings: dict[str, Any] = {"ckpt": {"interval": 2, "resume_step": 2}}
+    if killed:
+        with pytest.MonkeyPatch.context() as patch:
+            die_at(patch, "renamed:incarnations/1.json")
+            with pytest.raises(Killed):
+                run_training(config(tmp_path, tied_model, **settings))
+        settings = {"recover": True}
+    run_training(config(tmp_path, tied_model, **settings))
+    verify_weights(next((tmp_path / "weights").glob("given_up_*_step_4")))
+    verify(next((tmp_path / "recovery").glob("given_up_*_step_3")))
+    assert len([*tmp_path.glob("weights/given_up_*"), *tmp_path.glob("recovery/given_up_*")]) == 2
+
+
+def test_the_state_it_began_from_is_gone(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A life that began at step 2 does not recover from the base model, which is another history."""
+    support.write_rollouts(tmp_path, STEPS)
+    run_training(config(tmp_path, tied_model, max_steps=2, recovery_interval=None))
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(patch, "renamed:incarnations/1.json")
+        with pytest.raises(Killed):
+            run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="the run went on from step 2, and neither that state nor a later one"):
+        run_training(config(tmp_path, tied_model, recover=True))

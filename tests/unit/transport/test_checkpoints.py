@@ -180,3 +180,12 @@ def test_who_owns_the_joint_manifest(tmp_path: Path) -> None:
     (tmp_path / "status").mkdir()
     (tmp_path / "status" / "orchestrator.json").write_text("{}")
     assert not checkpoints.trainer_is_alone(tmp_path)
+
+
+def test_lives_of_the_same_number_set_aside_side_by_side(root: Path) -> None:
+    """A second run on the same root counts its lives from the start again: what the first has set aside stays as it is."""
+    checkpoints.set_aside_after(root, 2, life=1)
+    save(root, 4, life=1)
+    moved = checkpoints.set_aside_after(root, 2, life=1)
+    assert [path.name for path in moved] == ["given_up_1_step_4.2"]
+    assert len(list(root.glob("given_up_1_step_4*/trainer/state"))) == 2
