@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from prime_rl.launcher.diagnosis import (
 from prime_rl.launcher.procs import ProcessId, Tree, boot_id, by_parent, descendants, identify, is_stopped
 from prime_rl.launcher.progress import minutes
 from prime_rl.monitor import read_status
+from prime_rl.monitor.record import as_table, build
 from prime_rl.monitor.status import ProcessStatus
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
@@ -83,8 +85,8 @@ def collect(run: Path) -> Facts:
         workers=() if orchestrator is None or not _here(orchestrator) else _workers(orchestrator.pid, tree),
         free=shutil.disk_usage(run).free,
         recoverable=rundir.recoverable(run),
-        heartbeat_timeout=float(settings.get("heartbeat_timeout", Facts.heartbeat_timeout)),
-        stall_timeout=float(settings.get("stall_timeout", Facts.stall_timeout)),
+        heartbeat_timeout=_seconds(settings.get("heartbeat_timeout"), Facts.heartbeat_timeout),
+        stall_timeout=_seconds(settings.get("stall_timeout"), Facts.stall_timeout),
     )
 
 
@@ -145,15 +147,37 @@ def _workers(orchestrator: int, tree: Tree) -> list[WorkerFacts]:
 def _settings(run: Path) -> dict[str, Any]:
     try:
         return tomllib.loads((run / "configs" / "rl.toml").read_text())
-    except (OSError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError):  # of TOML or of UTF-8
         return {}
+
+
+def _seconds(value: object, otherwise: float) -> float:
+    """Somebody may have edited the file."""
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
 
 
 def _restarts(run: Path) -> dict[str, RestartFacts]:
     """The last restart of each process, where it explains what is seen now."""
-    rows = [json.loads(line) for line in _lines(run / "logs" / "restarts.jsonl") if line.endswith("}")]
-    recent = [row for row in rows if time.time() - row["time"] < _RECENT_SECONDS]
-    return {row["process"]: RestartFacts(row["time"] + row["after"], row["reason"]) for row in recent}
+    rows = [restart for line in _lines(run / "logs" / "restarts.jsonl") if (restart := _restart(line)) is not None]
+    recent = [row for row in rows if time.time() - row.time < _RECENT_SECONDS]
+    return {row.process: RestartFacts(row.time + row.after, row.reason) for row in recent}
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What is used of a line of `logs/restarts.jsonl`. Times in (unix) seconds."""
+
+    time: float
+    process: str
+    reason: str
+    after: float
+
+
+def _restart(line: str) -> _Row | None:
+    try:
+        return build(_Row, as_table(json.loads(line)))
+    except (ValueError, RecursionError):  # cut short
+        return None
 
 
 def _errors(log: Path) -> list[str]:
@@ -166,7 +190,7 @@ def _lines(path: Path) -> list[str]:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()
-    except FileNotFoundError:
+    except OSError:
         return []
 
 
@@ -221,12 +245,19 @@ def _process_lines(facts: Facts, name: str, process: ProcessFacts) -> list[str]:
 
 def _committed(run: Path) -> str:
     newest = {
-        "batch": list_steps(run / "rollouts"),
-        "version": list_steps(run / "weights"),
-        "checkpoint": checkpoints.complete_steps(run / "checkpoints"),
-        "recovery checkpoint": list_steps(run / "recovery"),
+        "batch": _newest(list_steps, run / "rollouts"),
+        "version": _newest(list_steps, run / "weights"),
+        "checkpoint": _newest(checkpoints.complete_steps, run / "checkpoints"),
+        "recovery checkpoint": _newest(list_steps, run / "recovery"),
     }
-    return ", ".join(f"{what} {steps[-1] if steps else '-'}" for what, steps in newest.items())
+    return ", ".join(f"{what} {step}" for what, step in newest.items())
+
+
+def _newest(steps_of: Callable[[Path], Sequence[int]], parent: Path) -> str:
+    try:
+        return str(max(steps_of(parent), default="-"))
+    except UserError:
+        return "? (cannot be listed)"
 
 
 def _ago(facts: Facts, then: float) -> str:

@@ -8,7 +8,7 @@ import socket
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Self
 
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
+from prime_rl.monitor.record import build, read_table
 from prime_rl.monitor.status import unless_full
 from prime_rl.orchestrator import ledger_file
 from prime_rl.transport.commit import list_steps
@@ -82,7 +83,10 @@ class Owner:
                     f"{output_dir} is in use by another rl (pid {other.pid} on {other.host}): "
                     "stop that one, or choose another --output-dir"
                 )
-            self._write()
+            try:
+                self._write()
+            except IsADirectoryError as error:
+                raise UserError(f"{self._path} is a directory, and in the way: move it") from error
 
     def beat(self) -> None:
         """Tell launchers on other hosts that we live. Raises UserError when one of them has taken over."""
@@ -186,9 +190,19 @@ def clean(output_dir: Path) -> None:
 
 def forget_status(output_dir: Path) -> None:
     """Status files speak of processes that are gone: a run that goes on starts without them."""
-    for pattern in _WRITTEN["status"]:
-        for path in (output_dir / "status").glob(pattern):
-            path.unlink(missing_ok=True)
+    _unlink(output_dir / "status", _WRITTEN["status"])
+
+
+def forget_status_of(output_dir: Path, process: str) -> None:
+    """Of one process and its ranks."""
+    _unlink(output_dir / "status", (f"{process}.json", f"{process}.*.json"))
+
+
+def _unlink(directory: Path, patterns: Iterable[str]) -> None:
+    for pattern in patterns:
+        for path in directory.glob(pattern):
+            with unless_full():
+                path.unlink(missing_ok=True)
 
 
 def read_claim(output_dir: Path) -> Claim | None:
@@ -197,10 +211,8 @@ def read_claim(output_dir: Path) -> Claim | None:
 
 
 def _read(path: Path) -> Claim | None:
-    try:
-        return Claim(**json.loads(path.read_text()))
-    except (FileNotFoundError, ValueError):  # a power cut may leave it empty
-        return None
+    """None where there is none, or nothing that is one: a power cut may leave it empty."""
+    return build(Claim, read_table(path))
 
 
 def _alive(claim: Claim) -> bool:

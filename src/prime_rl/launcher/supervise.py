@@ -15,7 +15,7 @@ from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
 from prime_rl.launcher.health import Health, ServerWatch
 from prime_rl.launcher.plan import RECOVER, Process, Server
 from prime_rl.launcher.procs import ProcessId, adopting, by_parent, descendants, orphans, send
-from prime_rl.launcher.rundir import marks
+from prime_rl.launcher.rundir import forget_status_of, marks
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
@@ -266,11 +266,7 @@ class Supervisor:
             return False
         recover = not fall.child.spec.service and name in self._was_ready
         options = (RECOVER,) if recover and RECOVER not in fall.child.spec.argv else ()
-        for path in [
-            *(self._output_dir / "status").glob(f"{name}.json"),
-            *(self._output_dir / "status").glob(f"{name}.*.json"),
-        ]:
-            path.unlink(missing_ok=True)
+        forget_status_of(self._output_dir, name)
         self._due.append(_Due(fall.child.spec, now + grant.seconds, options))
         self._note(
             Restart(time.time(), name, _reason(fall), grant.number, grant.seconds, now - fall.child.began, recover)

@@ -10,15 +10,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from prime_rl.monitor.process import ProcessId, me
+from prime_rl.monitor.record import build, read_table
 
 HEARTBEAT_SECONDS = 2.0
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
-_TOLERATED = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
+_FULL_OR_AWAY = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EIO, errno.ESTALE)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)  # somebody's directory under the file's name
+_TOLERATED = (*_FULL_OR_AWAY, *_IN_THE_WAY)
 
 
 @dataclass(frozen=True)
@@ -157,7 +160,7 @@ class Status:
         while not self._ended.wait(
             HEARTBEAT_SECONDS
         ):  # bounded: a daemon thread, it ends with the process, or with close()
-            with self._lock:
+            with self._lock, suppress(OSError):  # whatever it is may have passed by the next beat
                 if not self._ended.is_set():
                     self._write()
 
@@ -192,7 +195,8 @@ _writers: dict[Path, Status] = {}  # of this process
 
 @contextmanager
 def unless_full() -> Iterator[None]:
-    """For files that are no results: where the disk is full, or the run directory gone, they are not written, and nobody fails by it.
+    """For files that are no results: where the disk is full, fails or is away, or the run directory gone, they are not written, and nobody
+    fails by it.
 
     Those who write results tell of it.
     """
@@ -219,12 +223,5 @@ def read_status(output_dir: Path) -> dict[str, ProcessStatus]:
 
 
 def read_one(path: Path) -> ProcessStatus | None:
-    """One process's last word; None where there is none, or nothing whole (a power cut leaves an empty file)."""
-    try:
-        table = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    known = {field.name for field in fields(ProcessStatus)}
-    given = {key: value for key, value in table.items() if key in known}
-    waiting = given.pop("waiting", None)
-    return ProcessStatus(**given, waiting=None if waiting is None else Waiting(**waiting))
+    """One process's last word; None where there is none, or nothing that is one: empty after a power cut, damaged, foreign."""
+    return build(ProcessStatus, read_table(path))

@@ -357,6 +357,8 @@ def _stamp_of(path: Path) -> tuple[int, int, bytes] | None:
             return status.st_mtime_ns, status.st_size, file.read(32)
     except FileNotFoundError:
         return None
+    except IsADirectoryError as error:
+        raise UserError(f"{path} is a directory, no ledger: move it out of the way") from error
 
 
 def damaged(path: Path, what: str) -> str:

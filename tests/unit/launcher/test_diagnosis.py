@@ -267,3 +267,18 @@ def test_a_directory_that_is_none_and_one_without_a_run(tmp_path: Path, capsys: 
         doctor.main([])
     assert doctor.main([str(tmp_path)]) == 0
     assert "never started" in capsys.readouterr().out
+
+
+def test_damaged_files_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those who examine a wreck find all kinds of things in it."""
+    for name in ("status", "configs", "logs/trainer.log", "launcher.json", "status/orchestrator.json"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "status/trainer.json").write_text("[]")
+    (tmp_path / "configs/rl.toml").write_text('heartbeat_timeout = "long"\nstall_timeout = [1]\n')
+    lines = ("{}", "[}", '{"time": "now", "process": 1, "after": 0, "reason": ""}', '{"time": 1e999}')
+    (tmp_path / "logs/restarts.jsonl").write_text("\n".join(lines))
+    (tmp_path / "weights").touch()
+    assert doctor.main([str(tmp_path)]) == 0
+    assert "never started" in capsys.readouterr().out
+    (tmp_path / "configs/rl.toml").write_bytes(b"\xff")
+    assert doctor.collect(tmp_path).heartbeat_timeout == Facts.heartbeat_timeout

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,26 @@ def test_an_owner_that_was_replaced_notices(tmp_path: Path) -> None:
     owner._claim = type(owner._claim)(**{**vars(owner._claim), "heartbeat": 0.0})
     with pytest.raises(UserError, match="taken over"):
         owner.beat()
+
+
+def test_a_damaged_claim_is_none(tmp_path: Path) -> None:
+    """Whatever somebody wrote there: it is taken over, also from an owner that lives, and nobody fails by it."""
+    path = tmp_path / "launcher.json"
+    for text in ("{}", "[]", '{"pid": 1}', "null"):
+        path.write_text(text)
+        with Owner(tmp_path) as owner:
+            mine = path.read_text()
+            path.write_text(text)
+            owner._claim = replace(owner._claim, heartbeat=0.0)
+            owner.beat()
+            assert json.loads(path.read_text())["nonce"] == json.loads(mine)["nonce"]
+    with Owner(tmp_path) as owner:
+        path.unlink()
+        path.mkdir()
+        owner._claim = replace(owner._claim, heartbeat=0.0)
+        owner.beat()
+    with pytest.raises(UserError, match="is a directory, and in the way"):
+        Owner(tmp_path)
 
 
 def test_an_empty_directory_made_for_a_refused_run_goes_again(tmp_path: Path) -> None:
@@ -112,7 +133,9 @@ def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     (tmp_path / "weights" / "step_0").mkdir(parents=True)
     refuse_results(tmp_path)
+    (tmp_path / "status/orchestrator.json").mkdir()  # somebody's
     forget_status(tmp_path)
+    (tmp_path / "status/orchestrator.json").rmdir()
     assert (tmp_path / "logs/trainer.log").exists()
     assert not any((tmp_path / "status").iterdir())
     assert not recoverable(tmp_path)

@@ -187,11 +187,52 @@ def test_status_files_of_before_and_after_can_be_read(tmp_path: Path) -> None:
     assert (status.outcome, status.progress, status.ready) == ("finished", 0.0, None)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{}", "[]", "7", '"x"', "null", "[" * 100_000, b"\xff",
+        '{"pid": "many"}', '{"pid": true}', '{"phase": null}', '{"since": "now"}', '{"heartbeat": NaN}', '{"since": 1' + "0" * 400 + "}",
+        '{"waiting": 3}', '{"waiting": {}}', '{"waiting": {"subject": 1, "owner": "x", "since": 0, "deadline": 0}}', '{"outcome": ["x"]}',
+    ],
+)  # fmt: skip
+def test_a_damaged_or_foreign_status_is_none(tmp_path: Path, text: str | bytes) -> None:
+    """Nobody who reads it fails by it."""
+    Status(tmp_path, "trainer").close()
+    path = tmp_path / "status" / "trainer.json"
+    if isinstance(text, str) and text.startswith('{"'):
+        text = json.dumps({**json.loads(path.read_text()), **json.loads(text)})
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "status" / "orchestrator.json").mkdir()
+    assert read_status(tmp_path) == {}
+
+
+def test_the_heart_beats_on_after_a_failing_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, of any kind, is over when it is over; while it lasts nothing is lost but the report."""
+    monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 0.02)
+    real, failing = Path.write_text, [errno.EIO, errno.ESTALE, errno.EACCES, errno.EROFS]
+
+    def write_text(self: Path, text: str) -> int:
+        if failing:
+            number = failing.pop()
+            raise OSError(number, os.strerror(number))
+        return real(self, text)
+
+    status = Status(tmp_path, "trainer")
+    before = read_status(tmp_path)["trainer"].heartbeat
+    monkeypatch.setattr(Path, "write_text", write_text)
+    wait(
+        lambda: not failing and read_status(tmp_path)["trainer"].heartbeat > before,
+        subject="beat", owner="its thread", seconds=10.0, poll=0.01,
+    )  # fmt: skip
+    status.close()
+
+
 def test_a_full_disk_does_not_end_a_process_through_its_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results tell of a full disk; a status that cannot be written is left out. Other errors are errors."""
     status = Status(tmp_path, "trainer")
     status.close()
-    for number, raises in ((errno.ENOSPC, False), (errno.EACCES, True)):
+    tolerated = [(number, False) for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)]
+    for number, raises in (*tolerated, (errno.EACCES, True)):
 
         def refuse(self: Path, text: str, number: int = number) -> None:
             raise OSError(number, os.strerror(number))
