@@ -1,10 +1,12 @@
 """Metrics of one process: always to `metrics/<process>.jsonl`, to W&B when configured."""
 
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -27,7 +29,11 @@ class Monitor:
         self._file = JsonlWriter(metrics_path(output_dir, process))
 
     def log(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
-        """Record numbers of the step that was executed (0-based). Non-finite values are dropped, with one warning a key."""
+        """Record numbers of the step that was executed (0-based). Non-finite values are dropped, with one warning a key.
+
+        Raises:
+            UserError: the disk is full.
+        """
         row = self._file.write(step, metrics)
         if self._wandb is not None:
             self._wandb.log(step, row)
@@ -40,21 +46,34 @@ class Monitor:
 
 
 class JsonlWriter:
-    """Appends one flat object a line; a line is one write, so a reader never meets half of one (a crash can leave one)."""
+    """Appends one flat object a line; a line is one write, so a reader never meets half of one (a crash, or a full disk, can leave one)."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._warned: set[str] = set()
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # an earlier life died in its last line: keep it apart from ours
+        # An earlier life died in its last line: the next one is kept apart from it.
+        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:
-        """Append a line; returns the metrics that were finite."""
+        """Append a line; returns the metrics that were finite.
+
+        Raises:
+            UserError: the disk is full. What was written of the line stays; the next one begins on its own.
+        """
         row = {key: number for key, value in metrics.items() if (number := self._finite(key, value)) is not None}
-        os.write(self._fd, (json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n").encode())
+        with _disk_full(self._path):
+            self._append((json.dumps({"step": step, "time": round(time.time(), 3), **row}) + "\n").encode())
         return row
+
+    def _append(self, line: bytes) -> None:
+        """All of it, in as many writes as the system takes."""
+        left = b"\n" + line if self._torn else line
+        while left:
+            left = left[os.write(self._fd, left) :]
+            self._torn = bool(left)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -67,6 +86,17 @@ class JsonlWriter:
             self._warned.add(key)
             logger.warning("%s is %s: left out of the metrics (said once)", key, number)
         return None
+
+
+@contextmanager
+def _disk_full(path: Path) -> Iterator[None]:
+    """As results tell of it, which are written by rooms above this one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise UserError(f"disk full while writing {path}: free space and start again") from error
 
 
 class _WandbSink:

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.monitor import Status, log, read_metrics, read_status
+from prime_rl.config.shared import MonitorConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor import Monitor, Status, log, read_metrics, read_status
 from prime_rl.monitor.monitor import JsonlWriter, metrics_path
 from prime_rl.monitor.process import me
 from prime_rl.wait import wait
@@ -73,6 +75,32 @@ def test_resume_appends_and_the_last_line_wins(tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert (rows[2]["loss/mean"], rows[2]["eval/x/reward/mean"]) == (9.0, 0.25)
     assert read_metrics(tmp_path / "none.jsonl") == []
+
+
+def test_a_short_write_is_completed_and_a_full_disk_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fills up in the middle of a line: the row after it, in the same life, is whole; the half one is passed over."""
+    path = metrics_path(tmp_path, "trainer")
+    monitor = Monitor(tmp_path, "trainer", MonitorConfig(), {})
+    real, room = os.write, [10]
+
+    def write(fd: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = real(fd, data[: room[0]])
+        room[0] -= taken
+        return taken
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(UserError, match=f"disk full while writing {path}"):
+        monitor.log(0, {"loss": 1.0})
+    with pytest.raises(UserError, match="disk full"):
+        monitor.log(0, {"loss": 1.0})
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
+    monitor.log(0, {"loss": 2.0})
+    monitor.log(1, {"loss": 3.0})
+    monitor.close()
+    assert [(row["step"], row["loss"]) for row in read_metrics(path)] == [(0, 2.0), (1, 3.0)]
+    assert len(path.read_text().splitlines()) == 3
 
 
 def test_status_says_phase_step_and_wait(tmp_path: Path) -> None:
