@@ -4,6 +4,7 @@ import importlib.util
 import json
 import shutil
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,16 @@ def check_port(host: str, port: int) -> None:
                 f"port {port} on {host} cannot be used ({error.strerror}): stop what uses it, "
                 "or choose another --inference.server.port"
             ) from error
+
+
+def public_key(arguments: Sequence[str]) -> str | None:
+    """A warning for a server's key that was given on the command line; None where there is none."""
+    if any(argument.partition("=")[0].replace("_", "-") == "--inference.api-key" for argument in arguments):
+        return (
+            "warning: the key is on the command line, which every user of this machine can read: "
+            "set PRIME_INFERENCE__API_KEY or VLLM_API_KEY instead"
+        )
+    return None
 
 
 def _is_path(name: str) -> bool:

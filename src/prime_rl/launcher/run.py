@@ -1,6 +1,7 @@
 """`rl` after its configuration has been read: check, plan, start, watch, sum up."""
 
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ _Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
 
 def run(config: RLConfig) -> int:
     """Run to the end; returns the exit status. Raises UserError for what cannot work, before anything is started."""
+    if (warning := checks.public_key(sys.argv)) is not None:
+        print(warning, file=sys.stderr)
     machine = Machine(visible_gpus(os.environ), len(os.sched_getaffinity(0)), os.environ)
     if config.recover and not rundir.recoverable(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")

@@ -1,5 +1,6 @@
 """What `rl` decides before it starts anything: where a run goes on, and what is said of restarts at its end."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from prime_rl.config import OrchestratorConfig, RLConfig
 from prime_rl.config.shared import CkptConfig, EnvConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.run import policy, restarts_summary, resume_at
+from prime_rl.launcher.run import policy, restarts_summary, resume_at, run
 from prime_rl.launcher.supervise import Restart
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
@@ -26,22 +27,22 @@ def save(root: Path, step: int, *parts: str) -> None:
 
 def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
     """-1 becomes the number of the newest joint manifest in both sections; a half-saved one is passed over."""
-    run = config(tmp_path, ckpt=CkptConfig(resume_step=-1))
+    given = config(tmp_path, ckpt=CkptConfig(resume_step=-1))
     with pytest.raises(UserError, match="holds no checkpoint"):
-        resume_at(run)
+        resume_at(given)
     for step in (2, 4):
         save(tmp_path, step, "trainer", "orchestrator")
         checkpoints.join(tmp_path / "checkpoints", step, checkpoints.TOGETHER, "orchestrator")
     save(tmp_path, 6, "trainer")
-    found = resume_at(run)
+    found = resume_at(given)
     assert found.trainer.ckpt is not None
     assert found.orchestrator.ckpt is not None
     assert (found.trainer.ckpt.resume_step, found.orchestrator.ckpt.resume_step) == (4, 4)
-    assert run.trainer.ckpt is not None
-    assert run.trainer.ckpt.resume_step == -1
+    assert given.trainer.ckpt is not None
+    assert given.trainer.ckpt.resume_step == -1
     (tmp_path / "checkpoints/step_4/orchestrator/manifest.json").write_text("{}")
     with pytest.raises(UserError, match="cannot resume from step 4"):
-        resume_at(run)
+        resume_at(given)
 
 
 def test_recover_excludes_what_contradicts_it(tmp_path: Path) -> None:
@@ -49,6 +50,22 @@ def test_recover_excludes_what_contradicts_it(tmp_path: Path) -> None:
     for given in ({"clean": True}, {"ckpt": CkptConfig(resume_step=-1)}):
         with pytest.raises(ValueError, match="recover"):
             config(tmp_path, recover=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "warned"),
+    [("--inference.api-key", True), ("--inference.api_key=s3cret", True), ("--inference.server.port", False)],
+)
+def test_a_key_on_the_command_line_is_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argument: str, warned: bool
+) -> None:
+    """Said before anything else, however the option is spelled, and without the key."""
+    monkeypatch.setattr(sys, "argv", ["rl", argument, "s3cret"])
+    with pytest.raises(UserError, match="holds no checkpoint"):
+        run(config(tmp_path, ckpt=CkptConfig(resume_step=-1)))
+    err = capsys.readouterr().err
+    assert ("every user of this machine can read" in err) is warned
+    assert "s3cret" not in err
 
 
 def test_a_benchmark_is_not_started_again(tmp_path: Path) -> None:
