@@ -21,7 +21,7 @@ from prime_rl.trainer import dcp
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weights import Versions
+from prime_rl.trainer.weights import Versions, refuse_outlived
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import (
     CommitError,
@@ -123,7 +123,7 @@ class Checkpoints:
     def begin(self, versions: Versions, start: int) -> None:
         """Open a life that goes on from step `start`, and set aside what it gives up."""
         by_hand = not self.recover and self.found is not None
-        self.life, self.base = versions.open(start, spares=by_hand or self.found is None)
+        self.life, self.base = versions.open(start, spares=by_hand or self.found is None, saved_by=self._saved_by())
         on_main(self.world, lambda: self._give_up_after(start))
 
     def due(self, step: int) -> Kind | None:
@@ -263,6 +263,18 @@ class Checkpoints:
                 self.root, start, checkpoints.ALONE, PART
             )  # where a crash came between part and joint manifest
 
+    def _saved_by(self) -> set[int]:
+        """The lives that saved what stands there."""
+        places = [checkpoints.part_dir(self.root, step, PART) for step in self._saved()]
+        places += [checkpoints.step_dir(self.recovery, step) for step in list_steps(self.recovery)]
+        lives = set()
+        for place in places:
+            try:
+                lives.add(int(read_manifest(place).extra.get("life", 0)))
+            except CommitError:  # damaged: nobody goes on from it
+                continue
+        return lives
+
     def _spare_recovery(self, start: int) -> None:
         """Keep the newest recovery checkpoint beyond `start` aside, where somebody asked for `start`: it may have been a mistake."""
         given_up = {}
@@ -283,6 +295,7 @@ class Checkpoints:
         extra = {"progress": asdict(progress), "ranks": world.size, "life": self.life, "base": self.base}
         try:
             dcp.save(state, stage.path / _STATE, world.group)
+            on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
         except BaseException:
             stage.abort()

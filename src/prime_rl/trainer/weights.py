@@ -17,12 +17,13 @@ import torch
 import xxhash
 
 from prime_rl import faults
+from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.trainer.model import Policy, local_rows, named_parameters
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import Stage, clean_stages, disk_errors, give_up, list_steps, prune
-from prime_rl.transport.lives import Seen, open_life, read_lease, read_lives, read_versions, sparing_lives
+from prime_rl.transport.lives import Seen, next_life, open_life, read_lease, read_lives, read_versions, sparing_lives
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.weights import (
     TensorEntry,
@@ -173,6 +174,15 @@ def _copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> No
         config.write_text(json.dumps(described, indent=2) + "\n")
 
 
+def refuse_outlived(output_dir: Path, life: int) -> None:
+    """Raise UserError where a later life than `life` was opened: two trainers must not write one history."""
+    newest = max(read_lives(output_dir), default=life)
+    if newest > life:
+        raise UserError(
+            f"another trainer has gone on with the run in {output_dir} (life {newest}; this one is {life}): this one ends and commits no more"
+        )
+
+
 class Versions:
     """The policy versions of one life of the trainer, in `output_dir/weights`. Every rank calls every method."""
 
@@ -182,18 +192,19 @@ class Versions:
         self.life = 0
         self._seen: Seen = {}
 
-    def open(self, start: int, *, spares: bool = False) -> tuple[int, str | None]:
+    def open(self, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> tuple[int, str | None]:
         """Begin a life that starts from step `start`, with that version committed: the base model's manifest for 0.
 
         The life is committed first: from then on nobody counts versions beyond `start` that earlier lives made. They are removed next.
 
         Args:
             spares: Keep the newest of them as `given_up_<life>_step_v`.
+            saved_by: The lives that saved the training states. Rank 0's counts.
 
         Returns:
             The life's number, and the base model's hash (None: random weights).
         """
-        self.life, base = on_main(self.world, lambda: self._open(start, spares))
+        self.life, base = on_main(self.world, lambda: self._open(start, spares, saved_by))
         if start > 0:
             self.ensure(start)
         return self.life, base
@@ -204,7 +215,12 @@ class Versions:
             self.commit(version)
 
     def commit(self, version: int) -> None:
-        """Commit the policy's weights as `version`."""
+        """Commit the policy's weights as `version`.
+
+        Raises:
+            UserError: another trainer has gone on with the run.
+        """
+        on_main(self.world, lambda: refuse_outlived(self.output_dir, self.life))
         export(
             self.policy,
             self.source,
@@ -232,13 +248,13 @@ class Versions:
         for version in superfluous:
             prune(version_dir(self.root, version))
 
-    def _open(self, start: int, spares: bool) -> tuple[int, str | None]:
+    def _open(self, start: int, spares: bool, saved_by: Collection[int]) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory).hash
-        faults.point(f"life:{max(read_lives(self.output_dir), default=-1) + 1}")
-        life = open_life(self.output_dir, start, spares=spares)
+        faults.point(f"life:{next_life(self.output_dir, saved_by)}")
+        life = open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
         self._set_aside(life)
         return life, base
 

@@ -4,11 +4,12 @@ The trainer opens a life by committing `incarnations/<life>.json`; the orchestra
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, write_atomically
-from prime_rl.transport.protocol import Lease
+from prime_rl.transport.protocol import BASE, Lease
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 
@@ -38,11 +39,24 @@ def _read_files(output_dir: Path) -> dict[int, dict[str, Any]]:
     return lives
 
 
-def open_life(output_dir: Path, start: int, *, spares: bool = False) -> int:
+def next_life(output_dir: Path, saved_by: Collection[int] = ()) -> int:
+    """The number of a life that is opened now: above all that anything in the run directory tells of, for life files may have been lost.
+
+    Args:
+        saved_by: The lives that saved the training states.
+    """
+    made_by = {life for version, life in read_versions(output_dir / "weights").items() if version != BASE}
+    lease = read_lease(output_dir)
+    held = set() if lease is None else {lease.life}
+    return 1 + max({*read_lives(output_dir), *made_by, *held, *saved_by}, default=-1)
+
+
+def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> int:
     """Commit a new life that starts from step `start`. Only the trainer does so.
 
     Args:
         spares: Whether the newest of what it gives up is kept aside, for nobody can be sure that it will be made again.
+        saved_by: The lives that saved the training states.
 
     Returns:
         Its number.
@@ -50,7 +64,7 @@ def open_life(output_dir: Path, start: int, *, spares: bool = False) -> int:
     directory = output_dir / "incarnations"
     directory.mkdir(parents=True, exist_ok=True)
     clean_stages(directory)
-    life = max(read_lives(output_dir), default=-1) + 1
+    life = next_life(output_dir, saved_by)
     write_atomically(
         directory / f"{life}.json", json.dumps({"step": start, **({"spares": True} if spares else {})}).encode()
     )

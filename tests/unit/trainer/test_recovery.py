@@ -369,3 +369,32 @@ def test_the_state_it_began_from_is_gone(run_training: Run, tied_model: Path, tm
     shutil.rmtree(tmp_path / "checkpoints")
     with pytest.raises(UserError, match="the run went on from step 2, and neither that state nor a later one"):
         run_training(config(tmp_path, tied_model, recover=True))
+
+
+def test_life_files_are_lost(run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path) -> None:
+    """Without `incarnations/` a run that goes back still gives up the versions beyond, and ends as it should."""
+    support.write_rollouts(tmp_path, STEPS)
+    run_training(config(tmp_path, tied_model))
+    run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
+    shutil.rmtree(tmp_path / "incarnations")
+    run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
+    assert read_lives(tmp_path) == {2: 2}
+    assert hashes(tmp_path) == hashes(undisturbed)
+
+
+@pytest.mark.parametrize("place", ["weights/step_2", "recovery/step_1"])
+def test_an_outlived_trainer_commits_no_more(
+    place: str, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a later life is opened the earlier trainer ends, by a message, before it commits anything."""
+    support.write_rollouts(tmp_path, STEPS)
+    before = "renamed:weights/step_1"
+
+    def point(name: str, file: Path | None = None) -> None:
+        if name == before:
+            (tmp_path / "incarnations" / "7.json").write_text('{"step": 0}')
+
+    monkeypatch.setattr(faults, "point", point)
+    with pytest.raises(UserError, match=r"another trainer has gone on with the run .*life 7; this one is 0"):
+        run_training(config(tmp_path, tied_model, recovery_interval=1 if place.startswith("recovery") else None))
+    assert not (tmp_path / place).exists()

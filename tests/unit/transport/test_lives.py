@@ -6,6 +6,7 @@ from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.lives import (
     drop_lease,
     lease_path,
+    next_life,
     open_life,
     read_lease,
     read_lives,
@@ -68,3 +69,14 @@ def test_a_resumed_run_waits_for_the_life_that_goes_on_from_its_checkpoint():
     assert goes_on_from(4, {0: 0, 1: 4})
     assert goes_on_from(4, {0: 0, 1: 4, 2: 6})
     assert not goes_on_from(4, {0: 0, 1: 4, 2: 2})
+
+
+def test_a_number_is_not_given_twice_though_life_files_are_lost(tmp_path):
+    """Versions, the lease and saved states tell of lives, too; the base model's version tells of none."""
+    commit_version(tmp_path / "weights", 0, 0)
+    assert open_life(tmp_path, 0) == 0
+    commit_version(tmp_path / "weights", 1, 4)
+    assert next_life(tmp_path) == 5
+    write_lease(tmp_path, Lease(6, 1))
+    assert next_life(tmp_path) == 7
+    assert open_life(tmp_path, 0, saved_by={2, 8}) == 9
