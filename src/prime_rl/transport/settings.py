@@ -29,6 +29,7 @@ _SAME: dict[Party, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 _SEQ_LEN = "seq_len"  # need not be equal: what the orchestrator makes must fit the trainer's micro-batches
+_ONE_PER_RUN: tuple[Party, ...] = ("trainer", "orchestrator")
 _FRESH_SECONDS = 30.0  # of a heartbeat, on another host
 _START_SECONDS = 300.0  # from these settings to the first status, on another host
 
@@ -49,14 +50,17 @@ def agree(config: BaseConfig, process: Party) -> None:
     """Commit the settings of this process, then compare them with those of every partner that is alive.
 
     Raises:
-        UserError: one differs; the key and both values are named.
+        UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is at work in this run: then nothing
+            has been written.
     """
     root, own = config.output_dir / "settings", shared(config, process)
+    _refuse_twin(config.output_dir, process)
     root.mkdir(parents=True, exist_ok=True)
     itself = me()
     mine = Committed(process, itself.pid, itself.started, socket.gethostname(), time.time(), own)
     # First say, then look: of two that start at the same time at least one sees the other.
     write_atomically(root / f"{process}.json", json.dumps(asdict(mine), indent=1).encode())
+    _refuse_twin(config.output_dir, process)
     for path in sorted(root.glob("*.json")):
         partner = _read(path)
         if partner is None or partner.process == process or not _lives(config.output_dir, partner):
@@ -92,6 +96,16 @@ def differs(mine: Committed, partner: Committed) -> str | None:
     if made is not None and room is not None and made > room:
         return f"seq_len is {made} in the orchestrator, but {room} in the trainer: samples would not fit a micro-batch"
     return None
+
+
+def _refuse_twin(output_dir: Path, process: Party) -> None:
+    """Raise UserError where another process of the same kind is at work: there is one of each. Servers are told apart by their addresses."""
+    twin = _read(output_dir / "settings" / f"{process}.json")
+    if process in _ONE_PER_RUN and twin is not None and _lives(output_dir, twin):
+        raise UserError(
+            f"another {process} (pid {twin.pid} on {twin.host}) is at work on the run in {output_dir}: stop that one, or choose another "
+            "--output-dir"
+        )
 
 
 def _lives(output_dir: Path, partner: Committed) -> bool:

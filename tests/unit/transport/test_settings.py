@@ -58,14 +58,10 @@ def test_a_living_partner_with_other_settings_is_refused(
 
 
 def test_who_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> None:
-    """Shorter samples fit; no checkpoints of one's own are no contradiction; a dead, or ended, partner has no say; nor has one's earlier life."""
+    """Shorter samples fit; no checkpoints of one's own are no contradiction; a dead, or ended, partner has no say."""
     agree(TrainerConfig(output_dir=tmp_path, ckpt=CkptConfig()), "trainer")
     belongs_to(tmp_path, "trainer", partner)
     agree(orchestrator(tmp_path, seq_len=128), "orchestrator")
-    agree(
-        TrainerConfig(output_dir=tmp_path, seed=9, max_steps=3), "trainer"
-    )  # its own earlier life; the orchestrator is this process
-    belongs_to(tmp_path, "trainer", partner)
     ended = {
         "process": "trainer", "pid": partner, "phase": "done", "step": 3, "since": 0.0, "heartbeat": time.time(),
         "waiting": None, "outcome": "finished",
@@ -100,3 +96,41 @@ def test_on_another_host_the_heartbeat_counts(tmp_path: Path) -> None:
         agree(orchestrator(tmp_path), "orchestrator")
     path.write_text(json.dumps({**claim, "time": 1.0}))
     agree(orchestrator(tmp_path), "orchestrator")
+
+
+@pytest.mark.parametrize("process", ["trainer", "orchestrator"])
+def test_there_is_one_of_each(tmp_path: Path, partner: int, process: Party) -> None:
+    """A second one is refused and changes nothing; a dead or ended one is succeeded."""
+    config = TrainerConfig(output_dir=tmp_path) if process == "trainer" else orchestrator(tmp_path)
+    agree(config, process)
+    agree(config, process)  # the same process
+    belongs_to(tmp_path, process, partner)
+    path = tmp_path / "settings" / f"{process}.json"
+    before = path.read_bytes()
+    with pytest.raises(UserError, match=rf"another {process} \(pid {partner} on .*\) is at work on the run"):
+        agree(config, process)
+    assert path.read_bytes() == before
+    path.write_text(json.dumps({**json.loads(before), "started": 1}))
+    agree(config, process)
+
+
+def test_there_is_one_trainer_on_all_hosts(tmp_path: Path, partner: int) -> None:
+    """Another host's trainer lives as long as its heartbeat is fresh."""
+    config = TrainerConfig(output_dir=tmp_path)
+    agree(config, "trainer")
+    belongs_to(tmp_path, "trainer", partner)
+    path = tmp_path / "settings" / "trainer.json"
+    claim = {**json.loads(path.read_text()), "host": "elsewhere", "time": 1.0}
+    for age, refused in ((0.0, True), (1000.0, False)):
+        path.write_text(json.dumps(claim))
+        status = {
+            "process": "trainer", "pid": partner, "phase": "training", "step": 3, "since": 0.0, "heartbeat": time.time() - age,
+            "waiting": None, "outcome": None, "host": "elsewhere", "started": claim["started"],
+        }  # fmt: skip
+        status_path(tmp_path, "trainer").parent.mkdir(exist_ok=True)
+        status_path(tmp_path, "trainer").write_text(json.dumps(status))
+        if refused:
+            with pytest.raises(UserError, match="another trainer"):
+                agree(config, "trainer")
+        else:
+            agree(config, "trainer")
