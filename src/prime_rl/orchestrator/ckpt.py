@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.transport import checkpoints
-from prime_rl.transport.commit import MANIFEST, CommitError, disk_errors, list_steps, prune, read_manifest, stage
+from prime_rl.transport.commit import (
+    MANIFEST,
+    CommitError,
+    clean_stages,
+    disk_errors,
+    list_steps,
+    prune,
+    read_manifest,
+    stage,
+)
 from prime_rl.transport.protocol import first_to_collect, joinable
 
 if TYPE_CHECKING:
@@ -156,9 +165,13 @@ class JointCheckpoints:
         # The trainer may be reading it, while a later one that it is about to give up still stands.
         self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
         self._hopeless: set[int] = set()
+        # An earlier life may have died before it removed something. In a resumed run what will be given up may still stand: there not before
+        # the next checkpoint.
+        self._untidy = not self._resumed
 
     def clean(self) -> None:
-        """Remove what an earlier life left half-done: its staged parts, and manifests that were not renamed."""
+        """Remove what an earlier life left half-done: its staged parts, manifests that were not renamed, checkpoints removed in part."""
+        clean_stages(self.root)  # parts are staged inside of their checkpoint
         for step in list_steps(self.root):
             directory = checkpoints.step_dir(self.root, step)
             for path in directory.glob(f".{PART}.*"):
@@ -173,7 +186,8 @@ class JointCheckpoints:
             UserError: the disk is full.
         """
         joined = [step for step in self._waiting(lives) if self._join(step)]
-        if joined:
+        if joined or self._untidy:
+            self._untidy = False
             checkpoints.remove_expendable(self.root, self._keep, self._keep_interval, self._resumed)
         return joined
 

@@ -202,3 +202,17 @@ def test_the_checkpoint_that_is_resumed_from_is_not_removed(tmp_path):
     commit_trainer_part(tmp_path, 2)
     assert JointCheckpoints(tmp_path, CkptConfig(keep=1, resume_step=1)).join({}) == [2]
     assert checkpoints.complete_steps(tmp_path / "checkpoints") == [1, 2]
+
+
+def test_what_a_crash_kept_from_being_removed_is_removed_by_the_next_life(tmp_path):
+    """It died after it had completed a checkpoint: before it removed the one that is not kept any more, or in the middle of that."""
+    for step in range(4):
+        commit_batch(tmp_path, step, step + 1)
+    commit_checkpoint(tmp_path, 2)
+    commit_checkpoint(tmp_path, 4)
+    root = tmp_path / "checkpoints"
+    (root / ".step_1.old-0").mkdir()
+    joint = JointCheckpoints(tmp_path, CkptConfig(keep=1))
+    joint.clean()
+    assert joint.join({}) == []
+    assert sorted(path.name for path in root.iterdir()) == ["step_4"]
