@@ -48,7 +48,7 @@ class RLConfig(BaseConfig):
     )
     max_restarts: NonNegativeInt = Field(
         default=3,
-        description="Times that one process is started again within an hour (0: the first crash ends the run).",
+        description="Restarts of one process within an hour, or without getting further (0: the first crash ends the run).",
     )
     restart_backoff: PositiveFloat = Field(
         default=1.0, description="Seconds before the first restart of a process; doubled with each further one."
