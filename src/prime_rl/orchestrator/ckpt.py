@@ -23,6 +23,7 @@ from prime_rl.transport.commit import (
     read_manifest,
     stage,
 )
+from prime_rl.transport.lives import run_id
 from prime_rl.transport.protocol import first_to_collect, joinable
 
 if TYPE_CHECKING:
@@ -188,18 +189,21 @@ class JointCheckpoints:
         joined = [step for step in self._waiting(lives) if self._join(step)]
         if joined or self._untidy:
             self._untidy = False
-            checkpoints.remove_expendable(self.root, self._keep, self._keep_interval, self._resumed)
+            run = run_id(self.rollouts.parent)
+            checkpoints.remove_expendable(self.root, self._keep, self._keep_interval, self._resumed, run)
         return joined
 
     def _waiting(self, lives: Mapping[int, int]) -> list[int]:
         """Steps with a trainer part of the present history and no joint manifest."""
         complete = {*checkpoints.complete_steps(self.root), *self._hopeless}
-        parts = {}
+        parts, run = {}, run_id(self.rollouts.parent)
         for step in checkpoints.steps_with(self.root, "trainer"):
             if step not in complete:
                 try:
                     extra = read_manifest(checkpoints.part_dir(self.root, step, "trainer")).extra
                 except CommitError:  # set aside since it was listed
+                    continue
+                if extra.get("run", run) != run:  # a run that shares the place
                     continue
                 parts[step] = int(extra.get("life", max(lives, default=0)))
         return joinable(parts, lives)

@@ -33,7 +33,7 @@ from prime_rl.transport.commit import (
     read_manifest,
     subject_of,
 )
-from prime_rl.transport.lives import read_lives, read_versions, sparing_lives
+from prime_rl.transport.lives import read_lives, read_versions, run_id, sparing_lives
 from prime_rl.transport.protocol import current_life, spared
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
 from prime_rl.wait import wait
@@ -87,6 +87,7 @@ class Checkpoints:
         self.found: Path | None = None  # the state that this run goes on from
         self.base: str | None = None  # hash of the base model
         self.life = 0
+        self.run: str | None = None  # tells this run's states from those of others
         self._timeout = config.dist_timeout
         self._pending: tuple[Path, Future[None]] | None = None
         if recovery_interval is not None or (self.config is not None and self.config.save_async):
@@ -123,7 +124,10 @@ class Checkpoints:
     def begin(self, versions: Versions, start: int) -> None:
         """Open a life that goes on from step `start`, and set aside what it gives up."""
         by_hand = not self.recover and self.found is not None
-        self.life, self.base = versions.open(start, spares=by_hand or self.found is None, saved_by=self._saved_by())
+        self.life, self.base = versions.open(
+            start, spares=by_hand or self.found is None, saved_by=on_main(self.world, self._saved_by)
+        )
+        self.run = on_main(self.world, lambda: run_id(self.output_dir))
         on_main(self.world, lambda: self._give_up_after(start))
 
     def due(self, step: int) -> Kind | None:
@@ -145,6 +149,8 @@ class Checkpoints:
         asynchronous = kind != "checkpoint" or (self.config is not None and self.config.save_async)
         place = checkpoints.part_dir(self.root, progress.step, PART)
         final = place if kind == "checkpoint" else checkpoints.step_dir(self.recovery, progress.step)
+        if kind == "checkpoint":
+            on_main(self.world, lambda: self._refuse_another_runs(progress.step))
         state = _state(self.policy, self.optimizer) | {"rng": {str(self.world.rank): _rng(self.world)}}
         if not asynchronous:
             self._write(state, progress, final, self.world)
@@ -183,7 +189,12 @@ class Checkpoints:
     def finish(self, progress: Progress) -> None:
         """At the end of a run: a last checkpoint unless this step has one, and nothing is left under way."""
         self.settle()
-        if self.config is not None and progress.step > 0 and progress.step not in on_main(self.world, self._saved):
+        begun = (
+            checkpoints.part_dir(self.root, progress.step, PART) == self.found
+        )  # perhaps another run's: nothing is added
+        if self.config is None or progress.step == 0 or begun:
+            return
+        if progress.step not in on_main(self.world, self._own):
             self.save(progress)
             self.settle()
 
@@ -195,6 +206,17 @@ class Checkpoints:
 
     def _saved(self) -> list[int]:
         return checkpoints.steps_with(self.root, PART)
+
+    def _own(self) -> list[int]:
+        return [step for step in self._saved() if checkpoints.belongs(self.root, step, self.run)]
+
+    def _refuse_another_runs(self, step: int) -> None:
+        if not checkpoints.belongs(self.root, step, self.run):
+            place = checkpoints.part_dir(self.root, step, PART)
+            raise UserError(
+                f"{place} is a checkpoint of another run ({checkpoints.run_of(place)}; this one is {self.run}): give each run its own "
+                "ckpt.output_dir, then go on with --recover"
+            )
 
     def _choose(self) -> str | None:
         resume = None if self.config is None else self.config.resume_step
@@ -209,7 +231,9 @@ class Checkpoints:
 
     def _newest_whole(self) -> str | None:
         lives, damaged = read_lives(self.output_dir), []
-        for step, directory, problem in checkpoints.recoverable(self.root, self.recovery, lives):
+        for step, directory, problem in checkpoints.recoverable(
+            self.root, self.recovery, lives, run_id(self.output_dir)
+        ):
             if problem is None:
                 logger.info("recovering from %s, after %d updates", subject_of(directory), step)
                 return str(directory)
@@ -252,20 +276,20 @@ class Checkpoints:
 
     def _give_up_after(self, start: int) -> None:
         checkpoints.clean(self.root, PART)
-        for path in checkpoints.set_aside_after(self.root, start, self.life):
+        for path in checkpoints.set_aside_after(self.root, start, self.life, self.run):
             logger.warning("a checkpoint beyond step %d is given up; it lies in %s now", start, path)
         clean_stages(self.recovery)
         self._spare_recovery(start)
         kept = max((step for step in list_steps(self.recovery) if step <= start), default=None)
         self._remove_recovery_but(kept)
-        if self.alone() and start in self._saved():
+        if self.alone() and start in self._own():
             checkpoints.join(
                 self.root, start, checkpoints.ALONE, PART
             )  # where a crash came between part and joint manifest
 
-    def _saved_by(self) -> set[int]:
+    def _saved_by(self) -> list[int]:
         """The lives that saved what stands there."""
-        places = [checkpoints.part_dir(self.root, step, PART) for step in self._saved()]
+        places = [checkpoints.part_dir(self.root, step, PART) for step in self._own()]
         places += [checkpoints.step_dir(self.recovery, step) for step in list_steps(self.recovery)]
         lives = set()
         for place in places:
@@ -273,7 +297,7 @@ class Checkpoints:
                 lives.add(int(read_manifest(place).extra.get("life", 0)))
             except CommitError:  # damaged: nobody goes on from it
                 continue
-        return lives
+        return sorted(lives)
 
     def _spare_recovery(self, start: int) -> None:
         """Keep the newest recovery checkpoint beyond `start` aside, where somebody asked for `start`: it may have been a mistake."""
@@ -292,7 +316,13 @@ class Checkpoints:
         """Write and commit `state`. Rank 0 hashes its files while the others wait, within `dist_timeout`. May run in a thread of its own."""
         nonce = broadcast(world, secrets.token_hex(8))
         stage = agree(world, lambda: Stage(final, nonce))
-        extra = {"progress": asdict(progress), "ranks": world.size, "life": self.life, "base": self.base}
+        extra = {
+            "progress": asdict(progress),
+            "ranks": world.size,
+            "life": self.life,
+            "base": self.base,
+            "run": self.run,
+        }
         try:
             dcp.save(state, stage.path / _STATE, world.group)
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
@@ -308,7 +338,7 @@ class Checkpoints:
             self._remove_recovery_but(step)
         elif self.alone() and self.config is not None:
             checkpoints.join(self.root, step, checkpoints.ALONE, PART)
-            checkpoints.remove_expendable(self.root, self.config.keep, self.config.keep_interval)
+            checkpoints.remove_expendable(self.root, self.config.keep, self.config.keep_interval, run=self.run)
 
     def _remove_recovery_but(self, kept: int | None) -> None:
         for step in list_steps(self.recovery):

@@ -27,7 +27,7 @@ from prime_rl.transport.commit import (
     verify,
     write_atomically,
 )
-from prime_rl.transport.protocol import expendable_checkpoints, resume_step, valid
+from prime_rl.transport.protocol import current_life, expendable_checkpoints, resume_step, valid
 
 Part = Literal["trainer", "orchestrator"]
 ALONE: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
@@ -47,6 +47,20 @@ def part_dir(root: Path, step: int, part: Part) -> Path:
 def steps_with(root: Path, part: Part) -> list[int]:
     """Steps in which `part` is committed, ascending; complete checkpoints and others."""
     return [step for step in list_steps(root) if (part_dir(root, step, part) / MANIFEST).is_file()]
+
+
+def run_of(directory: Path) -> str | None:
+    """The run that saved a state (`lives.run_id`); None where that cannot be told."""
+    try:
+        run = read_manifest(directory).extra.get("run")
+    except CommitError:
+        return None
+    return run if isinstance(run, str) else None
+
+
+def belongs(root: Path, step: int, run: str | None) -> bool:
+    """Whether checkpoint `step` is of this run, as far as can be told: a place for checkpoints may be shared by several runs."""
+    return run is None or run_of(part_dir(root, step, "trainer")) in (None, run)
 
 
 def complete_steps(root: Path) -> list[int]:
@@ -127,23 +141,24 @@ def remove(root: Path, step: int) -> None:
 
 
 def remove_expendable(
-    root: Path, keep: int | None, keep_interval: int | None, in_progress: Collection[int] = ()
+    root: Path, keep: int | None, keep_interval: int | None, in_progress: Collection[int] = (), run: str | None = None
 ) -> list[int]:
     """Remove complete checkpoints beyond `keep`, and parts older than the newest complete one that never found their partner.
 
     Args:
+        run: The run whose checkpoints these are; those of others count for nothing and stay.
         in_progress: Steps that are being saved, or resumed from.
 
     Returns:
         The steps that were removed.
     """
-    complete = complete_steps(root)
+    complete = [step for step in complete_steps(root) if belongs(root, step, run)]
     gone = expendable_checkpoints(complete, keep, keep_interval)
     if complete:
         gone += [
             step
             for step in list_steps(root)
-            if step < complete[-1] and step not in complete and not _foreign(root, step)
+            if step < complete[-1] and step not in complete and not _foreign(root, step) and belongs(root, step, run)
         ]
     gone = [step for step in gone if step not in in_progress]
     for step in gone:
@@ -166,8 +181,8 @@ def clean(root: Path, part: Part) -> None:
     clean_stages(root)
 
 
-def set_aside_after(root: Path, step: int, life: int) -> list[Path]:
-    """Rename the checkpoints beyond `step` out of the way, which life `life` gives up by going on from `step`.
+def set_aside_after(root: Path, step: int, life: int, run: str | None = None) -> list[Path]:
+    """Rename the checkpoints of `run` beyond `step` out of the way, which life `life` gives up by going on from `step`.
 
     They are not deleted, for they may have been given up by mistake. Whoever resumes may call it, and any number of times.
 
@@ -176,7 +191,7 @@ def set_aside_after(root: Path, step: int, life: int) -> list[Path]:
     """
     moved = []
     for later in list_steps(root):
-        if later > step and not _foreign(root, later):
+        if later > step and not _foreign(root, later) and belongs(root, later, run):
             aside = give_up(step_dir(root, later), life)
             if aside is not None:  # else the other process was first
                 moved.append(aside)
@@ -192,12 +207,15 @@ def foreign(root: Path) -> list[Path]:
     ]
 
 
-def recoverable(root: Path, recovery: Path, lives: Mapping[int, int]) -> Iterator[tuple[int, Path, str | None]]:
+def recoverable(
+    root: Path, recovery: Path, lives: Mapping[int, int], run: str | None = None
+) -> Iterator[tuple[int, Path, str | None]]:
     """Committed states that a trainer may recover from, newest first: its parts of checkpoints, joined or not, and recovery checkpoints.
 
-    States that a later life gave up are left out.
+    States that a later life gave up are left out, and those of other runs, but for the one that the present history went on from.
 
     Args:
+        run: The run that recovers.
         recovery: The directory of the recovery checkpoints.
         lives: The trainer's lives and the steps they started from.
 
@@ -209,7 +227,12 @@ def recoverable(root: Path, recovery: Path, lives: Mapping[int, int]) -> Iterato
     """
     found = [(step, part_dir(root, step, "trainer")) for step in steps_with(root, "trainer")]
     found += [(step, step_dir(recovery, step)) for step in list_steps(recovery)]
+    start = current_life(lives).start
     for step, directory in sorted(found, reverse=True):
+        if run is not None and run_of(directory) not in (None, run):
+            if step == start > 0:
+                yield step, directory, _damage(directory)
+            continue
         try:
             made_by = read_manifest(directory).extra.get("life", max(lives, default=0))
             if valid(step, made_by, lives):
@@ -219,6 +242,14 @@ def recoverable(root: Path, recovery: Path, lives: Mapping[int, int]) -> Iterato
             raise UserError(f"cannot recover: {error}") from error
         except CommitError as error:
             yield step, directory, str(error)
+
+
+def _damage(directory: Path) -> str | None:
+    try:
+        verify(directory)
+    except CommitError as error:
+        return str(error)
+    return None
 
 
 def _foreign(root: Path, step: int) -> bool:

@@ -4,11 +4,12 @@ The trainer opens a life by committing `incarnations/<life>.json`; the orchestra
 """
 
 import json
+import secrets
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, write_atomically
+from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, read_manifest, write_atomically
 from prime_rl.transport.protocol import BASE, Lease
 from prime_rl.transport.weights import version_dir, weights_manifest
 
@@ -39,6 +40,21 @@ def _read_files(output_dir: Path) -> dict[int, dict[str, Any]]:
     return lives
 
 
+def run_id(output_dir: Path) -> str | None:
+    """What tells this run from others that save their checkpoints in the same place; None before its first life.
+
+    Every life file holds it; it is the nonce of the base model's version, where there is one.
+    """
+    told = _read_files(output_dir)
+    for life in sorted(told):
+        if isinstance(run := told[life].get("run"), str):
+            return run
+    try:
+        return read_manifest(version_dir(output_dir / "weights", BASE)).nonce
+    except CommitError:
+        return None
+
+
 def next_life(output_dir: Path, saved_by: Collection[int] = ()) -> int:
     """The number of a life that is opened now: above all that anything in the run directory tells of, for life files may have been lost.
 
@@ -65,9 +81,8 @@ def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: C
     directory.mkdir(parents=True, exist_ok=True)
     clean_stages(directory)
     life = next_life(output_dir, saved_by)
-    write_atomically(
-        directory / f"{life}.json", json.dumps({"step": start, **({"spares": True} if spares else {})}).encode()
-    )
+    told = {"step": start, "spares": spares, "run": run_id(output_dir) or secrets.token_hex(8)}
+    write_atomically(directory / f"{life}.json", json.dumps(told).encode())
     return life
 
 

@@ -398,3 +398,25 @@ def test_an_outlived_trainer_commits_no_more(
     with pytest.raises(UserError, match=r"another trainer has gone on with the run .*life 7; this one is 0"):
         run_training(config(tmp_path, tied_model, recovery_interval=1 if place.startswith("recovery") else None))
     assert not (tmp_path / place).exists()
+
+
+def test_two_runs_with_one_place_for_checkpoints(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """One may go on from the other's checkpoint; it moves, removes and replaces none, and says so where one is in its way."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for run in (one, two):
+        support.write_rollouts(run, STEPS)
+    ckpt: dict[str, Any] = {"interval": 2, "output_dir": tmp_path}
+    run_training(config(one, tied_model, ckpt=ckpt))
+    with pytest.raises(UserError, match="checkpoints of an earlier run"):
+        run_training(config(two, tied_model, ckpt=ckpt))
+    before = {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match=r"step_4/trainer is a checkpoint of another run .*its own ckpt.output_dir"):
+        run_training(config(two, tied_model, ckpt={**ckpt, "resume_step": 2, "keep": 1}))
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # recovers from its own state, or where it has none from the one it began with
+        patch.setattr("prime_rl.trainer.ckpt.Checkpoints.due", lambda *_: None)
+        shutil.rmtree(two / "recovery")
+        run_training(config(two, tied_model, ckpt=ckpt, recover=True, max_steps=2))
+    assert list(read_lives(two).values()) == [2, 2]
+    assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before

@@ -189,3 +189,18 @@ def test_lives_of_the_same_number_set_aside_side_by_side(root: Path) -> None:
     moved = checkpoints.set_aside_after(root, 2, life=1)
     assert [path.name for path in moved] == ["given_up_1_step_4.2"]
     assert len(list(root.glob("given_up_1_step_4*/trainer/state"))) == 2
+
+
+def test_checkpoints_of_another_run_are_left_alone(tmp_path: Path) -> None:
+    """In a shared place nothing of another run is removed, moved, counted or recovered from; but the state a run went on from is its own."""
+    root, recovery = tmp_path / "checkpoints", tmp_path / "recovery"
+    for step, run in ((1, "ours"), (2, "theirs"), (3, "ours"), (4, "theirs"), (6, "theirs")):
+        with stage(checkpoints.part_dir(root, step, "trainer"), step=step, producer="test", extra={"run": run}):
+            pass
+        if step < 6:
+            checkpoints.join(root, step, ALONE, "test")
+    assert checkpoints.remove_expendable(root, 1, None, run="ours") == [1]
+    assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 0}, "ours")] == [3]
+    assert [step for step, _, _ in checkpoints.recoverable(root, recovery, {0: 2}, "ours")] == [3, 2]
+    assert [path.name for path in checkpoints.set_aside_after(root, 2, 1, "ours")] == ["given_up_1_step_3"]
+    assert list_steps(root) == [2, 4, 6]
