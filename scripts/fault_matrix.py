@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], help="pattern of cells' names, e.g. 'kill trainer*'")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=4,
+        help="faults of one kind in one process that share a run; one by one if it fails",
+    )
     parser.add_argument("--out", type=Path, default=OUT, help="rows as JSON")
     parser.add_argument("--again", action="store_true", help="run the cells again that failed")
     parser.add_argument("--fresh", action="store_true", help="run all cells again")
@@ -60,7 +66,7 @@ def main() -> int:
     store = Store(options.out, fresh=options.fresh and not options.table)
     if not options.table:
         scratch = options.scratch or Path(tempfile.mkdtemp(prefix="fault-matrix-"))
-        run_all(cells, store, scratch, options.jobs, again=options.again, keep=options.keep)
+        run_all(cells, store, scratch, options.jobs, options.together, again=options.again, keep=options.keep)
     print(store.summary())
     if options.table or not options.only:
         write_page(PAGE, store)
@@ -103,7 +109,7 @@ class Store:
     def summary(self) -> str:
         rows = self.rows().values()
         failed = [row for row in rows if row["problems"]]
-        seconds = sum(row["seconds"] for row in rows)
+        seconds = sum(row["seconds"] / row.get("together", 1) for row in rows)
         lines = [
             f"{len(rows)} cells, {len(rows) - len(failed)} ended right, {len(failed)} did not; {seconds / 60:.0f} minutes of runs"
         ]
@@ -111,7 +117,9 @@ class Store:
         return "\n".join(lines)
 
 
-def run_all(cells: Sequence[Cell], store: Store, scratch: Path, jobs: int, *, again: bool, keep: bool) -> None:
+def run_all(
+    cells: Sequence[Cell], store: Store, scratch: Path, jobs: int, together: int, *, again: bool, keep: bool
+) -> None:
     """Run what is missing in `store`. First the undisturbed runs that the others are compared with."""
     missing = [cell for cell in cells if not cell.inapplicable and not store.has(cell.name, again)]
     print(f"{len(missing)} of {len(cells)} cells to run, {jobs} at a time, in {scratch}", flush=True)
@@ -128,34 +136,69 @@ def run_all(cells: Sequence[Cell], store: Store, scratch: Path, jobs: int, *, ag
     one_vllm = threading.Lock()
     done = Counter(len(missing))
 
-    def work(cell: Cell) -> None:
-        directory = scratch / re.sub(r"[^\w.-]+", "-", cell.name)
+    def work(group: Sequence[Cell]) -> None:
+        cell = combined(group)
+        more = f"-and-{len(group) - 1}-more" if len(group) > 1 else ""
+        directory = scratch / re.sub(r"[^\w.-]+", "-", group[0].name + more)
         shutil.rmtree(directory, ignore_errors=True)
         reference = references[cell.reference] / "run" if cell.reference else None
         with one_vllm if cell.engine == "vllm" else nullcontext():
             result = run_cell(cell, directory, reference)
-        store.add(
-            cell.name,
-            {"do": cell.do, "process": cell.process, "point": cell.point, "exact": cell.exact, **asdict(result)},
-        )
-        print(f"{done.next()} {cell.name}: {result.outcome}, {result.seconds:.1f} s", flush=True)
+        if result.problems and len(group) > 1:
+            print(f"{cell.name}: FAILED, {result.seconds:.1f} s; now one by one: {result.problems[0]}", flush=True)
+            for single in group:
+                work([single])
+            return
+        for single in group:
+            place = {"do": single.do, "process": single.process, "point": single.point, "exact": single.exact}
+            store.add(single.name, {**place, "together": len(group), **asdict(result)})
+        print(f"{done.add(len(group))} {cell.name}: {result.outcome}, {result.seconds:.1f} s", flush=True)
         for problem in result.problems:
             print(f"    {problem}", flush=True)
         if not (keep or result.problems):
             shutil.rmtree(directory, ignore_errors=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(work, cell) for cell in missing]:
+        for future in [pool.submit(work, group) for group in grouped(missing, together)]:
             future.result()
+
+
+def grouped(cells: Sequence[Cell], together: int) -> list[list[Cell]]:
+    """Cells whose faults can happen one after the other in the same run: the same process in the same settings, and the run goes on by itself."""
+    groups: dict[str, list[list[Cell]]] = {}
+    for number, cell in enumerate(cells):
+        alone = (
+            cell.exact == "nothing"
+            or cell.ends == "ends"
+            or cell.resume is not None
+            or cell.engine == "vllm"
+            or not cell.faults
+        )
+        # A disk that is full before a process was ever ready ends the run: nothing could happen after it.
+        alone |= cell.do == "enospc" and any(name in cell.point for name in ("incarnations", "step_0", "leases"))
+        key = str(number) if alone else f"{cell.do} {cell.process} {cell.exact} {cell.settings}"
+        lists = groups.setdefault(key, [[]])
+        if len(lists[-1]) == together:
+            lists.append([])
+        lists[-1].append(cell)
+    return [group for lists in groups.values() for group in lists]
+
+
+def combined(group: Sequence[Cell]) -> Cell:
+    """One cell in which the faults of all happen."""
+    if len(group) == 1:
+        return group[0]
+    faults = tuple(fault for cell in group for fault in cell.faults)
+    return replace(group[0], point=" + ".join(cell.point for cell in group), faults=faults)
 
 
 class Counter:
     def __init__(self, total: int) -> None:
         self._total, self._count, self._lock = total, 0, threading.Lock()
 
-    def next(self) -> str:
+    def add(self, cells: int) -> str:
         with self._lock:
-            self._count += 1
+            self._count += cells
             return f"[{time.strftime('%H:%M:%S')} {self._count}/{self._total}]"
 
 
@@ -168,8 +211,10 @@ def table(store: Store) -> str:
     right = sum(not row["problems"] for row in done)
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines += [
-        f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {sum(r['seconds'] for r in done) / 60:.0f} minutes "
+        f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {sum(r['seconds'] / r.get('together', 1) for r in done) / 60:.0f} minutes "
         f"of runs. {machine['date']}, {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}.",
+        "",
+        "*s*: seconds of the run; `/ 4`: so many faults happened in it, one after the other. *starts*: how often processes were started.",
         "",
         "| fault | process | point | outcome | compared | starts | s |",
         "|---|---|---|---|---|---|---|",
@@ -181,8 +226,10 @@ def table(store: Store) -> str:
             continue
         outcome = row["outcome"] if not row["problems"] else f"**{row['outcome']}**: {_plain(row['problems'][0])}"
         starts = ", ".join(f"{name} {count}" for name, count in row["lives"].items() if count > 1)
+        shared = row.get("together", 1)
+        seconds = f"{row['seconds']:.0f}" + (f" / {shared}" if shared > 1 else "")
         lines.append(
-            f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {row['seconds']:.0f} |"
+            f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {seconds} |"
         )
     lines += ["", "Not applicable:", ""]
     for do in dict.fromkeys(cell.do for cell in matrix() if cell.inapplicable):

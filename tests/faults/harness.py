@@ -31,7 +31,8 @@ from support.processes import REPOSITORY, Command
 MODEL = REPOSITORY / "assets" / "tiny-reverse"
 MAX_STEPS = 4
 INTERVAL = 2
-TIMEOUT = 240.0
+TIMEOUT = 180.0
+MORE_SECONDS = 60.0  # per fault
 DISK_MIB = 96
 BALLAST = "ballast"
 STOPPED_SECONDS = 2.0
@@ -294,6 +295,7 @@ def _kept(cell: Cell) -> list[int]:
 
 
 def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str], found: list[str]) -> int:
+    seconds = TIMEOUT + MORE_SECONDS * len(cell.faults)
     more = [] if cell.resume is None else ["--ckpt.resume-step", cell.resume]
     with Command("rl", "@", config, *more, log=log, env=env) as rl:
         try:
@@ -303,9 +305,9 @@ def _run_rl(cell: Cell, config: Path, log: Path, env: dict[str, str], found: lis
             if cell.process == "disk":
                 _await(rl, config.parent / "run" / cell.point)
                 _fill(config.parent / "run" / BALLAST)
-            return rl.process.wait(TIMEOUT)
+            return rl.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            found.append(f"not over after {TIMEOUT:.0f} s: {_stuck(config.parent / 'run')}")
+            found.append(f"not over after {seconds:.0f} s: {_stuck(config.parent / 'run')}")
             return -1
 
 
