@@ -34,6 +34,9 @@ def _examine(what: str, arguments: Sequence[str]) -> int:
         return doctor.main(arguments)
     from prime_rl.orchestrator.audit import audit_text
 
+    if list(arguments) in (["-h"], ["--help"]):
+        print("`rl audit RUN`: where every episode of a run went, and whether drops were biased by length or reward.")
+        return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("usage: rl audit RUN (the run's output directory)")
     print(audit_text(Path(arguments[0])))

@@ -23,6 +23,7 @@ from prime_rl.launcher.diagnosis import (
     ProcessFacts,
     RestartFacts,
     State,
+    Verdict,
     WorkerFacts,
     diagnose,
 )
@@ -48,6 +49,9 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         UserError: no such directory, or anything but one is given.
     """
+    if list(arguments) in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("usage: rl doctor RUN (the run's output directory)")
     run = Path(arguments[0])
@@ -211,7 +215,8 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
         )
     lines.append(f"{'committed':<15}{_committed(run)}")
     lines.append(f"{'disk':<15}{facts.free / 2**30:,.1f} GiB free")
-    for name in facts.processes:
+    # What ended well may have been noisy on its way out: vLLM's engine prints a traceback when it is told to stop.
+    for name in () if diagnosis.verdict is Verdict.FINISHED else facts.processes:
         log = run / "logs" / f"{name}.log"
         lines += [f"{'error':<15}{log.name}: {line}" for line in _errors(log)]
     return [*lines, f"{diagnosis.verdict.value:<15}{diagnosis.sentence}"]

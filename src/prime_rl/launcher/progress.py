@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from prime_rl.monitor.monitor import metrics_path, parse_line, read_metrics
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.lives import read_lives
 
 Row = Mapping[str, float]
 
@@ -46,15 +48,18 @@ class Progress:
         self._rows: dict[str, dict[int, Row]] = {"orchestrator": dict(earlier), "trainer": {}}
         self._max_steps = max_steps
         self._ends: list[float] = []  # unix times at which steps ended
+        self._told: set[int] = set()
+        self._output_dir = output_dir
+        self._lives = _lives(output_dir)
 
     @property
     def steps(self) -> int:
-        """Steps that were printed."""
-        return len(self._ends)
+        """Different steps that were printed."""
+        return len(self._told)
 
     def lines(self) -> list[str]:
         """What happened since the last call. A step is told once both sides have reported it."""
-        told = []
+        told = self._life_lines()
         for name, tail in self._tails.items():
             for row in tail.read():
                 told += eval_lines(row)
@@ -68,6 +73,19 @@ class Progress:
             told.append(self._step_line(step, *sides))
         return told
 
+    def _life_lines(self) -> list[str]:
+        """Where a trainer that was started again, or resumed, goes on from."""
+        lives = _lives(self._output_dir)
+        new, self._lives = sorted(lives.keys() - self._lives.keys()), lives
+        told = []
+        for life in new:
+            again = sum(step >= lives[life] for step in self._told)
+            if life > 0:
+                told.append(
+                    f"trainer goes on from step {lives[life]}" + (f": {again} steps are made again" if again else "")
+                )
+        return told
+
     def _note(self, name: str, step: int, row: Row) -> None:
         """The trainer adds to a step's numbers what it knows late, such as the time to save: that makes no line of its own."""
         if name == "trainer" and "loss/mean" not in row:
@@ -78,6 +96,7 @@ class Progress:
 
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
         self._ends.append(trainer["time"])
+        self._told.add(step)
         return step_line(step, self._max_steps, orchestrator, trainer, self._remaining(step))
 
     def _remaining(self, step: int) -> float | None:
@@ -86,6 +105,13 @@ class Progress:
         if self._max_steps is None or len(recent) < 2:
             return None
         return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._max_steps - step - 1)
+
+
+def _lives(output_dir: Path) -> dict[int, int]:
+    try:
+        return read_lives(output_dir)
+    except CommitError:  # the trainer says so
+        return {}
 
 
 def is_step(row: Row) -> bool:
@@ -134,7 +160,10 @@ def summary(output_dir: Path, since: float) -> list[str]:
     for key in sorted({key for row in rows for key in row if is_eval(key)}):
         values = [row[key] for row in rows if key in row]
         name = key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX)
-        lines.append(_change(f"eval {name}, first → last", values[0], values[-1]))
+        if len(values) > 1:
+            lines.append(_change(f"eval {name}, first → last", values[0], values[-1]))
+        else:
+            lines.append(f"eval {name}: {values[0]:.4f}")
     if newest := newest_weights(output_dir):
         lines.append(f"weights  {newest}")
     return lines

@@ -95,6 +95,8 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     _sum_up(config.output_dir, began, outcome, console, config.bench)
     for line in restarts_summary(supervisor.restarts):
         console.say(line)
+    if outcome is not Outcome.SUCCESS and not config.bench and rundir.recoverable(config.output_dir):
+        console.say("to go on: the same command with --recover, or from a checkpoint with --ckpt.resume-step -1")
     return outcome
 
 
