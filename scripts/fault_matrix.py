@@ -1,6 +1,6 @@
 """Every fault at every point of every process: one run of `rl` each, what it ended in, and the table in docs/reliability.md.
 
-    python scripts/fault_matrix.py                       # everything, two runs at a time (about 45 minutes on two cores)
+    python scripts/fault_matrix.py                       # everything: some 90 runs, two at a time (about an hour on two cores)
     python scripts/fault_matrix.py --only 'kill trainer*' --jobs 1 --keep
     python scripts/fault_matrix.py --table               # the table from what was measured before
 

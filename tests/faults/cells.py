@@ -115,9 +115,11 @@ def cell(do: Kind, point: Point) -> Cell:
     fault = Fault(point.name, point.process, do, nth=point.nth, seconds=DELAY_SECONDS if do == "delay" else 0.0)
     # What fails in an environment or an engine is attempted again, and the ledger says so; a disk that was full is told in the ledger, too.
     repeated = point.process in ("environment", "inference") or do == "enospc"
+    # A message that is lost, or says that the environment failed, ends its episode for good: another group takes its place.
+    replaced = point.process == "environment" and do in ("drop", "error")
     return Cell(
         do, point.process, point.name, (fault,),
-        exact="training" if repeated else "all",
+        exact="nothing" if replaced else "training" if repeated else "all",
         ends="may end" if do == "enospc" else "goes on",
         settings=settings,
     )  # fmt: skip
