@@ -192,8 +192,8 @@ def test_a_server_with_another_base_model_is_refused(inference_server, tmp_path)
     (other / "model.safetensors").write_bytes(weights)
     run = Run(inference_server, tmp_path / "run", steps=1)
     with ExitStack() as stack:
-        trainer = run.arguments["trainer"]
-        trainer[trainer.index("--model.name") + 1] = other
+        for arguments in (run.arguments["trainer"], run.arguments["orchestrator"]):
+            arguments[arguments.index("--model.name") + 1] = other
         stack.enter_context(run.start("trainer"))
         orchestrator = stack.enter_context(run.start("orchestrator"))
         assert orchestrator.wait(TIMEOUT) == 1
