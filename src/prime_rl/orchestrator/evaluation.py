@@ -67,8 +67,9 @@ class Evaluations:
         try:
             await self._running  # bounded: every episode has its deadline
         except asyncio.CancelledError:
-            if not self._stopping:
-                raise
+            current = asyncio.current_task()
+            if not self._stopping or (current is not None and current.cancelling()):
+                raise  # not `stop`, or not `stop` alone: whoever evaluates is to end as well
         finally:
             self._running.cancel()
 

@@ -8,6 +8,7 @@ from prime_rl.config.shared import SamplingConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.orchestrator.eval_run import confidence
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate, wire_sampling
+from prime_rl.orchestrator.evaluation import Evaluations
 
 
 def result(reward, outcome=Outcome.OK):
@@ -69,3 +70,19 @@ def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
     assert wire == {"temperature": 0.5, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "max_tokens": 9}
     assert wire_sampling(SamplingConfig(seeded=True), 17, 100)["seed"] == 17
     assert wire_sampling(SamplingConfig(), 17, 100)["max_tokens"] == 100
+
+
+async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() -> None:
+    """Else its loop goes on, and the end of a stopped run waits for it."""
+
+    async def forever() -> None:
+        await asyncio.sleep(60)
+
+    evaluations = Evaluations.__new__(Evaluations)
+    evaluations._stopping, evaluations._evaluate = False, forever
+    task = asyncio.create_task(evaluations.run())
+    await asyncio.sleep(0.01)
+    evaluations.stop()
+    task.cancel()
+    await asyncio.wait([task], timeout=5)
+    assert task.cancelled()
