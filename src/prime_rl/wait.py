@@ -56,13 +56,8 @@ def wait(
     """
     start = time.monotonic()
     while not (found := until()):
-        waited = time.monotonic() - start
-        if stop is not None and stop():
+        if not _may_pause(start, subject, owner, seconds, on_wait, stop):
             return None
-        if waited >= seconds:
-            raise WaitTimeout(subject, owner, seconds)
-        if on_wait is not None:
-            on_wait(waited)
         time.sleep(max(poll, LEAST_POLL_SECONDS))
     return found
 
@@ -80,15 +75,24 @@ async def wait_async(
     """`wait` in an event loop: the same arguments, result and errors."""
     start = time.monotonic()
     while not (found := until()):
-        waited = time.monotonic() - start
-        if stop is not None and stop():
+        if not _may_pause(start, subject, owner, seconds, on_wait, stop):
             return None
-        if waited >= seconds:
-            raise WaitTimeout(subject, owner, seconds)
-        if on_wait is not None:
-            on_wait(waited)
         await asyncio.sleep(max(poll, LEAST_POLL_SECONDS))
     return found
+
+
+def _may_pause(
+    start: float, subject: str, owner: str, seconds: float, on_wait: OnWait | None, stop: Callable[[], bool] | None
+) -> bool:
+    """Between two looks: whether to go on waiting. Raises WaitTimeout after the deadline."""
+    waited = time.monotonic() - start
+    if stop is not None and stop():
+        return False
+    if waited >= seconds:
+        raise WaitTimeout(subject, owner, seconds)
+    if on_wait is not None:
+        on_wait(waited)
+    return True
 
 
 async def within(awaitable: Awaitable[T], *, subject: str, owner: str, seconds: float) -> T:
