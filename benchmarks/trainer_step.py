@@ -15,8 +15,10 @@ import torch
 from transformers import Qwen3Config
 
 from prime_rl.trainer import perf
+from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import STREAMS, make_token_loss
-from prime_rl.trainer.model import build_policy, named_parameters, to_device
+from prime_rl.trainer.model import build_policy
+from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World, close_world, init_world
@@ -29,7 +31,16 @@ LOSS = make_token_loss(SimpleNamespace(type="default", mask_low=0.2, mask_high=0
 
 def settings(**changes: object) -> SimpleNamespace:
     base = {"attention": "auto", "compile": None, "activation_checkpointing": "none", "dtype": "auto"}
-    return SimpleNamespace(**{**base, "head_chunk": 4096, "reshard_after_forward": False, **changes})
+    return SimpleNamespace(
+        **{
+            **base,
+            "head_chunk": 4096,
+            "reshard_after_forward": False,
+            "checkpointed_layers": None,
+            "activation_offload": False,
+            **changes,
+        }
+    )
 
 
 def batch(vocabulary: int, lengths: list[int], scale: float, multiple_of: int) -> HostBatch:

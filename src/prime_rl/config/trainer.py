@@ -7,7 +7,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from prime_rl.config.base import BaseConfig, Problem, Section, check
 from prime_rl.config.shared import CkptConfig, Device, Fraction, ModelConfig, MonitorConfig
 
-Attention = Literal["auto", "sdpa", "varlen"]
+Attention = Literal["auto", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
+Recompute = Literal["none", "pointwise", "wide", "attention", "full"]
 DType = Literal["auto", "float32", "bfloat16"]
 
 
@@ -16,15 +17,31 @@ class TrainerModel(ModelConfig):
 
     attention: Attention = Field(default="auto", description="Attention kernel (auto: the fastest that is there).")
     compile: bool | None = Field(default=None, description="Compile each block (None: on CUDA only).")
-    activation_checkpointing: Literal["none", "attention", "full"] = Field(
-        default="none", description="What is recomputed in the backward pass rather than kept."
+    activation_checkpointing: Literal["auto"] | Recompute = Field(
+        default="auto",
+        description="What backward computes again rather than keeps (auto: the least that fits into memory).",
+    )
+    checkpointed_layers: PositiveInt | None = Field(
+        default=None, description="Layers, the first ones, that do so; the others keep all (None: every layer)."
+    )
+    activation_offload: bool = Field(
+        default=False, description="Park what blocks keep for backward in host memory meanwhile."
+    )
+    memory_limit: PositiveFloat | None = Field(
+        default=None, description="GiB of a GPU that auto plans with (None: what is free)."
     )
     dtype: DType = Field(
         default="auto", description="Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU)."
     )
-    head_chunk: PositiveInt = Field(default=4096, description="Tokens whose logits exist at the same time.")
-    reshard_after_forward: bool = Field(
-        default=True, description="Free gathered parameters between forward and backward."
+    head_chunk: PositiveInt | None = Field(
+        default=None, description="Tokens whose logits exist at the same time (None: as memory allows)."
+    )
+    reshard_after_forward: bool | None = Field(
+        default=None,
+        description="Free gathered parameters between forward and backward (None: as memory asks for).",
+    )
+    dp_replicate: PositiveInt = Field(
+        default=1, description="Groups of ranks (HSDP): each shards a whole copy of the state among its members."
     )
 
 

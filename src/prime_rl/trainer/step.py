@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.lm_head import TokenLoss
-from prime_rl.trainer.model import Policy, to_device
+from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import clip_gradients, set_learning_rate
 from prime_rl.trainer.packing import HostBatch
 from prime_rl.trainer.parallel import World

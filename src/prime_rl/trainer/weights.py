@@ -5,12 +5,14 @@ every rank writes its own rows at their place and hashes its share of the tensor
 """
 
 import json
+import math
 import os
 import secrets
 import shutil
 import struct
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,7 +21,8 @@ import xxhash
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
-from prime_rl.trainer.model import Policy, local_rows, named_parameters
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import Stage, clean_stages, disk_errors, give_up, list_steps, prune
@@ -97,18 +100,18 @@ def export(
 def _layout(policy: Policy, dtype: torch.dtype) -> tuple[bytes, dict[str, Slot]]:
     """The safetensors header with its length, and the place of every tensor in the file."""
     described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    for name, parameter in named_parameters(policy):
-        end = offset + parameter.numel() * dtype.itemsize
-        described[name] = {"dtype": _NAMES[dtype], "shape": list(parameter.shape), "data_offsets": [offset, end]}
-        offset = end
+    tensors = list(stored_tensors(policy))
+    sizes = [math.prod(tensor.shape) * dtype.itemsize for tensor in tensors]
+    ends = list(accumulate(sizes))
+    for tensor, size, end in zip(tensors, sizes, ends, strict=True):
+        described[tensor.name] = {"dtype": _NAMES[dtype], "shape": tensor.shape, "data_offsets": [end - size, end]}
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
-    slots, start = {}, len(header)
-    for name, parameter in named_parameters(policy):
-        slots[name] = Slot(list(parameter.shape), start, parameter.numel() * dtype.itemsize)
-        start += slots[name].size
+    slots = {
+        tensor.name: Slot(tensor.shape, len(header) + end - size, size)
+        for tensor, size, end in zip(tensors, sizes, ends, strict=True)
+    }
     return header, slots
 
 
@@ -123,12 +126,12 @@ def _write_rows(policy: Policy, world: World, path: Path, slots: dict[str, Slot]
     with disk_errors(path):
         descriptor = os.open(path, os.O_WRONLY)
         try:
-            for name, parameter in named_parameters(policy):
-                local, first = local_rows(parameter, world)
+            for tensor in stored_tensors(policy):
+                local, first = tensor.local(world)
                 if local.numel():
                     data = local.to(dtype).cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
-                    row = slots[name].size // slots[name].shape[0]
-                    _pwrite(descriptor, data.data, slots[name].start + first * row)
+                    slot = slots[tensor.name]
+                    _pwrite(descriptor, data.data, slot.start + first * (slot.size // slot.shape[0]))
             os.fsync(descriptor)
         finally:
             os.close(descriptor)

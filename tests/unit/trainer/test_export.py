@@ -12,7 +12,8 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.model import Policy, named_parameters
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weights import Versions, export, export_dtype
