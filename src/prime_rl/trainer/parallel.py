@@ -16,13 +16,19 @@ from prime_rl.transport.commit import CommitError
 
 T = TypeVar("T")
 
+# The mesh's dimensions. Whoever needs one asks for it by name, so that a later kind of parallelism can add its own.
+REPLICATE, SHARD = "dp_replicate", "dp_shard"
+
 
 @dataclass(frozen=True)
 class World:
     """This process's place among the ranks.
 
+    Every rank trains on data of its own. The ranks form `replicas` groups of consecutive ranks; each group holds the whole training state, sharded
+    by rows among its members (HSDP).
+
     Args:
-        mesh: Has the one dimension `dp`, over which parameters and data are sharded.
+        mesh: Has the dimension `dp_shard`, and before it `dp_replicate` where there are several replicas.
         group: The ranks' process group for the host's collectives; None is the default one, which the loop uses.
     """
 
@@ -31,10 +37,31 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     group: dist.ProcessGroup | None = None
+    replicas: int = 1
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def shards(self) -> int:
+        """Ranks that share one copy of the state."""
+        return self.size // self.replicas
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's place among them."""
+        return self.rank % self.shards
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """Their process group, on the device."""
+        return self.mesh.get_group(SHARD)
+
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes its rows to disk: what replicas have in common is written by the first."""
+        return self.rank < self.shards
 
 
 def choose_device(device: str) -> str:
@@ -46,15 +73,21 @@ def choose_device(device: str) -> str:
     return device
 
 
-def init_world(device: str, timeout: float) -> World:
+def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     """Join the process group that torchrun's variables describe, or make one of a single process when there are none.
 
     Args:
         timeout: Seconds after which a collective that a rank never joined fails.
+        replicate: Replicas of the training state, each sharded over as many ranks.
+
+    Raises:
+        UserError: there is no such device, or the ranks cannot be divided among the replicas.
     """
     kind = choose_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if size % replicate:
+        raise UserError(f"{size} ranks cannot form model.dp_replicate = {replicate} groups of equal size")
     if kind == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise UserError(f"rank {rank} needs GPU {local_rank}, but only {torch.cuda.device_count()} are visible")
@@ -67,8 +100,11 @@ def init_world(device: str, timeout: float) -> World:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
     here = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-    # The device type is named: on a machine with a CUDA build and no GPU, torch would guess "cuda".
-    return World(rank, size, here, init_device_mesh(kind, (size,), mesh_dim_names=("dp",)))
+    if replicate > 1:
+        mesh = _replicated_mesh(kind, rank, size, replicate, limit)
+    else:  # the device type is named: on a machine with a CUDA build and no GPU, torch would guess "cuda"
+        mesh = init_device_mesh(kind, (size,), mesh_dim_names=(SHARD,))
+    return World(rank, size, here, mesh, replicas=replicate)
 
 
 def close_world() -> None:
@@ -79,8 +115,25 @@ def close_world() -> None:
 
 def background_world(world: World, timeout: float) -> World:
     """The same ranks with a gloo group of their own on host memory, so that a thread's collectives never meet the loop's. Every rank calls it."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    return replace(world, mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",)), group=group)
+    limit = timedelta(seconds=timeout)
+    group = dist.new_group(backend="gloo", timeout=limit)
+    if world.replicas > 1:
+        mesh = _replicated_mesh("cpu", world.rank, world.size, world.replicas, limit, backend="gloo")
+    else:
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=(SHARD,))
+    return replace(world, mesh=mesh, group=group)
+
+
+def _replicated_mesh(
+    kind: str, rank: int, size: int, replicas: int, limit: timedelta, backend: str | None = None
+) -> DeviceMesh:
+    """Replicas of consecutive ranks, each sharded, with groups of their own that keep the time limit (torch's own would have the default one)."""
+    ranks = torch.arange(size).reshape(replicas, -1)
+    groups = []
+    for lines in (ranks.T.tolist(), ranks.tolist()):  # ranks with the same rows, ranks of the same replica
+        made = {tuple(line): dist.new_group(line, timeout=limit, backend=backend) for line in lines}
+        groups.append(next(group for line, group in made.items() if rank in line))
+    return DeviceMesh.from_group(groups, kind, mesh=ranks, mesh_dim_names=(REPLICATE, SHARD))
 
 
 def sum_over_ranks(world: World, values: Sequence[float]) -> list[float]:
@@ -158,6 +211,6 @@ def agree(world: World, action: Callable[[], T]) -> T:
 
 
 def rows_of_rank(rows: int, world: World) -> tuple[int, int]:
-    """The rows [start, end) of a parameter that FSDP2 gives this rank: equal runs of ceil(rows / ranks), the last ones short or empty."""
-    run = -(-rows // world.size)
-    return min(world.rank * run, rows), min((world.rank + 1) * run, rows)
+    """The rows [start, end) of a parameter that FSDP2 gives this rank: equal runs of ceil(rows / shards), the last ones short or empty."""
+    run = -(-rows // world.shards)
+    return min(world.shard_rank * run, rows), min((world.shard_rank + 1) * run, rows)
