@@ -4,8 +4,7 @@ import resource
 from collections.abc import Sequence
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.trainer.packing import Costs
 
@@ -31,9 +30,16 @@ def peak_flops(device: torch.device) -> float | None:
     return next((peak for part, peak in _PEAKS.items() if part in name), None)
 
 
-def matmul_parameters(model: nn.Module) -> int:
-    """Parameters that take part in a matrix product for every token: linear layers with the head, without the embedding lookup."""
-    return sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+def matmul_parameters(lm: PreTrainedModel) -> int:
+    """Parameters that take part in a matrix product for a token: all matrices, the head included, and of the experts those that it is sent to.
+
+    The embedding is looked up, not multiplied, but a tied head multiplies by the same matrix. Experts are kept as [experts, out, in].
+    """
+    lookup = lm.get_input_embeddings().weight
+    chosen = getattr(lm.config.get_text_config(), "num_experts_per_tok", None) or 1
+    matrices = sum(p.numel() for p in lm.parameters() if p.ndim == 2 and p is not lookup)
+    experts = sum(p.numel() * chosen // p.shape[0] for p in lm.parameters() if p.ndim == 3)
+    return matrices + experts + (lookup.numel() if lm.lm_head.weight is lookup else 0)
 
 
 def attention_width(config: PretrainedConfig) -> int:
@@ -51,6 +57,16 @@ def flops(matmul: int, width: int, lengths: Sequence[int]) -> float:
     return sum(6.0 * matmul * n + 6.0 * width * n * n for n in lengths)
 
 
+def peer_flops(matmul: int, config: PretrainedConfig, tokens: int, micro_batch: int) -> float:
+    """PRIME-RL's count for `tokens` tokens in micro-batches of `micro_batch`: 6 · matmul + 12 · layers · hidden size · micro_batch a token.
+
+    Every token looks at the whole micro-batch, past, future and other documents alike, through heads of hidden size / heads. Only good for
+    comparing with figures that were counted so.
+    """
+    text = config.get_text_config()
+    return tokens * (6.0 * matmul + 12.0 * text.num_hidden_layers * text.hidden_size * micro_batch)
+
+
 def costs(matmul: int, width: int) -> Costs:
     """The same as a price for packing."""
     return Costs(6.0 * matmul, 6.0 * width)
@@ -61,6 +77,13 @@ def peak_memory_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / GIB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB
+
+
+def peak_allocated_gib(device: torch.device) -> float:
+    """Most memory that tensors took since the last reset; on CPU the same as `peak_memory_gib`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    return peak_memory_gib(device)
 
 
 def reset_peak_memory(device: torch.device) -> None:

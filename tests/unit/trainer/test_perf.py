@@ -1,0 +1,60 @@
+"""Counting FLOP: what a model multiplies per token, what causal attention needs, and PRIME-RL's own count."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from prime_rl.trainer import perf
+from prime_rl.trainer.model import Policy
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+tied_model, untied_model = support.tied_model, support.untied_model
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 24,
+}
+ATTENTION = 16 * 8 * (4 + 2 + 2 + 4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_dense_matmul_parameters(tied: bool) -> None:
+    """Projections and feed-forward of every layer, and the head once; the lookup never."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(Qwen3Config(**SHAPE, tie_word_embeddings=tied))
+    assert perf.matmul_parameters(lm) == 3 * (ATTENTION + 3 * 16 * 24) + 100 * 16
+
+
+def test_moe_counts_the_chosen_experts() -> None:
+    """A token goes through `num_experts_per_tok` experts and the router."""
+    config = Qwen3MoeConfig(**SHAPE, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=12)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config)
+    assert perf.matmul_parameters(lm) == 3 * (ATTENTION + 8 * 16 + 2 * 3 * 16 * 12) + 100 * 16
+
+
+@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
+def test_sharding_and_checkpointing_change_no_count(
+    which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
+) -> None:
+    directory: Path = request.getfixturevalue(which)
+    policy = make_policy(directory, activation_checkpointing="full")
+    whole = AutoModelForCausalLM.from_pretrained(directory)
+    assert perf.matmul_parameters(policy.lm) == perf.matmul_parameters(whole)
+
+
+def test_flops_by_hand() -> None:
+    """6 per matmul parameter and token; causal attention half of all pairs; the peer's count all of them, over the whole micro-batch."""
+    config = Qwen3Config(**SHAPE)
+    assert perf.attention_width(config) == 3 * 4 * 8
+    assert perf.flops(1000, 96, [10, 20]) == 6 * 1000 * 30 + 12 * 96 * (10**2 + 20**2) / 2
+    assert perf.peer_flops(1000, config, 30, 30) == 30 * (6 * 1000 + 12 * 3 * 16 * 30)
