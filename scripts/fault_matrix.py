@@ -81,7 +81,9 @@ class Store:
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {"machine": describe_machine(), "rows": {}}
         if path.exists() and not fresh:
-            self._data["rows"] = json.loads(path.read_text())["rows"]
+            known = {cell.name for cell in matrix()}
+            rows = json.loads(path.read_text())["rows"]
+            self._data["rows"] = {name: row for name, row in rows.items() if name in known}
 
     def has(self, name: str, again: bool) -> bool:
         row = self._data["rows"].get(name)

@@ -140,7 +140,7 @@ def _ahead() -> Iterator[Cell]:
     """Sampling runs ahead of training: order depends on time, so nothing is compared, but every sample must be trained once."""
     for process, name, nth in (
         ("trainer", "renamed:weights/step_2", 1),
-        ("trainer", "write:recovery/step_2", 1),
+        ("trainer", "write:recovery/step_1", 1),
         ("orchestrator", "rename:rollouts/step_2", 1),
         ("orchestrator", "renamed:rollouts/step_2", 1),
         ("orchestrator", "ledger:committed", 3),
