@@ -1,13 +1,16 @@
-"""Packing documents into micro-batches: which sample goes to which rank and micro-step, and the flat arrays of one micro-batch.
+"""Packing documents into micro-batches: which sample goes to which rank and micro-step, and the two flat buffers of one micro-batch.
 
-Pure numpy. Every rank computes the same plan from the lengths alone, and reads only its own rows.
+Every rank computes the same plan from the lengths alone, and reads only its own rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from prime_rl.errors import UserError
 
@@ -28,20 +31,47 @@ class Document:
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One micro-batch on the host: T packed tokens of D documents, L loss tokens, K streams.
+    """One micro-batch on the host: T packed tokens of D documents (padding is one, too), L loss tokens, K streams.
 
-    `loss_index` are the positions whose hidden state predicts a loss token, `labels` those tokens.
+    It lies in two buffers, so that two copies bring it to a GPU; `batch.to_device` makes the views of them.
+
+    Args:
+        ints: int64: input ids [T], position ids [T], loss index [L], labels [L], cu_seqlens [D + 1].
+        floats: float32: inverse temperatures [L], streams [K, L].
+        sizes: T, L, D and K.
+        max_seqlen: Tokens of the longest document.
+        lengths: [documents], without padding.
     """
 
-    input_ids: Ints  # [T]
-    position_ids: Ints  # [T], restarting in every document
-    cu_seqlens: npt.NDArray[np.int32]  # [D + 1]
+    ints: Tensor
+    floats: Tensor
+    sizes: tuple[int, int, int, int]
     max_seqlen: int
-    loss_index: Ints  # [L]
-    labels: Ints  # [L]
-    inv_temperature: Floats  # [L]
-    streams: Floats  # [K, L]
-    lengths: Ints  # [documents], without padding
+    lengths: Ints
+
+    @property
+    def int_counts(self) -> list[int]:
+        tokens, loss_tokens, documents, _ = self.sizes
+        return [tokens, tokens, loss_tokens, loss_tokens, documents + 1]
+
+    @property
+    def float_counts(self) -> list[int]:
+        return [self.sizes[1], self.sizes[3] * self.sizes[1]]
+
+    @property
+    def streams(self) -> Floats:
+        """[K, L], a view: what is written to it is written to the batch."""
+        return parts(self.floats, self.float_counts)[1].view(self.sizes[3], self.sizes[1]).numpy()
+
+
+def parts(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Views of a flat buffer that holds parts of so many elements."""
+    return [buffer[start : start + count] for start, count in zip(_starts(counts), counts, strict=False)]
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    """Where each part begins, at multiples of 32 elements (kernels are compiled for aligned addresses); the last number is the buffer's length."""
+    return [0, *accumulate(-(-count // 32) * 32 for count in counts)]
 
 
 @dataclass(frozen=True)
@@ -129,27 +159,30 @@ def collate(documents: Sequence[Document], streams: int, multiple_of: int = 1) -
     padding = max(-total % multiple_of, 2 if total < 2 else 0)
     padding += -(total + padding) % multiple_of
     extents = np.append(lengths, padding) if padding else lengths
-    starts = np.concatenate([[0], np.cumsum(extents)]).astype(np.int64)
+    ends = np.cumsum(extents)
+    starts = ends - extents
 
-    index, labels, inv_temperature = [], [], []
-    columns = [np.zeros((streams, 0), dtype=np.float32)]
-    for start, document in zip(starts[: len(documents)], documents, strict=True):
-        trained = np.flatnonzero(document.loss_mask[1:]) + 1
-        index.append(start + trained - 1)
-        labels.append(document.input_ids[trained])
-        inv_temperature.append(np.full(trained.size, 1.0 / document.temperature, dtype=np.float32))
-        columns.append(document.streams[:, trained])
-    none = np.zeros(0, dtype=np.int64)
+    ids = np.concatenate([*(document.input_ids for document in documents), np.zeros(padding, dtype=np.int64)])
+    trained = np.concatenate([*(document.loss_mask for document in documents), np.zeros(padding, dtype=np.bool_)])
+    trained[starts] = False
+    labels = np.flatnonzero(trained)
+    owner = np.searchsorted(ends, labels, side="right")
+    cooling = np.array([1.0 / document.temperature for document in documents], dtype=np.float32)
+    columns = [np.zeros((streams, 0), dtype=np.float32), *(document.streams for document in documents)]
     return HostBatch(
-        input_ids=np.concatenate([*(d.input_ids for d in documents), np.zeros(padding, dtype=np.int64)]).astype(
-            np.int64
+        _buffer(
+            np.int64, ids, np.arange(len(ids)) - np.repeat(starts, extents), labels - 1, ids[labels], np.append(0, ends)
         ),
-        position_ids=np.concatenate([np.arange(n, dtype=np.int64) for n in extents]),
-        cu_seqlens=starts.astype(np.int32),
-        max_seqlen=int(extents.max()),
-        loss_index=np.concatenate([none, *index]),
-        labels=np.concatenate([none, *labels]),
-        inv_temperature=np.concatenate([np.zeros(0, dtype=np.float32), *inv_temperature]),
-        streams=np.concatenate(columns, axis=1).astype(np.float32),
-        lengths=lengths,
+        _buffer(np.float32, cooling[owner], np.concatenate(columns, axis=1)[:, labels].reshape(-1)),
+        (len(ids), len(labels), len(extents), streams),
+        int(extents.max()),
+        lengths,
     )
+
+
+def _buffer(dtype: npt.DTypeLike, *filled: npt.NDArray[np.generic]) -> Tensor:
+    starts = _starts([len(part) for part in filled])
+    buffer = np.zeros(starts[-1], dtype=dtype)
+    for start, part in zip(starts, filled, strict=False):
+        buffer[start : start + len(part)] = part
+    return torch.from_numpy(buffer)

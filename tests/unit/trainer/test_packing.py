@@ -2,11 +2,15 @@
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.errors import UserError
+from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.packing import Costs, Document, collate, plan
+
+CPU = torch.device("cpu")
 
 
 @given(
@@ -50,7 +54,7 @@ def make(tokens: list[int], mask: list[bool], temperature: float = 1.0) -> Docum
 def test_collate() -> None:
     """Positions restart, the loss index points at the predecessor of each trained token, streams are the trained token's own."""
     documents = [make([1, 2, 3], [True, False, True], 0.5), make([4, 5], [False, True])]
-    batch = collate(documents, 1)
+    batch = to_device(collate(documents, 1), CPU)
     assert batch.input_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert batch.cu_seqlens.tolist() == [0, 3, 5]
@@ -61,12 +65,27 @@ def test_collate() -> None:
     assert batch.streams.tolist() == [[30.0, 50.0]]
 
 
+def test_two_buffers() -> None:
+    """All of a micro-batch lies in two buffers, each part aligned to 128 bytes, and what is written to the streams arrives on the device."""
+    host = collate([make([1, 2, 3], [True, False, True], 0.5), make([4, 5], [False, True])], 1)
+    host.streams[:] *= 2
+    batch = to_device(host, CPU)
+    assert batch.streams.tolist() == [[60.0, 100.0]]
+    for whole, views in (
+        (host.ints, (batch.input_ids, batch.position_ids, batch.loss_index, batch.labels)),
+        (host.floats, (batch.inv_temperature, batch.streams)),
+    ):
+        assert all(view.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr() for view in views)
+        assert all(view.storage_offset() * view.itemsize % 128 == 0 for view in views)
+
+
 @pytest.mark.parametrize(("documents", "multiple", "tokens"), [(0, 1, 2), (0, 8, 8), (1, 8, 8), (3, 8, 16)])
 def test_padding(documents: int, multiple: int, tokens: int) -> None:
     """Padding is a document of its own without loss tokens; an empty micro-batch is padding only."""
     batch = collate([make([1, 2, 3], [True, True, True])] * documents, 1, multiple)
-    assert len(batch.input_ids) == len(batch.position_ids) == batch.cu_seqlens[-1] == tokens
     assert batch.lengths.tolist() == [3] * documents
-    assert len(batch.labels) == 2 * documents
-    assert batch.streams.shape == (1, 2 * documents)
-    assert (np.diff(batch.cu_seqlens) > 0).all()
+    placed = to_device(batch, CPU)
+    assert len(placed.input_ids) == len(placed.position_ids) == placed.cu_seqlens[-1] == tokens
+    assert len(placed.labels) == 2 * documents
+    assert placed.streams.shape == (1, 2 * documents)
+    assert (placed.cu_seqlens.diff() > 0).all()

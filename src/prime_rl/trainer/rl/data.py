@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from prime_rl.errors import UserError
+from prime_rl.trainer.batch import pinned
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import Costs, Document, HostBatch, collate, plan
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
@@ -125,7 +126,7 @@ class RolloutData:
             check_tokens(sample, self.vocabulary)
         batches = [collate([document(rows[i]) for i in indices], len(STREAMS), self.multiple_of) for indices in mine]
         example = batch.rows([step % len(batch)])[0] if self.world.is_main else None
-        return StepData(batches, batch.lengths.tolist(), 0, example)
+        return StepData(pinned(batches, self.world.device), batch.lengths.tolist(), 0, example)
 
 
 class FakeData:
@@ -155,7 +156,7 @@ class FakeData:
             collate([document(self._sample(step, i)) for i in indices], len(STREAMS), self.multiple_of)
             for indices in self.plan
         ]
-        return normalize(StepData(batches, self.lengths, 0), self.world)
+        return normalize(StepData(pinned(batches, self.world.device), self.lengths, 0), self.world)
 
     def _sample(self, step: int, index: int) -> Sample:
         """Every token but the first is trained; its sampler was a uniform model with a little noise."""

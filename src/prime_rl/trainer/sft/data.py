@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
+from prime_rl.trainer.batch import pinned
 from prime_rl.trainer.packing import Costs, Document, HostBatch, collate, plan
 from prime_rl.trainer.parallel import World, agree
 from prime_rl.trainer.sft.render import Tokens, tokenize
@@ -147,7 +148,8 @@ def pack(
     lengths = [len(sample.input_ids) for sample in samples]
     mine = plan(lengths, config.micro_batch_size * config.seq_len, world.size, costs)[world.rank]
     batches = [collate([_document(samples[i], loss_tokens) for i in indices], STREAMS, multiple_of) for indices in mine]
-    return StepData(batches, lengths, loss_tokens, drawn, dropped, config.batch_size * config.seq_len)
+    room = config.batch_size * config.seq_len
+    return StepData(pinned(batches, world.device), lengths, loss_tokens, drawn, dropped, room)
 
 
 def _document(sample: Tokens, loss_tokens: int) -> Document:
