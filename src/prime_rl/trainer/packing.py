@@ -3,6 +3,7 @@
 Every rank computes the same plan from the lengths alone, and reads only its own rows.
 """
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -115,33 +116,36 @@ def plan(
             "give trainer and orchestrator the same seq_len"
         )
     prices = (costs or Costs()).of(sizes)
-    order = np.argsort(-prices, kind="stable")
     capacity = max_documents or max(sizes.size, 1)
     count = max(1, -(-int(sizes.sum()) // seq_len), -(-sizes.size // capacity))
     count = -(-count // ranks) * ranks
-    while (bins := _fill(sizes, prices, order, count, seq_len, capacity)) is None:
+    while (bins := _fill(sizes, prices, count, seq_len, capacity)) is None:
         count += ranks
     bins.sort(key=lambda members: (-prices[members].sum(), members))
     return [[bins[start + rank] for start in range(0, count, ranks)] for rank in range(ranks)]
 
 
 def _fill(
-    sizes: Ints, prices: npt.NDArray[np.float64], order: Ints, count: int, seq_len: int, capacity: int
+    sizes: Ints, prices: npt.NDArray[np.float64], count: int, seq_len: int, capacity: int
 ) -> list[list[int]] | None:
     """Longest-first into the cheapest of `count` bins with room; None when a sample finds none."""
-    load = np.zeros(count)
-    room = np.full(count, seq_len, dtype=np.int64)
-    slots = np.full(count, capacity, dtype=np.int64)
     bins: list[list[int]] = [[] for _ in range(count)]
-    for index in order:
-        open_bins = (room >= sizes[index]) & (slots > 0)
-        if not open_bins.any():
+    room = [seq_len] * count
+    cheapest = [(0.0, number) for number in range(count)]  # a heap of the bins that take another sample: price, number
+    order = np.argsort(-prices, kind="stable")
+    for index, size, price in zip(order.tolist(), sizes[order].tolist(), prices[order].tolist(), strict=True):
+        passed = []
+        while cheapest and room[cheapest[0][1]] < size:
+            passed.append(heapq.heappop(cheapest))
+        if not cheapest:
             return None
-        chosen = int(np.where(open_bins, load, np.inf).argmin())
-        bins[chosen].append(int(index))
-        load[chosen] += prices[index]
-        room[chosen] -= sizes[index]
-        slots[chosen] -= 1
+        load, chosen = heapq.heappop(cheapest)
+        bins[chosen].append(index)
+        room[chosen] -= size
+        if len(bins[chosen]) < capacity:
+            passed.append((load + price, chosen))
+        for entry in passed:
+            heapq.heappush(cheapest, entry)
     return [sorted(members) for members in bins]
 
 
