@@ -20,8 +20,8 @@ class LossMask(Section):
 class FakeSFTData(Section):
     """Random tokens in place of a dataset."""
 
-    type: Literal["fixed", "variable"] = Field(
-        default="fixed", description="Lengths of the samples: seq_len each, or random up to it."
+    type: Literal["fixed", "variable", "lognormal"] = Field(
+        default="fixed", description="Lengths of samples: seq_len each, random up to it, or spread as rollouts are."
     )
 
 

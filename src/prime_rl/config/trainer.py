@@ -128,9 +128,17 @@ class WeightsConfig(ExportConfig):
 class FakeData(Section):
     """Random samples in place of an orchestrator's."""
 
+    lengths: Literal["fixed", "lognormal"] = Field(
+        default="fixed",
+        description="Lengths: seq_len each, or spread as rollouts are (median 600, many short, few long).",
+    )
     batch_size: PositiveInt = Field(default=128, description="Samples per step.")
-    micro_batch_size: PositiveInt = Field(default=8, description="Most samples packed into one micro-batch.")
-    seq_len: PositiveInt | None = Field(default=None, description="Tokens per sample (None: as many as fit).")
+    micro_batch_size: PositiveInt = Field(
+        default=8, description="Samples in one micro-batch (lognormal: as many as fit)."
+    )
+    seq_len: PositiveInt | None = Field(
+        default=None, description="Tokens per sample (None: as many as fit); lognormal: the most (None: 4096)."
+    )
 
 
 class TrainerData(Section):

@@ -18,6 +18,8 @@ from prime_rl.errors import UserError
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
+LONGEST = 4096  # tokens of a made-up rollout, unless told otherwise
+
 
 @dataclass(frozen=True)
 class Document:
@@ -190,3 +192,8 @@ def _buffer(dtype: npt.DTypeLike, *filled: npt.NDArray[np.generic]) -> Tensor:
     for start, part in zip(starts, filled, strict=False):
         buffer[start : start + len(part)] = part
     return torch.from_numpy(buffer)
+
+
+def rollout_lengths(draw: np.random.Generator, count: int, longest: int = LONGEST) -> list[int]:
+    """Made-up lengths that are spread as those of rollouts: lognormal, median 600, sigma 0.9, from 16 (where that is possible) to `longest`."""
+    return draw.lognormal(np.log(600), 0.9, count).astype(np.int64).clip(min(16, longest), longest).tolist()

@@ -258,7 +258,7 @@ def wait_for(
         WaitTimeout: after `timeout` seconds.
     """
     found = wait(
-        lambda: _listed(path),
+        lambda: is_listed(path),
         subject=subject_of(path), owner=owner, seconds=timeout, poll=poll, on_wait=on_wait, stop=stop,
     )  # fmt: skip
     return path if found else None
@@ -325,7 +325,8 @@ def subject_of(path: Path) -> str:
     return "/".join(parts)
 
 
-def _listed(path: Path) -> bool:
+def is_listed(path: Path) -> bool:
+    """Whether `path` is there, by its parent's list: a network file system may cache that a name does not exist."""
     with _listing(path.parent) as entries:
         return any(entry.name == path.name for entry in entries)
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.batch import to_device
-from prime_rl.trainer.packing import Costs, Document, collate, plan
+from prime_rl.trainer.packing import Costs, Document, collate, plan, rollout_lengths
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def test_plan(lengths: list[int], ranks: int, quadratic: float, most: int | None
 def test_micro_steps_are_balanced(samples: int) -> None:
     """On lengths as RL has them, the ranks' micro-batches of one micro-step cost the same (they wait for the dearest), there are no more of
     them than the tokens need, and what one of 16k has room for is filled."""
-    lengths = np.random.default_rng(0).lognormal(np.log(600), 0.9, samples).astype(np.int64).clip(16, 4096)
+    lengths = np.array(rollout_lengths(np.random.default_rng(0), samples))
     costs = Costs(1.0, 1e-4)  # about the ratio of a 0.6B model
     result = plan(lengths, 16_384, 8, costs)
     price = np.array([[costs.of(lengths[members]).sum() for members in of_rank] for of_rank in result])

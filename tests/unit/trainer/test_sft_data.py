@@ -143,14 +143,18 @@ def test_another_models_tokenizer(tied_model: Path) -> None:
         check_vocabulary(sample(258), 258, tokenizer)
 
 
-@pytest.mark.parametrize(("kind", "lengths"), [("fixed", {32}), ("variable", set(range(4, 33)))])
-def test_fake_rows(kind: str, lengths: set[int], world: World) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seq_len", "lengths"),
+    [("fixed", 32, {32}), ("variable", 32, set(range(4, 33))), ("lognormal", 2048, set(range(16, 2049)))],
+)
+def test_fake_rows(kind: str, seq_len: int, lengths: set[int], world: World) -> None:
     """Fake steps are the same for one seed, differ between steps, and have the lengths asked for."""
-    config = SFTData(seq_len=32, batch_size=8, fake=FakeSFTData.model_validate({"type": kind}))
-    make = FakeRows(config, world, vocabulary=9, costs=Costs(), multiple_of=1, seed=1)
+    config = SFTData(seq_len=seq_len, batch_size=8, fake=FakeSFTData.model_validate({"type": kind}))
+    make = FakeRows(config, world, vocabulary=9, costs=Costs(), multiple_of=1, seed=1, timeout=60)
     one, again, other = make.read(0), make.read(0), make.read(1)
+    make.close()
     assert set(one.lengths) <= lengths
-    assert one.tokens <= one.capacity == 256
+    assert one.tokens <= one.capacity == 8 * seq_len
     for a, b in zip(one.batches, again.batches, strict=True):
         assert torch.equal(a.ints, b.ints)
     assert not torch.equal(one.batches[0].ints, other.batches[0].ints)

@@ -11,9 +11,10 @@ import numpy as np
 from prime_rl.errors import UserError
 from prime_rl.trainer.batch import pinned
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import Costs, Document, HostBatch, collate, plan
+from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, collate, plan, rollout_lengths
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
-from prime_rl.transport.commit import wait_for
+from prime_rl.trainer.prefetch import Prefetch
+from prime_rl.transport.commit import is_listed, wait_for
 from prime_rl.transport.rollouts import Sample, open_batch, step_dir
 from prime_rl.wait import WaitTimeout
 
@@ -39,13 +40,19 @@ class StepData:
 
 
 class Data(Protocol):
-    """Where steps come from. Every rank calls both, with the same step."""
+    """Where steps come from. Every rank calls `arrived`, `wait` and `read`, with the same step."""
+
+    def arrived(self, step: int) -> bool:
+        """Whether the step's data is there already: the same answer on every rank."""
 
     def wait(self, step: int, stop: Callable[[], bool]) -> bool:
         """Wait until the step's data is there. False when a rank was asked to stop."""
 
     def read(self, step: int) -> StepData:
-        """Read and pack this rank's share."""
+        """This rank's share, which a thread has read and packed."""
+
+    def close(self) -> None:
+        """Let the thread end."""
 
 
 class RolloutData:
@@ -55,6 +62,7 @@ class RolloutData:
         vocabulary: Rows of the embedding; token ids must lie below.
         multiple_of: Micro-batches are padded to a multiple of so many tokens.
         timeout: Seconds to wait for a batch.
+        read_seconds: How long reading one may take.
         on_wait: Told again and again what is waited for and for how long already.
     """
 
@@ -68,10 +76,15 @@ class RolloutData:
         costs: Costs,
         multiple_of: int,
         timeout: float,
+        read_seconds: float,
         on_wait: Callable[[str, float], None],
     ) -> None:
         self.root, self.world, self.seq_len, self.vocabulary = root, world, seq_len, vocabulary
         self.costs, self.multiple_of, self.timeout, self.on_wait = costs, multiple_of, timeout, on_wait
+        self._ahead = Prefetch(self._read, world.device, read_seconds, lambda step: is_listed(step_dir(root, step)))
+
+    def arrived(self, step: int) -> bool:
+        return self._exchange(False, self.world.is_main and is_listed(step_dir(self.root, step)), False)[1]
 
     def wait(self, step: int, stop: Callable[[], bool]) -> bool:
         """Only rank 0 looks into the directory; at every look the ranks tell each other how things stand, so that they never part.
@@ -113,7 +126,10 @@ class RolloutData:
         Raises:
             UserError: the batch is damaged, or does not fit the model or `seq_len`.
         """
-        return normalize(agree(self.world, lambda: self._read(step)), self.world)
+        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world)
+
+    def close(self) -> None:
+        self._ahead.close()
 
     def _read(self, step: int) -> StepData:
         batch = open_batch(step_dir(self.root, step), check_bytes=self.world.is_main)
@@ -130,7 +146,10 @@ class RolloutData:
 
 
 class FakeData:
-    """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files."""
+    """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files.
+
+    Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9).
+    """
 
     def __init__(
         self,
@@ -142,39 +161,51 @@ class FakeData:
         costs: Costs,
         multiple_of: int,
         seed: int,
+        read_seconds: float,
     ) -> None:
-        length = config.seq_len or max(2, seq_len // config.micro_batch_size)
-        self.lengths = [length] * config.batch_size
-        self.plan = plan(self.lengths, seq_len, world.size, costs, config.micro_batch_size)[world.rank]
-        self.world, self.vocabulary, self.multiple_of, self.seed = world, vocabulary, multiple_of, seed
+        self.config, self.world, self.seq_len, self.vocabulary = config, world, seq_len, vocabulary
+        self.costs, self.multiple_of, self.seed = costs, multiple_of, seed
+        self._ahead = Prefetch(self._make, world.device, read_seconds)
+
+    def arrived(self, step: int) -> bool:
+        return True
 
     def wait(self, step: int, stop: Callable[[], bool]) -> bool:
         return sum_over_ranks(self.world, [stop()])[0] == 0
 
     def read(self, step: int) -> StepData:
-        batches = [
-            collate([document(self._sample(step, i)) for i in indices], len(STREAMS), self.multiple_of)
-            for indices in self.plan
-        ]
-        return normalize(StepData(pinned(batches, self.world.device), self.lengths, 0), self.world)
+        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world)
 
-    def _sample(self, step: int, index: int) -> Sample:
+    def close(self) -> None:
+        self._ahead.close()
+
+    def _make(self, step: int) -> StepData:
+        config, lengths = self.config, self._lengths(step)
+        most = config.micro_batch_size if config.lengths == "fixed" else None
+        mine = plan(lengths, self.seq_len, self.world.size, self.costs, most)[self.world.rank]
+        batches = [
+            collate([self._document(step, i, lengths[i]) for i in indices], len(STREAMS), self.multiple_of)
+            for indices in mine
+        ]
+        return StepData(pinned(batches, self.world.device), lengths, 0)
+
+    def _lengths(self, step: int) -> list[int]:
+        config = self.config
+        if config.lengths == "fixed":
+            return [config.seq_len or max(2, self.seq_len // config.micro_batch_size)] * config.batch_size
+        longest = min(config.seq_len or LONGEST, self.seq_len)
+        return rollout_lengths(np.random.default_rng([self.seed, step]), config.batch_size, longest)
+
+    def _document(self, step: int, index: int, tokens: int) -> Document:
         """Every token but the first is trained; its sampler was a uniform model with a little noise."""
-        draw, tokens = np.random.default_rng([self.seed, step, index]), self.lengths[index]
+        draw = np.random.default_rng([self.seed, step, index])
         mask = np.arange(tokens) > 0
-        return Sample(
-            sample_id=f"fake-{step}-{index}",
-            group_id=f"fake-{step}",
-            task_id="fake",
-            env="fake",
-            policy_versions=[step],
-            input_ids=draw.integers(0, self.vocabulary, tokens).tolist(),
-            loss_mask=mask.tolist(),
-            logprobs=(mask * (0.1 * draw.standard_normal(tokens) - np.log(self.vocabulary))).tolist(),
-            advantages=(mask * draw.standard_normal()).tolist(),
-            temperature=1.0,
-            reward=0.0,
-        )
+        streams = np.zeros((len(STREAMS), tokens), dtype=np.float32)
+        streams[_MASK] = streams[STREAMS.index("rl_scale")] = mask
+        noise = draw.standard_normal(tokens, dtype=np.float32)
+        streams[STREAMS.index("logprobs")] = mask * (0.1 * noise - np.float32(np.log(self.vocabulary)))
+        streams[STREAMS.index("advantages")] = mask * np.float32(draw.standard_normal())
+        return Document(draw.integers(0, self.vocabulary, tokens), mask, 1.0, streams)
 
 
 def check_tokens(sample: Sample, vocabulary: int) -> None:

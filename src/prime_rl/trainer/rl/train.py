@@ -5,6 +5,7 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/rl/train.py @ train.toml
 
 import math
 import time
+from contextlib import ExitStack
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -38,13 +39,15 @@ def train(given: TrainerConfig) -> None:
     stop = StopSignal()
     config = bench_config(given) if given.bench else given
     world = init_world(config.device, config.dist_timeout)
-    with Report(config, "trainer", world, recover=config.recover) as report:
-        run(config, given, world, report, stop)
+    with Report(config, "trainer", world, recover=config.recover) as report, ExitStack() as ends:
+        run(config, given, world, report, stop, ends)
     close_world()
 
 
-def run(config: TrainerConfig, given: TrainerConfig, world: World, report: Report, stop: StopSignal) -> None:
-    """The run, from top to bottom."""
+def run(
+    config: TrainerConfig, given: TrainerConfig, world: World, report: Report, stop: StopSignal, ends: ExitStack
+) -> None:
+    """The run, from top to bottom. `ends` takes what must be closed, however it ends."""
     torch.manual_seed(config.seed)
     fake = config.data.fake
     checkpoints = Checkpoints(
@@ -70,6 +73,7 @@ def run(config: TrainerConfig, given: TrainerConfig, world: World, report: Repor
 
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), report)
+    ends.callback(data.close)
     dtype = weights.export_dtype(config.weights.dtype, source)
     versions = weights.Versions(config.output_dir, policy, source, world, dtype)
     report.open(given)
@@ -168,6 +172,7 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
             costs=costs,
             multiple_of=multiple_of,
             seed=config.seed,
+            read_seconds=config.dist_timeout,
         )
     return RolloutData(
         config.output_dir / "rollouts",
@@ -177,6 +182,7 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
         costs=costs,
         multiple_of=multiple_of,
         timeout=config.rollout_timeout,
+        read_seconds=config.dist_timeout,
         on_wait=lambda subject, waited: report.waiting(subject, "orchestrator", config.rollout_timeout, waited),
     )
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,11 +11,11 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.trainer.batch import pinned
-from prime_rl.trainer.packing import Costs, Document, HostBatch, collate, plan
+from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, collate, plan, rollout_lengths
 from prime_rl.trainer.parallel import World, agree
+from prime_rl.trainer.prefetch import Prefetch
 from prime_rl.trainer.sft.render import Tokens, tokenize
 from prime_rl.trainer.sft.rows import Rows
-from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
     from prime_rl.config.sft import SFTData
@@ -184,9 +183,7 @@ class RowData:
 
         self._stream = RowStream(tokens, len(rows), config.seq_len, shuffle=config.shuffle, seed=seed, drawn=drawn)
         self._config, self._world, self._costs, self._multiple_of = config, world, costs, multiple_of
-        self._timeout = timeout
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sft-data")
-        self._next: Future[StepData] = self._thread.submit(self._prepare)
+        self._ahead = Prefetch(self._prepare, world.device, timeout)
 
     def read(self, step: int) -> StepData:
         """
@@ -194,21 +191,14 @@ class RowData:
             UserError: a row is malformed, or none can be trained on.
             WaitTimeout: tokenizing a step takes longer than `timeout`.
         """
-        data = agree(self._world, lambda: self._ready(step))
-        self._next = self._thread.submit(self._prepare)
-        return data
-
-    def _ready(self, step: int) -> StepData:
-        try:
-            return self._next.result(timeout=self._timeout)
-        except TimeoutError as error:
-            raise WaitTimeout(f"rows of step {step}", "the tokenizer's thread", self._timeout) from error
+        return agree(self._world, lambda: self._ahead.take(step))
 
     def close(self) -> None:
         """Let the thread end when it has finished the step that it is at."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._ahead.close()
 
-    def _prepare(self) -> StepData:
+    def _prepare(self, step: int) -> StepData:
+        """The stream's next step. The thread comes here once a step, in order."""
         before = self._stream.dropped.copy()
         samples = fill(self._stream, self._config.batch_size, self._config.seq_len)
         dropped = {reason: self._stream.dropped[reason] - before[reason] for reason in ("too_long", "untrained")}
@@ -227,16 +217,31 @@ def check_vocabulary(tokens: Tokens, vocabulary: int, tokenizer: PreTrainedToken
 class FakeRows:
     """Random tokens, every one trained, the same for one seed on any number of ranks. Needs no dataset.
 
-    Lengths are `seq_len` each (`fixed`), or uniform in [seq_len / 8, seq_len] (`variable`).
+    Lengths are `seq_len` each (`fixed`), uniform in [seq_len / 8, seq_len] (`variable`), or spread as those of rollouts (`lognormal`).
     """
 
     def __init__(
-        self, config: "SFTData", world: World, *, vocabulary: int, costs: Costs, multiple_of: int, seed: int
+        self,
+        config: "SFTData",
+        world: World,
+        *,
+        vocabulary: int,
+        costs: Costs,
+        multiple_of: int,
+        seed: int,
+        timeout: float,
     ) -> None:
         self._config, self._world, self._costs = config, world, costs
         self._vocabulary, self._multiple_of, self._seed = vocabulary, multiple_of, seed
+        self._ahead = Prefetch(self._make, world.device, timeout)
 
     def read(self, step: int) -> StepData:
+        return agree(self._world, lambda: self._ahead.take(step))
+
+    def close(self) -> None:
+        self._ahead.close()
+
+    def _make(self, step: int) -> StepData:
         config = self._config
         draws = np.random.default_rng([self._seed, step])
         samples: list[Tokens] = []
@@ -246,11 +251,10 @@ class FakeRows:
             room -= length
         return pack(samples, config, self._world, self._costs, self._multiple_of, drawn=0, dropped={})
 
-    def close(self) -> None:
-        """Nothing to end."""
-
     def _length(self, draws: np.random.Generator) -> int:
         seq_len, fake = self._config.seq_len, self._config.fake
         if fake is None or fake.type == "fixed":
             return seq_len
+        if fake.type == "lognormal":
+            return rollout_lengths(draws, 1, min(LONGEST, seq_len))[0]
         return int(draws.integers(max(2, seq_len // 8), seq_len, endpoint=True))

@@ -5,6 +5,7 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`
 
 import math
 import time
+from contextlib import ExitStack
 
 import torch
 
@@ -36,13 +37,13 @@ def train(given: SFTConfig) -> None:
     stop = StopSignal()
     config = bench_config(given) if given.bench else given
     world = init_world(config.device, config.dist_timeout)
-    with Report(config, "sft", world) as report:
-        run(config, given, world, report, stop)
+    with Report(config, "sft", world) as report, ExitStack() as ends:
+        run(config, given, world, report, stop, ends)
     close_world()
 
 
-def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop: StopSignal) -> None:
-    """The run, from top to bottom."""
+def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop: StopSignal, ends: ExitStack) -> None:
+    """The run, from top to bottom. `ends` takes what must be closed, however it ends."""
     torch.manual_seed(config.seed)
     checkpoints = Checkpoints(config, world, alone=lambda: True)
     if not config.bench:
@@ -61,6 +62,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     report.phase("loading the data")
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
+    ends.callback(data.close)
     versions = weights.Versions(config.output_dir, policy, source, world, dtype)
     report.open(given)
     if not config.bench:
@@ -119,7 +121,6 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
             report.more_metrics(step, saving(started, trained, batch.tokens))
         step += 1
 
-    data.close()
     if not config.bench and step > 0:
         report.phase("saving what is left")
         versions.ensure(step)
@@ -145,7 +146,13 @@ def make_data(config: SFTConfig, world: World, source: Source, costs: Costs, dra
     multiple_of = 128 if world.device.type == "cuda" else 1
     if config.data.fake is not None:
         return FakeRows(
-            config.data, world, vocabulary=vocabulary, costs=costs, multiple_of=multiple_of, seed=config.seed
+            config.data,
+            world,
+            vocabulary=vocabulary,
+            costs=costs,
+            multiple_of=multiple_of,
+            seed=config.seed,
+            timeout=config.dist_timeout,
         )
     tokenizer = agree(world, lambda: load_tokenizer(source))
     on_main(world, lambda: len(load_rows(config.data)))  # downloads what is missing, and fills the cache

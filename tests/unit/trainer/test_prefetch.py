@@ -1,0 +1,138 @@
+"""The thread that prepares the next step: the right data, errors where they belong, an end within a bound."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.packing import Costs
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.prefetch import Prefetch
+from prime_rl.trainer.rl.data import RolloutData
+from prime_rl.wait import WaitTimeout
+from support import trainer as support
+
+world = support.world
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(10)
+        assert not thread.is_alive(), thread.name
+
+
+def test_one_step_ahead(no_thread_is_left: None) -> None:
+    """While one step is trained the next one, and no more, is prepared; each is prepared once, in order."""
+    made = []
+    second = threading.Event()
+
+    def prepare(step: int) -> int:
+        made.append(step)
+        if step == 1:
+            second.set()
+        return 10 * step
+
+    ahead = Prefetch(prepare, CPU, 10)
+    assert ahead.take(0) == 0
+    assert second.wait(10)
+    assert made == [0, 1]
+    assert [ahead.take(step) for step in (1, 2, 3)] == [10, 20, 30]
+    ahead.close()
+    assert made[:4] == [0, 1, 2, 3]
+
+
+def test_an_error_belongs_to_its_step(no_thread_is_left: None) -> None:
+    """What goes wrong ahead of time is raised where that step is taken, not before."""
+
+    def prepare(step: int) -> int:
+        if step == 1:
+            raise UserError("row 7 is bad")
+        return step
+
+    ahead = Prefetch(prepare, CPU, 10)
+    assert ahead.take(0) == 0
+    with pytest.raises(UserError, match="row 7 is bad"):
+        ahead.take(1)
+    ahead.close()
+
+
+def test_closed_while_it_looks(no_thread_is_left: None) -> None:
+    """A thread that waits for what never comes ends when it is closed, and prepares nothing."""
+    made: list[int] = []
+    ahead = Prefetch(made.append, CPU, 10, there=lambda step: False)
+    ahead.start(0)
+    ahead.close()
+    assert made == []
+
+
+def test_too_slow(no_thread_is_left: None) -> None:
+    """Preparing a step that is asked for is waited for with a bound."""
+    go_on = threading.Event()
+    ahead = Prefetch(lambda step: go_on.wait(10), CPU, 0.05)
+    with pytest.raises(WaitTimeout, match="no data of step 0 from the thread that prepares it"):
+        ahead.take(0)
+    go_on.set()
+    ahead.close()
+
+
+def rollouts(root: Path, world: World) -> RolloutData:
+    return RolloutData(
+        root / "rollouts",
+        world,
+        seq_len=128,
+        vocabulary=support.VOCABULARY,
+        costs=Costs(),
+        multiple_of=1,
+        timeout=5,
+        read_seconds=30,
+        on_wait=lambda subject, waited: None,
+    )
+
+
+def test_rollouts_are_read_ahead(
+    no_thread_is_left: None, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that is committed while another one is trained is read before it is asked for; it is what a reader that is asked would have read."""
+    support.write_rollouts(tmp_path, 2)
+    one = rollouts(tmp_path, world)
+    second = tmp_path / "rollouts" / "step_1"
+    second.rename(tmp_path / "later")
+    read = threading.Event()
+    prepare = one._read
+    monkeypatch.setattr(one._ahead, "_prepare", lambda step: (prepare(step), read.set())[0])
+    one.read(0)
+    assert not one.arrived(1)
+    read.clear()
+    (tmp_path / "later").rename(second)
+    assert read.wait(10)
+    assert one.arrived(1)
+    assert one.wait(1, lambda: False)
+    ahead, two = one.read(1), rollouts(tmp_path, world)
+    asked = two.read(1)
+    one.close()
+    two.close()
+    assert ahead.lengths == asked.lengths
+    assert ahead.loss_tokens == asked.loss_tokens > 0
+    for a, b in zip(ahead.batches, asked.batches, strict=True):
+        assert torch.equal(a.ints, b.ints)
+        assert torch.equal(a.floats, b.floats)
+
+
+def test_a_bad_batch_ahead(no_thread_is_left: None, world: World, tmp_path: Path) -> None:
+    """A damaged batch is the error of its own step: the one before is trained."""
+    support.write_rollouts(tmp_path, 2)
+    samples = tmp_path / "rollouts" / "step_1" / "samples.arrow"
+    samples.write_bytes(samples.read_bytes()[:-1])
+    source = rollouts(tmp_path, world)
+    assert source.read(0).tokens > 0
+    assert source.wait(1, lambda: False)
+    with pytest.raises(UserError, match="samples.arrow has .* bytes, the manifest says"):
+        source.read(1)
+    source.close()
