@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import BaseConfig, Problem, Section, check
+from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
 from prime_rl.config.shared import CkptConfig, Device, Fraction, ModelConfig, MonitorConfig
 
 Attention = Literal["auto", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
@@ -69,46 +70,6 @@ class GRPOLoss(Section):
     clip_high: NonNegativeFloat = Field(default=0.2, description="The ratio is clipped above 1 + clip_high.")
 
 
-class AdamW(Section):
-    """AdamW."""
-
-    type: Literal["adamw"] = Field(default="adamw", description="Kind of optimizer.")
-    lr: NonNegativeFloat = Field(default=1e-6, description="Learning rate.")
-    weight_decay: NonNegativeFloat = Field(default=0.01, description="Decoupled weight decay.")
-    betas1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the running mean of the gradient.")
-    betas2: float = Field(default=0.999, ge=0, lt=1, description="Decay of the running mean of its square.")
-    max_norm: PositiveFloat | None = Field(
-        default=1.0, description="Gradient norm that is clipped to (None: not clipped)."
-    )
-
-
-class ConstantScheduler(Section):
-    """Warm-up, then constant."""
-
-    type: Literal["constant"] = Field(default="constant", description="Kind of schedule.")
-    warmup_steps: NonNegativeInt = Field(default=0, description="Steps over which the learning rate rises.")
-
-
-class LinearScheduler(Section):
-    """Warm-up, constant, then linear decay that ends at max_steps."""
-
-    type: Literal["linear"] = Field(default="linear", description="Kind of schedule.")
-    warmup_steps: NonNegativeInt = Field(default=10, description="Steps over which the learning rate rises.")
-    decay_steps: NonNegativeInt = Field(default=10, description="Last steps, over which it falls.")
-    min_lr: NonNegativeFloat = Field(default=0.0, description="Learning rate at the end.")
-
-
-class CosineScheduler(Section):
-    """Warm-up, then half a cosine that ends at max_steps."""
-
-    type: Literal["cosine"] = Field(default="cosine", description="Kind of schedule.")
-    warmup_steps: NonNegativeInt = Field(default=10, description="Steps over which the learning rate rises.")
-    min_lr: NonNegativeFloat = Field(default=0.0, description="Learning rate at the end.")
-
-
-SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler
-
-
 class ExportConfig(Section):
     """The exported weights."""
 
@@ -153,7 +114,7 @@ class TrainingConfig(BaseConfig):
     model: TrainerModel = Field(default_factory=TrainerModel, description="The model and how it is computed.")
     device: Device = Field(default="auto", description="Where to train (auto: CUDA where there is a GPU).")
     max_steps: PositiveInt | None = Field(default=None, description="Steps to train (None: until stopped).")
-    optim: AdamW = Field(default_factory=AdamW, description="The optimizer.")
+    optim: OptimConfig = Field(default_factory=AdamW, discriminator="type", description="The optimizer.")
     scheduler: SchedulerConfig = Field(
         default_factory=ConstantScheduler, discriminator="type", description="Schedule of the learning rate."
     )
@@ -213,19 +174,4 @@ def resume_within(max_steps: int | None, ckpt: CkptConfig | None) -> Problem | N
         return None
     return Problem(
         f"max_steps {max_steps} is below ckpt.resume_step {ckpt.resume_step}", "max_steps", "ckpt.resume_step"
-    )
-
-
-def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Problem | None:
-    """Warm-up and decay fit into the run, and a decay has an end to be counted back from."""
-    if max_steps is None:
-        if scheduler.type == "constant":
-            return None
-        return Problem(f"scheduler.type '{scheduler.type}' needs max_steps, to end at", "scheduler.type", "max_steps")
-    decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler) else 0
-    if scheduler.warmup_steps + decay <= max_steps:
-        return None
-    parts = f"scheduler.warmup_steps {scheduler.warmup_steps}" + (f" + scheduler.decay_steps {decay}" if decay else "")
-    return Problem(
-        f"{parts} exceeds max_steps {max_steps}", "scheduler.warmup_steps", "scheduler.decay_steps", "max_steps"
     )

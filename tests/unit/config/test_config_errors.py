@@ -42,7 +42,9 @@ def problems(cls: type[BaseConfig], argv: list[str], env: dict[str, str] | None 
 
 def test_unknown_key_in_a_file(write: Write) -> None:
     file = write("seed = 1\n\n[optim]\nlrr = 1")
-    assert problems(TrainerConfig, ["@", file]) == ["unknown key optim.lrr (x.toml, line 4); did you mean optim.lr?"]
+    assert problems(TrainerConfig, ["@", file]) == [
+        "unknown key optim.lrr of type 'adamw' (x.toml, line 4); did you mean optim.lr?"
+    ]
 
 
 def test_unknown_table_in_a_file(write: Write) -> None:
@@ -70,7 +72,7 @@ def test_unknown_key_in_a_section_file(write: Write) -> None:
         ("--modle.name", "--model.name"),
         ("--batch-size", "--orchestrator.batch-size"),
         ("--optim.lr", "--trainer.optim.lr"),
-        ("--trainer.optim.learning-rate.lr", "--trainer.optim.lr"),
+        ("--trainer.monitor.wandb-run.name", "--trainer.monitor.wandb.name"),
         ("--inference.tensor-parallel", "--inference.tensor-parallel-size"),
         ("--no-cleen", "--clean"),
     ],
@@ -259,6 +261,12 @@ def test_a_list_needs_values() -> None:
             TrainerConfig,
             ["--max-steps", "12", "--scheduler.type", "linear"],
             "scheduler.warmup_steps 10 + scheduler.decay_steps 10 exceeds max_steps 12 (max_steps: --max-steps)",
+        ),
+        (
+            TrainerConfig,
+            ["--max-steps", "12", "--scheduler.type", "wsd", "--scheduler.decay-steps", "3"],
+            "scheduler.warmup_steps 10 + scheduler.decay_steps 3 exceeds max_steps 12"
+            " (scheduler.decay_steps: --scheduler.decay-steps, max_steps: --max-steps)",
         ),
         (
             SFTConfig,

@@ -14,7 +14,8 @@ from prime_rl.config import (
     TrainerConfig,
     parse,
 )
-from prime_rl.config.trainer import AdamW, GRPOLoss, LinearScheduler
+from prime_rl.config.optim import AdamW, LinearScheduler, Muon
+from prime_rl.config.trainer import GRPOLoss
 
 ENV = ["--environment.id", "x"]
 
@@ -121,6 +122,7 @@ def test_none_is_null_everywhere(tmp_path: Path) -> None:
 def test_unions_choose_by_type_and_keep_the_default_type_without_one() -> None:
     assert parse(TrainerConfig, ["--loss.type", "grpo", "--loss.clip-high", "0.3"], {}).loss == GRPOLoss(clip_high=0.3)
     assert parse(TrainerConfig, ["--optim.lr", "1e-3"], {}).optim == AdamW(lr=1e-3)
+    assert parse(TrainerConfig, ["--optim.type", "muon", "--optim.no-match-rms"], {}).optim == Muon(match_rms=False)
     assert parse(TrainerConfig, ["--loss.kl-tau", "0"], {}).loss.type == "default"
     scheduler = ["--scheduler.type", "linear", "--scheduler.decay-steps", "3", "--max-steps", "20"]
     assert parse(TrainerConfig, scheduler, {}).scheduler == LinearScheduler(decay_steps=3)
