@@ -44,7 +44,7 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         if token_loss is None:
-            return logprob_entropy(*head, self.head_chunk, self.compiled)
+            return logprob_entropy(*head, self.head_chunk)
         return fused_token_loss(*head, batch.streams, token_loss, self.head_chunk, self.compiled)
 
 

@@ -1,12 +1,19 @@
 """The head: chunked log-probability, entropy and loss equal those of the full logits, and so do their gradients."""
 
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_rl.trainer.lm_head import fused_token_loss, logprob_entropy
+from prime_rl.config.trainer import DefaultLoss, GRPOLoss
+from prime_rl.trainer.lm_head import dlogits_, fused_token_loss, logprob_entropy, stats
+from prime_rl.trainer.loss import STREAMS, cross_entropy, make_token_loss
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -98,3 +105,127 @@ def test_no_tokens() -> None:
     assert sums.tolist() == [0, 0]
     assert weight.grad is not None
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("token_loss", [make_token_loss(DefaultLoss()), make_token_loss(GRPOLoss())])
+def test_gradient_of_real_losses_is_autograds(token_loss: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    """What a loss detaches or computes without gradient stays so in the one-pass head: it differentiates as autograd does."""
+    args = inputs(40)
+    draw = torch.Generator().manual_seed(3)
+    streams = torch.rand(len(STREAMS), 40, dtype=torch.float64, generator=draw)
+    streams[1] = full(*args)[0].detach() + 0.5 * torch.randn(40, dtype=torch.float64, generator=draw)
+    streams[2:4] = torch.randn(2, 40, dtype=torch.float64, generator=draw)
+    want = torch.autograd.grad(token_loss(*full(*args), streams)[0], args[:2])
+    got = torch.autograd.grad(fused_token_loss(*args, streams, token_loss, 16)[0], args[:2])
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_compiled_loss_is_one_graph_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of any length, one token or none included, full or the last, sliced or whole, use one graph and give the numbers of eager."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    token_loss = make_token_loss(GRPOLoss())
+    for tokens in (64, 100, 7, 1, 65, 0, 200, 2, 128):
+        args = inputs(tokens, torch.float32)
+        streams = torch.randn(len(STREAMS) + 1, tokens + 1, generator=torch.Generator().manual_seed(4))[1:, 1:]
+        run = partial(fused_token_loss, *args, streams, token_loss, 64)
+        for a, b in zip(run(compiled=True), run(compiled=False), strict=True):
+            torch.testing.assert_close(a, b)
+        grads = (torch.autograd.grad(run(compiled=compiled)[0], args[:2]) for compiled in (True, False))
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+        with torch.no_grad():
+            run(compiled=True)
+    assert counters["stats"]["unique_graphs"] == before + 1
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators, and remembers the most elements that a result had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.calls[func.overloadpacket.__name__] += 1
+        self.most = max(
+            [self.most, *(t.numel() for t in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(t))]
+        )
+        return result
+
+
+def products(watch: Watch) -> int:
+    return watch.calls["mm"] + watch.calls["addmm_"]
+
+
+def test_one_pass_makes_three_products_a_chunk() -> None:
+    """Forward and backward take three matrix products a chunk, one without gradients, two with a frozen weight. The two-pass head takes four."""
+    hidden, weight, labels, inv_t = inputs(20)
+    streams = torch.zeros(2, 20).double()
+    run = partial(fused_token_loss, labels_N=labels, inv_temperature_N=inv_t, streams_KN=streams, chunk=8)
+    with Watch() as watch:
+        run(hidden, weight, token_loss=ppo_with_entropy)[0].backward()
+    assert products(watch) == 3 * 3
+    with Watch() as watch, torch.no_grad():
+        run(hidden, weight, token_loss=ppo_with_entropy)
+    assert products(watch) == 3
+    with Watch() as watch:
+        run(hidden, weight.detach(), token_loss=ppo_with_entropy)[0].backward()
+    assert products(watch) == 3 * 2
+    with Watch() as watch:
+        sum(logprob_entropy(hidden, weight, labels, inv_t, 8)).sum().backward()
+    assert products(watch) == 3 * 4
+
+
+@pytest.mark.parametrize("mode", ["one pass", "two passes"])
+def test_logits_of_all_tokens_never_exist(mode: str) -> None:
+    """No tensor is larger than a chunk's logits or the weight."""
+    tokens, chunk, vocabulary, width = 300, 10, 101, 5
+    args = inputs(tokens, torch.float32, vocabulary, width)
+    with Watch() as watch:
+        if mode == "one pass":
+            fused_token_loss(*args, torch.zeros(2, tokens), ppo_with_entropy, chunk)[0].backward()
+        else:
+            sum(logprob_entropy(*args, chunk)).sum().backward()
+    assert watch.most <= max(chunk * vocabulary, vocabulary * width, tokens * width)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_never_hidden(bad: float) -> None:
+    """A logit that is not finite makes its row NaN, and the loss. A certain label is no such thing."""
+    logits = torch.randn(4, 13, generator=torch.Generator().manual_seed(0))
+    logits[1, 3], logits[2, 5] = bad, 1e4
+    rows = torch.tensor([0, 1, 5, 3]), torch.ones(4)
+    for got in stats(logits, *rows):
+        assert got.isnan().tolist() == [False, True, False, False]
+    assert stats(logits, *rows)[1][2] == 0
+    hidden, weight, labels, inv_t = inputs(6)
+    hidden.data[4, 0] = bad
+    loss, sums = fused_token_loss(hidden, weight, labels, inv_t, torch.ones(1, 6).double(), cross_entropy, 4)
+    assert loss.isnan()
+    assert sums.isnan().all()
+
+
+def test_dlogits_overwrites_the_logits() -> None:
+    """One buffer serves logits and their gradient."""
+    logits, (_, _, labels, inv_t) = torch.randn(7, 13).double(), inputs(7)
+    log_z, logprob, entropy = stats(logits, labels, inv_t)
+    assert dlogits_(logits, labels, inv_t, log_z, entropy, logprob, entropy) is logits
+
+
+@pytest.mark.parametrize("mode", ["one pass", "two passes"])
+def test_no_second_derivative(mode: str) -> None:
+    """It would be wrong, so it is refused."""
+    args = inputs(5)
+    loss = (
+        fused_token_loss(*args, torch.zeros(2, 5).double(), ppo_with_entropy, 3)[0]
+        if mode == "one pass"
+        else logprob_entropy(*args, 3)[0].sum()
+    )
+    gradient = torch.autograd.grad(loss.square(), args[0], create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -1,0 +1,150 @@
+"""The head's two passes over a chunk of logits as Triton kernels: one read for all statistics, one read and write in place for the gradient.
+
+`lm_head.py` has the same formulas in torch, against which these are tested; imported where logits are on CUDA. Statistics are float32 and
+exponentials have base 2, which is what the hardware computes. Shapes as there: C tokens of a chunk, V vocabulary.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)
+"""A logit no row has. Finite, because lanes that hold it are multiplied by 0."""
+
+BLOCK = 4096
+"""Logits a program takes at once."""
+WARPS = 8
+
+
+@triton.jit
+def _absorb(x: tl.tensor, scale: tl.tensor, top: tl.tensor, mass: tl.tensor, moment: tl.tensor) -> tl.tuple:
+    """Take logits x [LANES, WIDTH] into the statistics [LANES] of z = x · scale:  top = max z,  mass = Σ 2^(z - top),  moment = Σ 2^(z - top) (z - top).
+
+    A lane settles on its new maximum once for all WIDTH logits, which one thread has loaded: little more than one exponential a logit, and no
+    thread waits for another.
+    """
+    new = tl.maximum(top, tl.max(x, 1) * scale)
+    rise = top - new
+    keep = tl.exp2(rise)
+    z = x * scale - new[:, None]
+    e = tl.exp2(z)
+    moment = (moment + mass * rise) * keep + tl.sum(e * z, 1)
+    return new, mass * keep + tl.sum(e, 1), moment
+
+
+# Row tensors may be slices, aligned or not: telling the two apart would compile everything twice, at some later step.
+@triton.jit(do_not_specialize_on_alignment=["labels", "inv_temperature", "log_z", "logprob", "entropy"])
+def _stats(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    inv_temperature: tl.tensor,
+    log_z: tl.tensor,
+    logprob: tl.tensor,
+    entropy: tl.tensor,
+    V: tl.constexpr,
+    LANES: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    """One program a row."""
+    row = tl.program_id(0).to(tl.int64)  # C · V passes 2^31
+    x = logits + row * V
+    scale = tl.load(inv_temperature + row) * LOG2_E
+    at = tl.arange(0, LANES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None]
+    top = tl.full([LANES], LOWEST, tl.float32)
+    mass = tl.zeros([LANES], tl.float32)
+    moment = tl.zeros([LANES], tl.float32)
+    WHOLE: tl.constexpr = V // (LANES * WIDTH) * (LANES * WIDTH)
+    for start in range(0, WHOLE, LANES * WIDTH):
+        part = tl.load(x + start + at).to(tl.float32)
+        top, mass, moment = _absorb(part, scale, top, mass, moment)
+    if WHOLE < V:
+        inside = WHOLE + at < V
+        part = tl.load(x + WHOLE + at, mask=inside, other=0.0).to(tl.float32)
+        top, mass, moment = _absorb(tl.where(inside, part, LOWEST), scale, top, mass, moment)
+
+    peak = tl.max(top, 0)
+    rise = top - peak
+    keep = tl.exp2(rise)
+    moment_all = tl.sum((moment + mass * rise) * keep, 0)
+    mass_all = tl.sum(mass * keep, 0)
+    log_mass = tl.log2(mass_all)
+    h = (log_mass - moment_all / mass_all) * LN_2
+    # A logit of -inf would go unnoticed in the partition; the moment it makes NaN, and so all three.
+    z = tl.where(h == h, peak + log_mass, float("nan"))
+    at_label = tl.load(labels + row)
+    known = (at_label >= 0) & (at_label < V)  # else whatever is there would be read
+    label = tl.load(x + at_label, mask=known, other=float("nan")).to(tl.float32) * scale
+    tl.store(log_z + row, z * LN_2)
+    tl.store(logprob + row, (label - z) * LN_2)
+    tl.store(entropy + row, h)
+
+
+@triton.jit(do_not_specialize_on_alignment=["labels", "inv_temperature", "log_z", "entropy", "d_logprob", "d_entropy"])
+def _dlogits(
+    logits: tl.tensor,
+    labels: tl.tensor,
+    inv_temperature: tl.tensor,
+    log_z: tl.tensor,
+    entropy: tl.tensor,
+    d_logprob: tl.tensor,
+    d_entropy: tl.tensor,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program for BLOCK logits of a row:  d = (onehot - p) d_logprob - p (log p + entropy) d_entropy,  by the temperature."""
+    BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    at = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    inside = at < V
+    inv_t = tl.load(inv_temperature + row)
+    g_logprob = tl.load(d_logprob + row) * inv_t
+    g_entropy = tl.load(d_entropy + row) * inv_t
+    # What p is multiplied by is linear in log2 p, with factors that the whole row shares.
+    offset = g_logprob + g_entropy * tl.load(entropy + row)
+    slope = g_entropy * LN_2
+    x = logits + row * V + at
+    log2_p = tl.load(x, mask=inside, other=0.0).to(tl.float32) * (inv_t * LOG2_E) - tl.load(log_z + row) * LOG2_E
+    d = tl.where(at == tl.load(labels + row).to(tl.int32), g_logprob, 0.0) - tl.exp2(log2_p) * (slope * log2_p + offset)
+    tl.store(x, d.to(logits.dtype.element_ty), mask=inside)
+
+
+def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log partition, log-probability of the label and entropy of softmax(logits / temperature), each [C] float32; see `lm_head.stats`.
+
+    The log-probability of a label outside the vocabulary is NaN.
+    """
+    size, vocabulary = logits_CV.shape
+    log_z, logprob, entropy = (torch.empty(size, dtype=torch.float32, device=logits_CV.device) for _ in range(3))
+    if size:
+        rows = labels_C.contiguous(), inv_temperature_C.contiguous(), log_z, logprob, entropy
+        width = 16 // logits_CV.element_size()  # bytes of a thread's widest load
+        _stats[(size,)](_checked(logits_CV), *rows, vocabulary, BLOCK // width, width, num_warps=WARPS)
+    return log_z, logprob, entropy
+
+
+def dlogits_(
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    inv_temperature_C: Tensor,
+    log_z_C: Tensor,
+    entropy_C: Tensor,
+    d_logprob_C: Tensor,
+    d_entropy_C: Tensor,
+) -> Tensor:
+    """Overwrite the logits with the gradient with respect to them; see `lm_head.dlogits_`."""
+    size, vocabulary = logits_CV.shape
+    if size:
+        rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
+        # The gradient of a sum is one number, expanded.
+        contiguous = [row.contiguous() for row in rows]
+        grid = (size * triton.cdiv(vocabulary, BLOCK),)
+        _dlogits[grid](_checked(logits_CV), *contiguous, vocabulary, BLOCK, num_warps=WARPS)
+    return logits_CV
+
+
+def _checked(logits_CV: Tensor) -> Tensor:
+    assert logits_CV.is_contiguous(), "the kernels know no strides"
+    return logits_CV

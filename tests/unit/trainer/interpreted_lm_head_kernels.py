@@ -1,0 +1,140 @@
+"""The head's Triton kernels on the CPU: they are the torch formulas. `test_lm_head_kernels.py` runs this file under Triton's interpreter."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.trainer import lm_head, lm_head_kernels
+
+Rows = tuple[Tensor, Tensor]
+SIZES = [7, 4096, 5000, 151_936]
+"""Vocabularies: less than a block, exactly one, one and a part, Qwen3's."""
+
+
+def chunk(
+    vocabulary: int, dtype: torch.dtype = torch.float32, size: int = 5, spread: float = 3.0
+) -> tuple[Tensor, Rows]:
+    """Logits [size, vocabulary], and labels and inverse temperatures (of temperatures 0.1 to 2) [size]."""
+    draw = torch.Generator().manual_seed(vocabulary)
+    logits = (spread * torch.randn(size, vocabulary, generator=draw)).to(dtype)
+    labels = torch.randint(0, vocabulary, (size,), generator=draw)
+    return logits, (labels, 1 / torch.linspace(0.1, 2, size))
+
+
+def exactly(logits: Tensor, labels: Tensor, inv_t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The formulas in float64 for the very same logits."""
+    return lm_head.stats(logits.double(), labels, inv_t.double())
+
+
+def exact_gradient(logits: Tensor, labels: Tensor, *rows: Tensor) -> Tensor:
+    return lm_head.dlogits_(logits.double(), labels, *(row.double() for row in rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_statistics(vocabulary: int, dtype: torch.dtype) -> None:
+    """Partition, log-probability and entropy equal the float64 formulas on the same logits, at temperatures from 0.1 to 2."""
+    logits, rows = chunk(vocabulary, dtype)
+    for got, want in zip(lm_head_kernels.stats(logits, *rows), exactly(logits, *rows), strict=True):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocabulary", SIZES)
+def test_gradient_overwrites_the_logits(vocabulary: int, dtype: torch.dtype) -> None:
+    """d logits equals the float64 formula, to the rounding of the logits' dtype, and lies where the logits were."""
+    logits, rows = chunk(vocabulary, dtype)
+    log_z, _, entropy = exactly(logits, *rows)
+    upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
+    want = exact_gradient(logits, *rows, log_z, entropy, *upstream)
+    got = lm_head_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream)
+    assert got is logits
+    # p is off by what float32 cannot say about z, which here reaches 120.
+    torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4 + torch.finfo(dtype).eps)
+
+
+def test_one_number_expanded_is_a_gradient() -> None:
+    """The gradient of a plain sum has stride 0: all rows get it."""
+    logits, rows = chunk(100)
+    log_z, _, entropy = lm_head.stats(logits, *rows)
+    one, nothing = torch.ones(()).expand(5), torch.zeros(5)
+    want = lm_head.dlogits_(logits.clone(), *rows, log_z, entropy, one, nothing)
+    torch.testing.assert_close(lm_head_kernels.dlogits_(logits, *rows, log_z, entropy, one, nothing), want)
+
+
+def test_extreme_rows() -> None:
+    """Logits of ±50 at temperature 0.1, a certain label, a hopeless one, and a rising maximum in every block lose nothing."""
+    logits, (labels, _) = chunk(9000, spread=1.0)
+    logits[0] = logits[0].clamp(-1, 1) * 50
+    logits[1, labels[1]] = 100
+    logits[2, labels[2]] = -100
+    logits[3] = torch.linspace(-50, 50, 9000)
+    logits[4] = torch.linspace(50, -50, 9000)
+    for temperature in (0.1, 0.7, 2.0):
+        rows = labels, torch.full((5,), 1 / temperature)
+        got, want = lm_head_kernels.stats(logits, *rows), exactly(logits, *rows)
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=1e-6)  # float32 at z = 1000 is good to 6e-5
+        assert got[1][1] == 0 or temperature > 0.1
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 4095, 4999])
+def test_what_is_not_finite_is_never_hidden(bad: float, place: int) -> None:
+    """One logit that is not finite makes its own row NaN, statistics and gradient, and no other."""
+    logits, rows = chunk(5000)
+    logits[2, place] = bad
+    others = torch.arange(5) != 2
+    statistics = lm_head_kernels.stats(logits, *rows)
+    for got in statistics:
+        assert got.isnan().tolist() == [False, False, True, False, False]
+    log_z, _, entropy = statistics
+    d = lm_head_kernels.dlogits_(logits, *rows, log_z, entropy, torch.ones(5), torch.zeros(5))
+    assert d[2].isnan().all()
+    assert d[others].isfinite().all()
+
+
+@pytest.mark.parametrize("label", [-1, 5000, 2**40])
+def test_label_outside_the_vocabulary(label: int) -> None:
+    """It is not read from whatever lies there: its log-probability is NaN."""
+    logits, (labels, inv_t) = chunk(5000)
+    labels[4] = label
+    assert lm_head_kernels.stats(logits, labels, inv_t)[1].isnan().tolist() == [False] * 4 + [True]
+
+
+def test_no_rows() -> None:
+    """An empty chunk is no error."""
+    logits, rows = chunk(100, size=0)
+    log_z, logprob, entropy = lm_head_kernels.stats(logits, *rows)
+    assert log_z.shape == logprob.shape == entropy.shape == (0,)
+    assert lm_head_kernels.dlogits_(logits, *rows, log_z, entropy, logprob, entropy).shape == (0, 100)
+
+
+@pytest.mark.parametrize("mode", ["one pass", "two passes"])
+def test_the_head_on_the_kernels(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loss and gradients through the kernels are those of the formulas, in both modes, and nothing saved for backward is overwritten."""
+
+    def token_loss(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
+        loss = (logprob * streams[0] + 0.1 * entropy).sum()
+        return loss, loss.detach()[None]
+
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(20, 16, generator=draw, requires_grad=True)
+    weight = torch.randn(5000, 16, generator=draw, requires_grad=True)
+    labels, inv_t = torch.randint(0, 5000, (20,), generator=draw), torch.rand(20, generator=draw) + 0.5
+    streams = torch.randn(1, 20, generator=draw)
+
+    def run() -> list[tuple[Tensor, ...]]:
+        head = hidden, weight, labels, inv_t
+        if mode == "one pass":
+            loss, _ = lm_head.fused_token_loss(*head, streams, token_loss, 7)
+        else:
+            loss, _ = token_loss(*lm_head.logprob_entropy(*head, 7), streams)
+        return [(loss, *torch.autograd.grad(loss, (hidden, weight), retain_graph=True)) for _ in range(2)]
+
+    want = run()[0]
+    monkeypatch.setattr(lm_head, "_has_kernels", lambda logits: True)
+    for got in run():
+        for a, b in zip(got, want, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
