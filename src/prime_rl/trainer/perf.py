@@ -7,6 +7,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from prime_rl.trainer.packing import Costs
+from prime_rl.trainer.parallel import World
 
 GIB = 1 << 30
 
@@ -55,6 +56,12 @@ def flops(matmul: int, width: int, lengths: Sequence[int]) -> float:
     6 per matmul parameter and token; attention 12 · width per pair of tokens, of which a causal document of n tokens has n²/2.
     """
     return sum(6.0 * matmul * n + 6.0 * width * n * n for n in lengths)
+
+
+def ideal_seconds(flops: float, world: World) -> float | None:
+    """Seconds that all ranks together would take for so many FLOP at their peak; None where that is not known."""
+    peak = peak_flops(world.device)
+    return None if peak is None else flops / peak / world.size
 
 
 def peer_flops(matmul: int, config: PretrainedConfig, tokens: int, micro_batch: int) -> float:

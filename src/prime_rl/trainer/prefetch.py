@@ -1,7 +1,7 @@
 """The next step's data, prepared by a thread while the current step is computed."""
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from threading import Event
 from typing import Generic, TypeVar
 
@@ -52,10 +52,10 @@ class Prefetch(Generic[T]):
         self.start(step)
         assert self._next is not None
         self._asked.set()
-        try:
-            data = self._next[1].result(timeout=self._seconds)
-        except TimeoutError as error:
-            raise WaitTimeout(f"data of step {step}", "the thread that prepares it", self._seconds) from error
+        prepared = self._next[1]
+        if wait([prepared], timeout=self._seconds).not_done:
+            raise WaitTimeout(f"data of step {step}", "the thread that prepares it", self._seconds)
+        data = prepared.result(timeout=0)
         assert data is not None, "taken after it was closed"
         self.start(step + 1)
         return data

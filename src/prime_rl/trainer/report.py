@@ -1,15 +1,20 @@
 """What a training run says: status from every rank, log lines and metrics from rank 0 alone."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
+
+import torch
 
 from prime_rl.config import write_toml
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.step import Outcome, now, passed, runs_ahead, seconds
 from prime_rl.transport.commit import disk_errors
 
 if TYPE_CHECKING:
@@ -140,10 +145,94 @@ class Report:
         self._status.done(outcome)
 
 
-def saving(started: float, ended: float, tokens: int) -> dict[str, float]:
-    """What saving, which ends now, adds to the row of a step of `tokens` tokens that went from `started` to `ended` (performance counter)."""
-    now = time.perf_counter()
-    return {"time/save_ckpt": now - ended, "time/step": now - started, "perf/throughput": tokens / (now - started)}
+@dataclass(frozen=True)
+class Row:
+    """The metrics of a step that the device has not told all of.
+
+    Args:
+        outcome: What it owes.
+        named: The metrics that the outcome's sums are.
+        known: Those that the host knows already.
+        tokens: Of all ranks.
+        ideal: Seconds that the step's FLOP would take at the ranks' peak; None where that is not known.
+    """
+
+    outcome: Outcome
+    named: Callable[[list[float]], Mapping[str, float]]
+    known: Mapping[str, float]
+    tokens: int
+    ideal: float | None
+
+
+class Rows:
+    """Rows of metrics, each written once the device has told what it owes. Every rank keeps them.
+
+    Asking at once would let a GPU run dry: there a step's row is written while the next step is under way, and by `flush`, which comes before
+    anything is saved that is ahead of the row. On a CPU it is written at once. As a context it writes what is left where a run fails.
+
+    A step's time goes from the end of the one before to its own end, so that waits count; saving counts for the step that is saved.
+    """
+
+    def __init__(self, report: Report, device: torch.device) -> None:
+        self._report, self._device, self._late = report, device, runs_ahead(device)
+        self._row: Row | None = None
+        self._began = self._ended = now(device)  # these are of the step whose row was written last
+        self._step, self._tokens = 0, 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError):
+            self.flush()
+
+    def put(self, row: Row) -> None:
+        """A step is under way; its row is written later."""
+        assert self._row is None, "a step's row is written before the next step ends"
+        self._row = row
+        if not self._late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the row that is left, if there is one, as soon as its step is done.
+
+        Raises:
+            UserError: that step's gradients are not finite, or the disk is full.
+        """
+        if self._row is None:
+            return
+        row, self._row = self._row, None
+        values, norm = row.outcome.read()
+        begun, graded, updated = row.outcome.moments
+        self._began, self._ended = self._ended, updated
+        self._step, self._tokens = row.outcome.step, row.tokens
+        self._report.metrics(
+            self._step,
+            {
+                **row.named(values),
+                "optim/grad_norm": norm,
+                **self._pace(),
+                **({} if row.ideal is None else {"perf/mfu": 100 * row.ideal / seconds(begun, updated)}),
+                "time/forward_backward": seconds(begun, graded),
+                "time/optimizer": seconds(graded, updated),
+                **row.known,
+            },
+        )
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, the step whose row was written last is saved; its row is told how long that took."""
+        started = time.perf_counter()
+        yield
+        self._ended = now(self._device)
+        passed(self._ended)
+        self._report.more_metrics(self._step, {"time/save_ckpt": time.perf_counter() - started, **self._pace()})
+
+    def _pace(self) -> dict[str, float]:
+        elapsed = seconds(self._began, self._ended)
+        return {"time/step": elapsed, "perf/throughput": self._tokens / elapsed}
 
 
 def bench_table(history: Sequence[Mapping[str, float]]) -> str:

@@ -1,5 +1,7 @@
 """One optimizer step, the same for SFT and RL: they differ in the data and in the token loss."""
 
+import math
+import time
 from collections.abc import Sequence
 
 import torch
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from prime_rl.errors import UserError
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.lm_head import TokenLoss
 from prime_rl.trainer.model import Policy
@@ -44,9 +47,71 @@ def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, 
     return norm
 
 
-def read_sums(world: World, sums: Tensor, norm: Tensor) -> tuple[list[float], float]:
-    """Metric sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device."""
-    if world.size > 1:
-        dist.all_reduce(sums)
-    *values, norm_value = torch.cat([sums.double(), norm.double().reshape(1)]).tolist()
-    return values, norm_value
+Moment = float | torch.cuda.Event
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host only enqueues what the device does."""
+    return device.type == "cuda"
+
+
+def now(device: torch.device) -> Moment:
+    """A moment on the device's own time line, which the host may be ahead of: an event on a GPU, else the host's clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def passed(moment: Moment) -> None:
+    """Wait until the device has passed `moment`."""
+    if isinstance(moment, torch.cuda.Event):
+        moment.synchronize()
+
+
+def seconds(start: Moment, end: Moment) -> float:
+    """Seconds between two moments of one device, which has passed both."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end) / 1e3
+
+
+class Outcome:
+    """What step `step` tells: metric sums and gradient norm, on their way from the device to the host. Nothing waits for them before `read`.
+
+    Args:
+        sums: Of this rank; they are added up over the ranks.
+        moments: When the device began, had the gradients, and had changed the weights.
+    """
+
+    def __init__(
+        self, step: int, world: World, sums: Tensor, norm: Tensor, moments: tuple[Moment, Moment, Moment]
+    ) -> None:
+        self.step, self.moments = step, moments
+        if world.size > 1:
+            dist.all_reduce(sums)
+        numbers = torch.cat([sums.double(), norm.double().reshape(1)])
+        self._there: torch.cuda.Event | None = None
+        if world.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._there = torch.cuda.Event(blocking=True)
+            self._there.record()
+        else:
+            self._numbers = numbers
+
+    def read(self) -> tuple[list[float], float]:
+        """The sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device; any thread may.
+
+        Raises:
+            UserError: the gradient norm is not finite: what the step made must not be saved.
+        """
+        if self._there is not None:
+            self._there.synchronize()
+        *values, norm = self._numbers.tolist()
+        if not math.isfinite(norm):
+            raise UserError(f"step {self.step}: the gradient norm is {norm}: nothing of this step is committed")
+        return values, norm

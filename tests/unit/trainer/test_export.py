@@ -3,7 +3,8 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.errors import UserError
+from prime_rl.trainer.export import Staging, write_version
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weights import Versions, export, export_dtype
+from prime_rl.trainer.source import Source, find_model
+from prime_rl.trainer.weights import Versions, export_dtype
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
@@ -25,6 +27,21 @@ from support import trainer as support
 
 world, make_policy = support.world, support.make_policy
 tied_model, untied_model = support.tied_model, support.untied_model
+
+
+def export(
+    policy: Policy,
+    source: Source,
+    world: World,
+    final: Path,
+    dtype: torch.dtype,
+    version: int = 1,
+    incarnation: int = 0,
+) -> None:
+    """Commit the policy's weights, all in this thread."""
+    staging = Staging(policy, world, dtype)
+    staging.copy().finish()
+    write_version(staging, source, world, final, version=version, incarnation=incarnation)
 
 
 @pytest.mark.parametrize("which", ["tied_model", "untied_model"])
@@ -44,7 +61,7 @@ def test_transformers_loads_what_was_trained(
         for _, p in named_parameters(policy):
             p.to_local().add_(0.001)
     final = tmp_path / "step_3"
-    export(policy, find_model(str(directory)), world, final, version=3, incarnation=2, dtype=dtype)
+    export(policy, find_model(str(directory)), world, final, dtype, version=3, incarnation=2)
     manifest = verify_weights(final)
     assert (manifest.version, manifest.incarnation, manifest.base) == (3, 2, None)
     loaded = AutoModelForCausalLM.from_pretrained(final)
@@ -84,25 +101,25 @@ def test_disk_full(
     else:
         monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(UserError, match="disk full while writing"):
-        export(
-            policy,
-            find_model(str(tied_model)),
-            world,
-            tmp_path / "step_1",
-            version=1,
-            incarnation=0,
-            dtype=torch.float32,
-        )
+        export(policy, find_model(str(tied_model)), world, tmp_path / "step_1", torch.float32)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
 def versions(
     world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
-) -> Callable[[], Versions]:
+) -> Iterator[Callable[[], Versions]]:
     """One life of a trainer each call, all on the same run directory."""
     policy, source = make_policy(tied_model), find_model(str(tied_model))
-    return lambda: Versions(tmp_path, policy, source, world, torch.float32)
+    made = []
+
+    def make() -> Versions:
+        made.append(Versions(tmp_path, policy, source, world, torch.float32, timeout=60))
+        return made[-1]
+
+    yield make
+    for life in made:
+        life.close()
 
 
 def test_life_and_resume(versions: Callable[[], Versions], tmp_path: Path) -> None:
@@ -113,10 +130,12 @@ def test_life_and_resume(versions: Callable[[], Versions], tmp_path: Path) -> No
     assert base.base is not None
     for version in (1, 2, 3):
         first.commit(version)
+    first.settle()
     second = versions()
     second.open(1)
     assert list_steps(tmp_path / "weights") == [0, 1]
     second.commit(2)
+    second.settle()
     manifests = [verify_weights(tmp_path / "weights" / f"step_{v}") for v in (1, 2)]
     assert [m.incarnation for m in manifests] == [0, 1]
     assert manifests[0].hash == base.hash  # nothing was trained here
@@ -138,7 +157,7 @@ def test_another_base_is_refused(
     """A run directory belongs to one base model."""
     versions().open(0)
     other = Versions(tmp_path, make_policy(untied_model), find_model(str(untied_model)), world, torch.float32)
-    with pytest.raises(UserError, match="another base model"):
+    with closing(other), pytest.raises(UserError, match="another base model"):
         other.open(0)
 
 
@@ -149,13 +168,17 @@ def test_prune(versions: Callable[[], Versions], tmp_path: Path) -> None:
     for version in range(1, 7):
         life.commit(version)
     life.prune(1, None, list)
+    life.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
     write_lease(tmp_path, Lease(life=-1, version=0))  # has not heard of this life yet
     life.prune(1, 0, lambda: [3])
+    life.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
     write_lease(tmp_path, Lease(life=0, version=4))
     life.prune(1, 0, lambda: [2])
+    life.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 4, 5, 6]
     drop_lease(tmp_path)
     life.prune(1, 0, lambda: [2])
+    life.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 5, 6]

@@ -115,6 +115,26 @@ def test_dies_and_recovers(
         with pytest.raises(Killed):
             run_training(config(tmp_path, tied_model, ckpt=ckpt))
     run_training(config(tmp_path, tied_model, ckpt=ckpt, recover=True))
+    assert_undisturbed(tmp_path, undisturbed)
+
+
+@pytest.mark.parametrize("point", ["write:weights/step_2", "renamed:weights/step_3", "saved-copy:step_3"])
+def test_dies_with_a_row_unwritten(
+    point: str, run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """The same where rows are written one step late, as on a GPU."""
+    support.write_rollouts(tmp_path, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: True)
+        with pytest.MonkeyPatch.context() as dying:
+            die_at(dying, point)
+            with pytest.raises(Killed):
+                run_training(config(tmp_path, tied_model, recovery_interval=3))
+        run_training(config(tmp_path, tied_model, recovery_interval=3, recover=True))
+    assert_undisturbed(tmp_path, undisturbed)
+
+
+def assert_undisturbed(tmp_path: Path, undisturbed: Path) -> None:
     assert hashes(tmp_path) == hashes(undisturbed)
     assert numbers(tmp_path) == numbers(undisturbed)
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
@@ -165,7 +166,7 @@ def test_wait_is_bounded(run_training: Run, tied_model: Path, tmp_path: Path) ->
         run_training(support.make_config(tmp_path, tied_model, rollout_timeout=0.1))
 
 
-def write_one(output_dir: Path, **changes: Any) -> None:
+def write_one(output_dir: Path, step: int = 0, **changes: Any) -> None:
     fields = {
         "sample_id": "s",
         "group_id": "g",
@@ -179,7 +180,7 @@ def write_one(output_dir: Path, **changes: Any) -> None:
         "temperature": 1.0,
         "reward": 0.25,
     }
-    write_batch(output_dir / "rollouts", 0, [Sample(**{**fields, **changes})])
+    write_batch(output_dir / "rollouts", step, [Sample(**{**fields, **changes})])
 
 
 LONG = {
@@ -209,12 +210,76 @@ def test_samples_that_do_not_fit(
     assert list_steps(tmp_path / "weights") == [0]
 
 
-def test_diverged_step_is_not_committed(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A gradient that is not finite stops the run before a broken version can be served."""
-    write_one(tmp_path, logprobs=[0.0, -500.0, -1.0], advantages=[0.0, -1.0, -1.0])
-    with pytest.raises(UserError, match="step 0: the gradient norm is (nan|inf)"):
-        run_training(support.make_config(tmp_path, tied_model, max_steps=1))
-    assert list_steps(tmp_path / "weights") == [0]
+@pytest.fixture(params=[False, True], ids=["at once", "one step late"])
+def late(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Rows of metrics are written one step late, as on a GPU."""
+    monkeypatch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_diverged_step_is_not_committed(
+    steps: int, late: bool, run_training: Run, tied_model: Path, tmp_path: Path
+) -> None:
+    """A gradient that is not finite stops the run before anything of its step is saved or served, also where it is noticed late."""
+    support.write_rollouts(tmp_path, 3)
+    broken = tmp_path / "rollouts" / f"step_{steps - 1}"
+    shutil.rmtree(broken)
+    write_one(tmp_path, steps - 1, logprobs=[0.0, -500.0, -1.0], advantages=[0.0, -1.0, -1.0])
+    with pytest.raises(UserError, match=f"step {steps - 1}: the gradient norm is (nan|inf)"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=3, async_level=5, ckpt={"interval": steps}))
+    assert list_steps(tmp_path / "weights") == list(range(steps))
+    assert list_steps(tmp_path / "checkpoints") == []
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(steps - 1))
+
+
+def test_rows_come_before_what_is_saved(
+    late: bool, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a checkpoint is written, and while a batch is waited for, the rows of all steps until then are there, and the versions."""
+    support.write_rollouts(tmp_path, 3)
+    seen = {}
+
+    def look(name: str, file: Path | None = None) -> None:
+        if name.startswith("write:") and name.endswith("trainer"):
+            seen[name] = (
+                [row["step"] for row in metrics(tmp_path) if "loss/mean" in row],
+                list_steps(tmp_path / "weights"),
+            )
+
+    monkeypatch.setattr(faults, "point", look)
+    with pytest.raises(WaitTimeout):
+        run_training(
+            support.make_config(tmp_path, tied_model, ckpt={"interval": 2}, rollout_timeout=0.2, async_level=5)
+        )
+    assert seen == {"write:checkpoints/step_2/trainer": ([0, 1], [0, 1, 2])}
+    assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2]
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
+
+
+def test_the_last_row_before_a_bad_batch(late: bool, run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A run that ends with an error of the data has told all of the steps before it, and committed their versions."""
+    support.write_rollouts(tmp_path, 1)
+    write_one(tmp_path, 1, temperature=0.0)
+    with pytest.raises(UserError, match="temperature 0"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=2))
+    assert [row["step"] for row in metrics(tmp_path)] == [0]
+    assert list_steps(tmp_path / "weights") == [0, 1]
+
+
+def test_late_rows_are_the_same(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """What a step reports does not depend on when it is read."""
+    rows = {}
+    for name in ("at once", "late"):
+        support.write_rollouts(tmp_path / name, 3)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("prime_rl.trainer.report.runs_ahead", lambda device, late=name == "late": late)
+            run_training(support.make_config(tmp_path / name, tied_model, max_steps=3, async_level=5))
+        rows[name] = [
+            {key: row[key] for key in row if not key.startswith(("time", "perf/"))} for row in metrics(tmp_path / name)
+        ]
+    assert rows["late"] == rows["at once"]
+    assert hashes(tmp_path / "late") == hashes(tmp_path / "at once")
 
 
 def test_weight_streams(run_training: Run, tied_model: Path, tmp_path: Path) -> None:

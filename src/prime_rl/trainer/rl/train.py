@@ -3,9 +3,9 @@
 Also runs as a file: `torchrun … src/prime_rl/trainer/rl/train.py @ train.toml`.
 """
 
-import math
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
-from prime_rl.errors import UserError
 from prime_rl.trainer import perf, weights
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import SUMS, make_token_loss
@@ -21,10 +20,10 @@ from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world
-from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table, saving
+from prime_rl.trainer.report import BENCH_STEPS, Report, Row, Rows, bench_table
 from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
-from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
+from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
@@ -75,7 +74,16 @@ def run(
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     ends.callback(data.close)
     dtype = weights.export_dtype(config.weights.dtype, source)
-    versions = weights.Versions(config.output_dir, policy, source, world, dtype)
+    versions = weights.Versions(
+        config.output_dir,
+        policy,
+        source,
+        world,
+        dtype,
+        timeout=config.dist_timeout,
+        on_committed=lambda version, times: report.more_metrics(version - 1, times),
+    )
+    ends.callback(versions.close)
     report.open(given)
     if not config.bench:
         report.phase("committing the starting weights")
@@ -83,70 +91,74 @@ def run(
     report.ready()
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
+    rows = ends.enter_context(Rows(report, world.device))
     step = start
     while config.max_steps is None or step < config.max_steps:
-        started = time.perf_counter()
         report.step(step)
         checkpoints.look()
-        perf.reset_peak_memory(world.device)
+        started = time.perf_counter()
+        if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
+            rows.flush()
+            versions.settle()
         if not data.wait(step, stop):
             break
-        report.phase("training")
-        waited = time.perf_counter()
         batch = data.read(step)
+        waited = time.perf_counter() - started
+        report.phase("training")
+        perf.reset_peak_memory(world.device)
 
         lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+        begun = now(world.device)
         sums = forward_backward(policy, batch.batches, token_loss, world)
+        graded = now(world.device)
+        rows.flush()  # of the step before: the device has this one's forward and backward to go on with
+        versions.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-        values, grad_norm = read_sums(world, sums, norm)
-        trained = time.perf_counter()
-        if not math.isfinite(grad_norm):
-            raise UserError(f"step {step}: the gradient norm is {grad_norm}, so version {step + 1} is not committed")
-
-        if fake is None:
-            report.phase("exporting weights")
-            versions.commit(step + 1)
-            versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
-        ended = time.perf_counter()
+        outcome = Outcome(step, world, sums, norm, (begun, graded, now(world.device)))
         progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + len(batch.lengths))
-
-        peak = perf.peak_flops(world.device)
-        done = perf.flops(matmul, width, batch.lengths)
-        per_token = dict(zip(SUMS, values, strict=True))
-        metrics = {
-            "loss/mean": per_token.pop("loss"),  # divided by the global count already
-            **{f"{name}/mean": value / max(batch.loss_tokens, 1) for name, value in per_token.items()},
-            "optim/grad_norm": grad_norm,
+        known = {
             "optim/lr": lr,
-            "perf/throughput": batch.tokens / (ended - started),
             "perf/peak_memory": perf.peak_memory_gib(world.device),
-            **({"perf/mfu": 100 * done / (trained - waited) / world.size / peak} if peak else {}),
-            "time/step": ended - started,
-            "time/wait_for_batch": waited - started,
-            "time/forward_backward": trained - waited,
-            "time/export": ended - trained,
+            "time/wait_for_batch": waited,
             "progress/total_tokens": progress.tokens,
             "progress/total_samples": progress.samples,
         }
-        report.metrics(step, metrics)
-        if kind := checkpoints.due(step + 1):  # after the row is written: no state is ahead of its metrics
+        ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
+        rows.put(Row(outcome, partial(means, batch.loss_tokens), known, batch.tokens, ideal))
+
+        if fake is None:
+            versions.commit(step + 1, outcome.read)
+            versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
+        if kind := checkpoints.due(step + 1):
+            rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
+            versions.settle()
             report.phase(f"saving a {kind}")
-            checkpoints.save(progress, kind)
-            report.more_metrics(step, saving(started, ended, batch.tokens))
+            with rows.saving():
+                checkpoints.save(progress, kind)
         interval = config.log_samples_interval
         if batch.example is not None and tokenizer is not None and interval and step % interval == 0:
             report.text(readable(batch.example, tokenizer))
         step += 1
 
+    rows.flush()
     if not config.bench:
         report.phase("saving what is left")
+        versions.settle()
         checkpoints.finish(progress)
         if step > 0:
             versions.ensure(step)  # on fake data it is the only one
         versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
+        versions.settle()
     if config.bench:
         report.text(bench_table(report.history))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
+
+
+def means(loss_tokens: int, sums: list[float]) -> dict[str, float]:
+    """The metrics that an RL step's sums are."""
+    per_token = dict(zip(SUMS, sums, strict=True))
+    loss = per_token.pop("loss")  # divided by the global count already
+    return {"loss/mean": loss, **{f"{name}/mean": value / max(loss_tokens, 1) for name, value in per_token.items()}}
 
 
 def bench_config(config: TrainerConfig) -> TrainerConfig:

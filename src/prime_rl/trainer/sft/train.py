@@ -3,7 +3,6 @@
 Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`.
 """
 
-import math
 import time
 from contextlib import ExitStack
 
@@ -12,7 +11,6 @@ import torch
 from prime_rl.config import SFTConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.trainer import ConstantScheduler
-from prime_rl.errors import UserError
 from prime_rl.trainer import perf, weights
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import cross_entropy
@@ -20,11 +18,11 @@ from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
-from prime_rl.trainer.report import BENCH_STEPS, Report, bench_table, saving
+from prime_rl.trainer.report import BENCH_STEPS, Report, Row, Rows, bench_table
 from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
-from prime_rl.trainer.step import forward_backward, optimizer_step, read_sums
+from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 
 
@@ -63,48 +61,47 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
     ends.callback(data.close)
-    versions = weights.Versions(config.output_dir, policy, source, world, dtype)
+    versions = weights.Versions(
+        config.output_dir,
+        policy,
+        source,
+        world,
+        dtype,
+        timeout=config.dist_timeout,
+        on_committed=lambda version, times: report.more_metrics(version - 1, times),
+    )
+    ends.callback(versions.close)
     report.open(given)
     if not config.bench:
         checkpoints.begin(versions, start)
     report.ready()
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
+    rows = ends.enter_context(Rows(report, world.device))
     step = start
     while config.max_steps is None or step < config.max_steps:
         if sum_over_ranks(world, [stop()])[0]:
             break
-        started = time.perf_counter()
         report.step(step)
         checkpoints.look()
         report.phase("training")
-        perf.reset_peak_memory(world.device)
+        started = time.perf_counter()
         batch = data.read(step)
-        read = time.perf_counter()
+        waited = time.perf_counter() - started
+        perf.reset_peak_memory(world.device)
 
         lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+        begun = now(world.device)
         sums = forward_backward(policy, batch.batches, cross_entropy, world)
+        graded = now(world.device)
+        rows.flush()  # of the step before: the device has this one's forward and backward to go on with
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-        (loss, entropy), grad_norm = read_sums(world, sums, norm)
-        trained = time.perf_counter()
-        if not math.isfinite(grad_norm):
-            raise UserError(f"step {step}: the gradient norm is {grad_norm}; nothing of this step is saved")
-
+        outcome = Outcome(step, world, sums, norm, (begun, graded, now(world.device)))
         progress = Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
-
-        peak = perf.peak_flops(world.device)
-        done = perf.flops(matmul, width, batch.lengths)
-        metrics = {
-            "loss/mean": loss,
-            "entropy/mean": entropy,
-            "optim/grad_norm": grad_norm,
+        known = {
             "optim/lr": lr,
-            "perf/throughput": batch.tokens / (trained - started),
             "perf/peak_memory": perf.peak_memory_gib(world.device),
-            **({"perf/mfu": 100 * done / (trained - read) / world.size / peak} if peak else {}),
-            "time/step": trained - started,
-            "time/wait_for_batch": read - started,
-            "time/forward_backward": trained - read,
+            "time/wait_for_batch": waited,
             "data/samples": len(batch.lengths),
             "data/loss_tokens": batch.loss_tokens,
             "data/packing_efficiency": batch.tokens / batch.capacity,
@@ -112,23 +109,35 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
             "progress/total_tokens": progress.tokens,
             "progress/total_samples": progress.samples,
         }
-        report.metrics(step, metrics)
-        if checkpoints.due(step + 1):  # after the row is written: no state is ahead of its metrics
+        ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
+        rows.put(Row(outcome, means, known, batch.tokens, ideal))
+
+        if checkpoints.due(step + 1):
+            rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
             report.phase("saving weights and checkpoint")
-            versions.commit(step + 1)  # weights go with the checkpoint that they belong to
-            checkpoints.save(progress)
-            versions.prune(0, 0, checkpoints.needed)
-            report.more_metrics(step, saving(started, trained, batch.tokens))
+            with rows.saving():
+                versions.commit(step + 1, outcome.read)
+                versions.settle()
+                checkpoints.save(progress)
+                versions.prune(0, 0, checkpoints.needed)
         step += 1
 
+    rows.flush()
     if not config.bench and step > 0:
         report.phase("saving what is left")
         versions.ensure(step)
         checkpoints.finish(progress)
         versions.prune(0, 0, checkpoints.needed)
+        versions.settle()
     if config.bench:
         report.text(bench_table(report.history))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
+
+
+def means(sums: list[float]) -> dict[str, float]:
+    """The metrics that a step's sums are: they are divided by its loss tokens already."""
+    loss, entropy = sums
+    return {"loss/mean": loss, "entropy/mean": entropy}
 
 
 def bench_config(config: SFTConfig) -> SFTConfig:

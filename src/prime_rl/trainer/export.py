@@ -1,0 +1,304 @@
+"""The way of the weights from the device to the disk, beside the steps that follow.
+
+Nothing is gathered. A safetensors file is a header and byte ranges, and a tensor sharded by rows is one contiguous range per rank. Each rank casts
+its own rows on the device and copies them to the host on a stream of its own (`Staging`); a thread writes them at their place, and the ranks
+share the hashing (`write_version`); rank 0 commits.
+"""
+
+import json
+import math
+import os
+import secrets
+import shutil
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from prime_rl.monitor import log
+from prime_rl.trainer.names import StoredTensor, stored_tensors
+from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
+from prime_rl.trainer.source import Source
+from prime_rl.transport.commit import Stage, disk_errors
+from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
+
+logger = log.get(__name__)
+
+FILE = "model.safetensors"
+DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+_NOT_COPIED = {
+    "manifest.json",
+    "model.safetensors.index.json",
+}  # the first is ours when the source is a committed version itself
+_BLOCK = 1 << 24
+CHUNK_BYTES = 128 << 20  # of device memory that casting takes
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's rows of a tensor: where they are in the staging buffer, in elements, and their first row in the tensor."""
+
+    tensor: StoredTensor
+    start: int
+    count: int
+    row: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+
+class Staging:
+    """This rank's rows of every stored tensor, in the exported type, in one host buffer that is made once (page-locked beside a GPU).
+
+    What it holds is read by one thread at a time; `copy` fills it again.
+    """
+
+    def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype) -> None:
+        self.world, self.dtype = world, dtype
+        self.tensors = list(stored_tensors(policy))
+        self.pieces = list(self._lay_out()) if world.writes else []
+        self.elements = self.pieces[-1].end if self.pieces else 0
+        self._buffer: Tensor | None = None
+        self._locked = False
+        if world.device.type == "cuda":
+            self._stream = torch.cuda.Stream(world.device)
+            self._chunk = torch.empty(0, dtype=dtype, device=world.device)
+
+    def _lay_out(self) -> Iterator[Piece]:
+        start = 0
+        for tensor in self.tensors:
+            rows, first = tensor.local(self.world)
+            yield Piece(tensor, start, rows.numel(), first)
+            start += rows.numel()
+
+    def allocate(self) -> Tensor:
+        """The buffer. Page-locking gigabytes takes seconds the first time: a thread may do it beforehand."""
+        if self._buffer is None:
+            buffer = torch.empty(self.elements, dtype=self.dtype)
+            if self.world.device.type == "cuda" and self.elements:
+                # Exactly so many bytes: torch's own allocator of page-locked memory would round up to a power of two.
+                with torch.cuda.device(self.world.device):  # a thread does not know it
+                    failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+                self._locked = not failed
+                if failed:
+                    logger.warning(
+                        "host memory for exports cannot be page-locked (CUDA error %d): exports will be slow", failed
+                    )
+            self._buffer = buffer
+        return self._buffer
+
+    @torch.no_grad()
+    def copy(self) -> "Copy":
+        """Copy the weights as they are now. On a GPU this only enqueues: see `Copy.before_update`."""
+        buffer = self.allocate()
+        if self.world.device.type != "cuda":
+            began = time.perf_counter()
+            for piece in self.pieces:
+                buffer[piece.start : piece.end].copy_(piece.tensor.local(self.world)[0].reshape(-1))
+            return Copy(time.perf_counter() - began)
+        size = min(CHUNK_BYTES // self.dtype.itemsize, self.elements)
+        self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
+        with torch.cuda.stream(self._stream):
+            if self._chunk.numel() < size:
+                self._chunk = torch.empty(size, dtype=self.dtype, device=self.world.device)
+            rows = [piece.tensor.local(self.world)[0].reshape(-1) for piece in self.pieces]
+            moments = [self._moment()]
+            for first in range(0, self.elements, max(size, 1)):
+                last = min(first + size, self.elements)
+                self._cast(rows, first, last)
+                moments.append(self._moment())
+                buffer[first:last].copy_(self._chunk[: last - first], non_blocking=True)
+                moments.append(self._moment())
+        return Copy(0.0, moments)
+
+    def _cast(self, rows: Sequence[Tensor], first: int, last: int) -> None:
+        """Elements `first` to `last` of what this rank stages, into the chunk."""
+        targets, sources = [], []
+        for piece, values in zip(self.pieces, rows, strict=True):
+            start, end = max(first, piece.start), min(last, piece.end)
+            if start < end:
+                targets.append(self._chunk[start - first : end - first])
+                sources.append(values[start - piece.start : end - piece.start])
+        torch._foreach_copy_(targets, sources)
+
+    def _moment(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record(self._stream)
+        return event
+
+    def bytes_of(self, piece: Piece) -> npt.NDArray[np.uint8]:
+        """A piece's bytes, a view of the buffer."""
+        return self.allocate()[piece.start : piece.end].view(torch.uint8).numpy()
+
+    def close(self) -> None:
+        """Give the buffer back. Nothing may be copying into it any more."""
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self.allocate().data_ptr())
+        self._buffer, self._locked = None, False
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Copying that is done, in so many seconds, or that a stream of the GPU is at: it casts and copies between the moments by turns."""
+
+    seconds: float
+    moments: Sequence[torch.cuda.Event] = ()
+
+    def before_update(self) -> None:
+        """Let the device change the weights only after they are copied. The host does not wait."""
+        if self.moments:
+            torch.cuda.current_stream().wait_event(self.moments[-1])
+
+    def finish(self) -> tuple[float, float]:
+        """Wait until the copy is there, which takes the device what it takes. Returns the seconds of casting and of copying."""
+        if not self.moments:
+            return self.seconds, 0.0
+        self.moments[-1].synchronize()
+        seconds = [a.elapsed_time(b) / 1e3 for a, b in pairwise(self.moments)]
+        return sum(seconds[0::2]), sum(seconds[1::2])
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tensor's place in the file: the first byte, and how many."""
+
+    shape: list[int]
+    start: int
+    size: int
+
+
+def write_version(
+    staging: Staging, source: Source, world: World, final: Path, *, version: int, incarnation: int
+) -> dict[str, float]:
+    """Commit what is staged as `final`, with config and tokenizer of the source. Every rank calls it, perhaps in a thread.
+
+    Args:
+        world: The ranks, with the group that the calling thread may use.
+
+    Returns:
+        Seconds of writing, hashing and committing.
+
+    Raises:
+        UserError: the disk is full (on any rank); nothing is left under the final name.
+        CommitError: `final` is committed already.
+    """
+    nonce = broadcast(world, secrets.token_hex(8))
+    stage = agree(world, lambda: Stage(final, nonce))
+    path = stage.path / FILE
+    try:
+        header, slots = _layout(staging)
+        began = time.perf_counter()
+        on_main(world, lambda: _allocate(path, header, slots))
+        agree(world, lambda: _write_rows(staging, path, slots))
+        written = time.perf_counter()
+        tensors = _hash_tensors(staging, world, path, slots)
+        hashed = time.perf_counter()
+        on_main(world, lambda: _copy_model_files(source, stage.path, staging.dtype))
+        extra = manifest_extra(version, incarnation, tensors)
+        hashes = {FILE: version_hash(tensors)}
+        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=hashes).step)
+    except BaseException:
+        stage.abort()
+        raise
+    return {"write": written - began, "hash": hashed - written, "commit": time.perf_counter() - hashed}
+
+
+def _layout(staging: Staging) -> tuple[bytes, dict[str, Slot]]:
+    """The safetensors header with its length, and the place of every tensor in the file."""
+    described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+    tensors, dtype = staging.tensors, staging.dtype
+    sizes = [math.prod(tensor.shape) * dtype.itemsize for tensor in tensors]
+    ends = list(accumulate(sizes))
+    for tensor, size, end in zip(tensors, sizes, ends, strict=True):
+        described[tensor.name] = {
+            "dtype": DTYPE_NAMES[dtype],
+            "shape": tensor.shape,
+            "data_offsets": [end - size, end],
+        }
+    text = json.dumps(described, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    slots = {
+        tensor.name: Slot(tensor.shape, len(header) + end - size, size)
+        for tensor, size, end in zip(tensors, sizes, ends, strict=True)
+    }
+    return header, slots
+
+
+def _allocate(path: Path, header: bytes, slots: dict[str, Slot]) -> None:
+    with disk_errors(path), open(path, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(slot.size for slot in slots.values()))
+
+
+def _write_rows(staging: Staging, path: Path, slots: dict[str, Slot]) -> None:
+    """Write this rank's rows of every tensor at their place."""
+    if not staging.elements:
+        return
+    with disk_errors(path):
+        descriptor = os.open(path, os.O_WRONLY)
+        try:
+            for piece in staging.pieces:
+                if piece.count:
+                    slot = slots[piece.tensor.name]
+                    offset = slot.start + piece.row * (slot.size // slot.shape[0])
+                    _pwrite(descriptor, staging.bytes_of(piece).data, offset)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:  # one call writes at most 2 GiB
+        written = os.pwrite(descriptor, data, offset)
+        data, offset = data[written:], offset + written
+
+
+def _hash_tensors(staging: Staging, world: World, path: Path, slots: dict[str, Slot]) -> dict[str, TensorEntry]:
+    """Hash the file's tensors, a share of them on each rank. Reading them back shows that every rank's bytes have arrived; a rank that is alone
+    hashes what it wrote."""
+    hashes: dict[str, str] = {}
+    if world.size == 1:
+        for piece in staging.pieces:
+            hashes[piece.tensor.name] = xxhash.xxh3_128(staging.bytes_of(piece).data).hexdigest()
+    else:
+        with open(path, "rb") as file:
+            for name, slot in list(slots.items())[world.rank :: world.size]:
+                hashes[name] = _hash_range(file.fileno(), slot.start, slot.size)
+        hashes = {name: value for part in gather(world, hashes) for name, value in part.items()}
+    dtype = DTYPE_NAMES[staging.dtype]
+    return {name: TensorEntry(path.name, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
+
+
+def _hash_range(descriptor: int, start: int, size: int) -> str:
+    digest = xxhash.xxh3_128()
+    for offset in range(start, start + size, _BLOCK):
+        digest.update(os.pread(descriptor, min(_BLOCK, start + size - offset), offset))
+    return digest.hexdigest()
+
+
+def _copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> None:
+    """Config, generation config and tokenizer beside the tensors."""
+    with disk_errors(directory):
+        if source.directory is not None:
+            for pattern in _COPIED:
+                for path in source.directory.glob(pattern):
+                    if path.name not in _NOT_COPIED:
+                        shutil.copyfile(path, directory / path.name)
+        else:
+            source.config.save_pretrained(directory)
+        config = directory / "config.json"
+        described = json.loads(config.read_text())
+        described.pop("torch_dtype", None)  # the older spelling
+        described["dtype"] = str(dtype).removeprefix("torch.")
+        config.write_text(json.dumps(described, indent=2) + "\n")
