@@ -1,46 +1,232 @@
-"""Causal attention over packed documents, registered with transformers.
+"""Causal attention over packed documents, registered with transformers, on the fastest kernel that the machine has.
 
 Documents lie one after the other in one sequence of T tokens; `cu_seqlens` [D + 1] are their boundaries (0 first, T last). No mask function
 is registered under our name, so transformers builds no mask at all; positions come from `position_ids`, boundaries from `cu_seqlens` only.
 """
 
-import inspect
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.errors import UserError
+from prime_rl.monitor import log
+from prime_rl.trainer.attention_kernels import KERNELS, load
+from prime_rl.trainer.parallel import World, agree, on_main
+from prime_rl.trainer.source import one_line
+
+if TYPE_CHECKING:
+    from prime_rl.config.trainer import Attention
+
+logger = log.get(__name__)
 
 NAME = "prime_rl_packed"
 
-Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
+Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], Tensor]
 """(q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, D], cu_seqlens, longest document, scale, sliding window) -> [T, Hq, D]"""
 
+_HOPPER = (9, 0)
+_TRIAL_ERROR = 2e-2  # of bfloat16 against float32; kernels that are right stay under 4e-3
 
-def choose(backend: str, device: str) -> str:
-    """The backend that `backend` means on `device`: `auto` is `varlen` on CUDA and `sdpa` elsewhere.
+
+@dataclass(frozen=True)
+class Needs:
+    """What a model asks of an attention kernel."""
+
+    dtype: torch.dtype
+    query_heads: int
+    key_heads: int
+    head_dim: int
+    windows: bool = False
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides which kernels run here.
+
+    Args:
+        capability: Compute capability of the GPU.
+        obstacle: What keeps a backend's library from working here: "is not installed (…)"; None when nothing does.
+    """
+
+    device: str
+    capability: tuple[int, int] = (0, 0)
+    obstacle: Callable[[str], str | None] = lambda backend: None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A backend, and why each faster one was passed over."""
+
+    backend: str
+    passed_over: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        reasons = "; ".join(f"{backend} {reason}" for backend, reason in self.passed_over.items())
+        return f"attention: {self.backend}" + (f" ({reasons})" if reasons else "")
+
+
+def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, world: World) -> set[Any]:
+    """Choose a backend, the same on every rank, say which, and make it the attention of every model that uses `NAME`.
+
+    Args:
+        dtype: What attention is computed in.
+
+    Returns:
+        The operators whose output selective activation checkpointing keeps, so that attention is not computed again in backward.
 
     Raises:
-        UserError: the named backend cannot run here; says what to install or use.
+        UserError: the wanted backend cannot run here; says why.
     """
-    if backend == "auto":
-        return "varlen" if device == "cuda" else "sdpa"
-    if backend == "varlen" and device != "cuda":
-        raise UserError("model.attention varlen needs a GPU; use `sdpa` on CPU")
-    return backend
+    needs = needs_of(config, dtype)
+    machine = this_machine(world.device, needs)
+
+    def first() -> str:
+        choice = choose(wanted, machine, needs)
+        logger.info("%s", choice)
+        return choice.backend
+
+    backend = on_main(world, first)
+    agree(world, lambda: choose(backend, machine, needs).backend)
+    return register(backend)
+
+
+def needs_of(config: PretrainedConfig, dtype: torch.dtype) -> Needs:
+    """What the model of `config` asks of an attention kernel."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    return Needs(
+        dtype,
+        query_heads=heads,
+        key_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        windows=getattr(text, "sliding_window", None) is not None,
+    )
+
+
+def this_machine(device: torch.device, needs: Needs) -> Machine:
+    """The machine that this process runs on. A library counts as working when it loads and a small trial comes out right."""
+    if device.type != "cuda":
+        return Machine(device.type)
+
+    @cache
+    def obstacle(backend: str) -> str | None:
+        return load(backend) or trial(backend, needs, device)
+
+    return Machine(device.type, torch.cuda.get_device_capability(device), obstacle)
+
+
+def choose(wanted: str, machine: Machine, needs: Needs) -> Choice:
+    """The backend that `wanted` means on a machine: `auto` is the fastest that can do what the model needs.
+
+    Raises:
+        UserError: the named backend cannot run; says what to install or use.
+    """
+    if wanted != "auto":
+        reason = why_not(wanted, machine, needs)
+        if reason is not None:
+            raise UserError(f"model.attention {wanted} {reason}; `auto` takes the fastest that runs here")
+        return Choice(wanted)
+    passed_over: dict[str, str] = {}
+    for backend in _fastest_first(machine):
+        reason = why_not(backend, machine, needs)
+        if reason is None:
+            return Choice(backend, passed_over)
+        passed_over[backend] = reason
+    raise AssertionError("sdpa runs everywhere")
+
+
+def _fastest_first(machine: Machine) -> tuple[str, ...]:
+    if machine.device != "cuda":
+        return ("sdpa",)
+    if machine.capability == _HOPPER:
+        return "flash_attention_3", "cudnn", "varlen", "sdpa"
+    return "flash_attention_2", "varlen", "sdpa"
+
+
+def why_not(backend: str, machine: Machine, needs: Needs) -> str | None:
+    """Why a backend cannot run, as the rest of a sentence that begins with its name. None: it can."""
+    if backend == "sdpa":
+        return None
+    if machine.device != "cuda":
+        return "needs a GPU (on a CPU there is `sdpa`)"
+    if needs.dtype not in (torch.bfloat16, torch.float16):
+        return f"does not compute in {str(needs.dtype).removeprefix('torch.')}"
+    here = "{}.{}".format(*machine.capability)
+    if backend == "flash_attention_3" and machine.capability != _HOPPER:
+        return f"needs a Hopper GPU (compute capability 9.0, here {here})"
+    if machine.capability < (8, 0):
+        return f"needs compute capability 8.0 or more (here {here})"
+    if needs.head_dim > 256 or needs.head_dim % 8:
+        return f"has no kernel for heads of size {needs.head_dim}"
+    return machine.obstacle(backend)
+
+
+def trial(backend: str, needs: Needs, device: torch.device) -> str | None:
+    """Attention over three short documents, forward and backward, compared with `sdpa` in float32. Returns None, or what went wrong."""
+    draw = torch.Generator(device).manual_seed(0)
+    cu_seqlens = torch.tensor([0, *accumulate((70, 1, 57))], dtype=torch.int32, device=device)
+    total, longest, scale = 128, torch.tensor(70), needs.head_dim**-0.5
+
+    def normal(heads: int) -> Tensor:
+        return torch.randn(total, heads, needs.head_dim, device=device, generator=draw).to(needs.dtype)
+
+    inputs = normal(needs.query_heads), normal(needs.key_heads), normal(needs.key_heads)
+    d_out = normal(needs.query_heads)
+    for window in (None, 16) if needs.windows else (None,):
+        mask = cu_seqlens, longest, scale, window
+        try:
+            got = with_gradients(_kernel(backend), inputs, d_out, *mask)
+            worst = max(
+                relative_error(a, b)
+                for a, b in zip(
+                    got, with_gradients(sdpa, [x.float() for x in inputs], d_out.float(), *mask), strict=True
+                )
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            return f"fails here: {one_line(error)}"
+        if not worst < _TRIAL_ERROR:
+            return f"is wrong here: its relative error is {worst:.1g}" + (" with a sliding window" if window else "")
+    return None
+
+
+def with_gradients(kernel: Kernel, inputs: Any, d_out: Tensor, *mask: Any) -> tuple[Tensor, ...]:
+    """Out, and the gradients of q, k and v when `d_out` is that of out. `inputs` are q, k and v, `mask` the rest of the kernel's arguments."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = kernel(*leaves, *mask)
+    return out.detach(), *torch.autograd.grad(out, leaves, d_out)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """‖got − want‖ / ‖want‖."""
+    return ((got.to(want.dtype) - want).norm() / want.norm()).item()
+
+
+def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:
+    """What every layer is told about the documents, such that compiled blocks serve every pack.
+
+    A number would become a constant of the compiled block, and the next one a new compilation: the longest length travels as a tensor,
+    which stays in host memory because kernels are launched by it. The number of documents is marked as one that varies.
+    """
+    torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": torch.tensor(max_seqlen)}
 
 
 def register(backend: str) -> set[Any]:
-    """Make `backend` the attention of every model that uses `NAME`.
+    """Make `backend`, whose library is loaded, the attention of every model that uses `NAME`.
 
     Returns:
         The operators whose output selective activation checkpointing keeps, so that attention is not computed again in backward.
     """
-    kernel: Kernel = {"sdpa": sdpa, "varlen": varlen}[backend]
+    kernel = _kernel(backend)
 
     def packed(
         module: nn.Module,
@@ -52,17 +238,22 @@ def register(backend: str) -> set[Any]:
         dropout: float = 0.0,
         sliding_window: int | None = None,
         cu_seqlens: Tensor | None = None,
-        max_seqlen: int = 0,
+        max_seqlen: Tensor | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         assert cu_seqlens is not None, "the trainer passes document boundaries to every layer"
+        assert max_seqlen is not None, "and the length of the longest document with them"
+        if dropout or softcap is not None or s_aux is not None:
+            raise UserError("attention with dropout, soft-capped scores or sinks is not supported by the trainer")
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, T, D] -> [T, H, D]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return kernel(q, k, v, cu_seqlens, max_seqlen, scale, sliding_window)[None], None
 
     ALL_ATTENTION_FUNCTIONS.register(NAME, packed)
-    if backend == "varlen":
-        return {torch.ops.torch_attn._varlen_attn.default}
+    if backend in KERNELS:
+        return {getattr(torch.ops.prime_rl, backend).default}
     aten = torch.ops.aten
     return {
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -71,22 +262,16 @@ def register(backend: str) -> set[Any]:
     }
 
 
-def varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None
+def _kernel(backend: str) -> Kernel:
+    if backend == "sdpa":
+        return sdpa
+    operator = KERNELS[backend]
+    return lambda *arguments: operator(*arguments)[0]
+
+
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int | None
 ) -> Tensor:
-    """torch's own variable-length kernel (FlashAttention 2). CUDA only."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # 2.11 takes fewer key heads than query heads silently, 2.13 wants to be told.
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = True
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
-    assert isinstance(out, Tensor)
-    return out
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
     """torch's scaled_dot_product_attention on any device.
 
     One call per document costs the sum of their squares and is exact at the boundaries by construction. Measured on one CPU core at 2048
@@ -115,7 +300,7 @@ def _one_document(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | N
 def _document_mask(cu_seqlens: Tensor, tokens: int, window: int | None) -> Tensor:
     """[T, T], true where the row's token may look at the column's: same document, not later, and within the window."""
     at = torch.arange(tokens, device=cu_seqlens.device)
-    document = torch.bucketize(at, cu_seqlens[1:].long(), right=True)
+    document = torch.bucketize(at, cu_seqlens.long(), right=True)
     distance = at[:, None] - at[None]
     mask = (document[:, None] == document[None]) & (distance >= 0)
     return mask if window is None else mask & (distance < window)

@@ -39,8 +39,7 @@ class Policy(nn.Module):
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
             use_cache=False,
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
+            **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         if token_loss is None:
@@ -61,8 +60,6 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
     Raises:
         UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.
     """
-    backend = attention.choose(config.attention, world.device.type)
-    kept = attention.register(backend)
     compiled = world.device.type == "cuda" if config.compile is None else config.compile
     with torch.device("meta"):
         try:
@@ -73,6 +70,8 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
         except ValueError as error:
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
+    dtype = compute_dtype(config.dtype, world.device)
+    kept = attention.set_up(config.attention, source.config, dtype, world)
     lm.set_attn_implementation(attention.NAME)
     lm.train()
     layers = lm.model.layers
@@ -83,7 +82,7 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
             layers[i].compile(fullgraph=True)
     policy = Policy(lm, memory.head_chunk, compiled, memory.reshard)
     precision = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(config.dtype, world.device),
+        param_dtype=dtype,
         reduce_dtype=torch.float32,
         # The default would cast every float32 input to bfloat16: a temperature of 0.7 would arrive as 0.69921875.
         cast_forward_inputs=False,

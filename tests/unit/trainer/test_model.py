@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer import attention
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
@@ -89,36 +88,6 @@ def test_memory_settings_change_no_number(
 def test_empty_micro_batch_has_zero_gradients(make_policy: Callable[..., Policy], tied_model: Path) -> None:
     """A rank without work runs forward and backward all the same, and adds nothing."""
     assert not any(g.any() for g in gradients(make_policy(tied_model), [[]]).values())
-
-
-@pytest.mark.parametrize("window", [None, 3, 100])
-@pytest.mark.parametrize("lengths", [(1,), (5, 7, 1, 12)])
-def test_sdpa_equals_the_mask(lengths: tuple[int, ...], window: int | None) -> None:
-    """Document by document, and with the mask used while compiling, attention equals softmax written out, windows included."""
-    total = sum(lengths)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(total, heads, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    got = attention.sdpa(q, k, v, cu_seqlens, max(lengths), 0.3, window)
-    want = torch.zeros_like(q)
-    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-        for row in range(start, end):
-            first = start if window is None else max(start, row - window + 1)
-            for head in range(4):
-                keys, values = k[first : row + 1, head // 2], v[first : row + 1, head // 2]
-                want[row, head] = torch.softmax(0.3 * keys @ q[row, head], 0) @ values
-    torch.testing.assert_close(got, want)
-    mask = attention._document_mask(cu_seqlens, total, window)
-    scores = 0.3 * torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)).masked_fill(~mask, -torch.inf)
-    masked = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(2, 1))
-    torch.testing.assert_close(masked, want)
-
-
-def test_absent_backend() -> None:
-    """A named backend that cannot run is refused, never replaced silently."""
-    with pytest.raises(UserError, match="varlen needs a GPU"):
-        attention.choose("varlen", "cpu")
-    assert attention.choose("auto", "cpu") == "sdpa"
 
 
 def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,334 @@
+"""The GPU kernels of packed attention, each made into one operator of ours, and the search for the libraries that hold them.
+
+An operator with a fake kernel and a backward of its own traces without a graph break, and selective checkpointing can keep its output by
+name. All have the form `prime_rl::name(q, k, v, cu_seqlens, longest, scale, window) -> (out, lse)`:
+
+    q [T, Hq, D], k and v [T, Hkv, D]: bfloat16 or float16; Hq a multiple of Hkv
+    cu_seqlens [documents + 1] int32: boundaries, 0 first, T last
+    longest [] int64 in host memory: tokens of the longest document (`attention.boundaries` says why it is a tensor)
+    window: a token looks at that many last tokens, itself included; None: at all earlier ones of its document
+    out [T, Hq, D]; lse [Hq, T] float32: the log of the sum of exp(score)
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from prime_rl.trainer.source import one_line
+
+Grads = tuple[Tensor, Tensor, Tensor]
+Operator = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int | None], tuple[Tensor, Tensor]]
+
+CUDNN_LSE_BYTES = 1 << 29
+"""What rounding may let the padded statistics of one cuDNN backward pass grow to."""
+
+
+class Mask(NamedTuple):
+    """Who looks at whom, and how scores are scaled. `longest` is a number by now, and `window` None where it would hide nothing."""
+
+    cu_seqlens: Tensor
+    longest: int
+    scale: float
+    window: int | None
+
+
+def packed_operator(
+    name: str,
+    forward: Callable[[Tensor, Tensor, Tensor, Mask], tuple[Tensor, Tensor]],
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Mask], Grads],
+) -> Operator:
+    """Make `prime_rl::name` out of two plain functions, which care for neither autograd nor tracing. The last dimension they get is dense.
+
+    Args:
+        forward: (q, k, v, mask) -> (out, lse)
+        backward: (d_out, q, k, v, out, lse, mask) -> (dq, dk, dv)
+    """
+
+    @torch.library.custom_op(f"prime_rl::{name}", mutates_args=())
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: Tensor, scale: float, window: int | None
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = forward(_dense(q), _dense(k), _dense(v), _mask(cu_seqlens, longest, scale, window))
+        return out.contiguous(), lse.contiguous()
+
+    @attend.register_fake
+    def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+    @torch.library.custom_op(f"prime_rl::{name}_backward", mutates_args=())
+    def differentiate(
+        d_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        cu_seqlens: Tensor,
+        longest: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mask = _mask(cu_seqlens, longest, scale, window)
+        dq, dk, dv = backward(_dense(d_out), _dense(q), _dense(k), _dense(v), out, lse, mask)
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+    @differentiate.register_fake
+    def _(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Grads:
+        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q, k, v, cu_seqlens, longest, ctx.scale, ctx.window = inputs
+        ctx.save_for_backward(q, k, v, *output, cu_seqlens, longest)
+
+    def gradients(ctx: Any, d_out: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:
+        return *differentiate(d_out, *ctx.saved_tensors, ctx.scale, ctx.window), None, None, None, None
+
+    attend.register_autograd(gradients, setup_context=keep)
+    return attend
+
+
+def _mask(cu_seqlens: Tensor, longest: Tensor, scale: float, window: int | None) -> Mask:
+    assert longest.is_cpu, "reading it from a GPU would wait for the GPU in every layer"
+    limit = int(longest)
+    # Plain causal kernels are faster than windowed ones.
+    return Mask(cu_seqlens, limit, scale, window if window is not None and window < limit else None)
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _flash_window(mask: Mask) -> dict[str, int]:
+    """FlashAttention counts a window without the token itself; -1 is no limit."""
+    return {"window_size_left": -1 if mask.window is None else mask.window - 1, "window_size_right": 0}
+
+
+# FlashAttention 3
+
+
+def _fa3_arguments(mask: Mask) -> dict[str, Any]:
+    return {
+        "cu_seqlens_q": mask.cu_seqlens,
+        "cu_seqlens_k": mask.cu_seqlens,
+        "max_seqlen_q": mask.longest,
+        "max_seqlen_k": mask.longest,
+        "softmax_scale": mask.scale,
+        "is_causal": mask.window is None,
+        **_flash_window(mask),
+    }
+
+
+def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_fa3_arguments(mask), num_splits=1)
+    return out, lse
+
+
+def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    torch.ops.flash_attn_3.bwd(d_out, q, k, v, out, lse, *grads, **_fa3_arguments(mask))
+    return grads
+
+
+# FlashAttention 2 of the package flash-attn. Its public function is differentiated by Python code that our operator would hide from
+# autograd; these are its two halves.
+
+
+def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_forward
+
+    options = {"dropout_p": 0.0, "softmax_scale": mask.scale, "causal": True, **_flash_window(mask)}
+    out, lse, *_ = _flash_attn_varlen_forward(q, k, v, *[mask.cu_seqlens] * 2, *[mask.longest] * 2, **options)
+    return out, lse
+
+
+def _fa2_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
+
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    options: dict[str, Any] = {"dropout_p": 0.0, "softmax_scale": mask.scale, "causal": True, **_flash_window(mask)}
+    options |= {"softcap": 0.0, "alibi_slopes": None, "deterministic": False}
+    boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
+    _flash_attn_varlen_backward(d_out, q, k, v, out, lse, *grads, *boundaries, **options)
+    return grads
+
+
+# torch's own FlashAttention 2. `torch.nn.attention.varlen.varlen_attn` wants the longest length as a number, which the compiler would
+# specialise on; beneath it are these two, the same from torch 2.11 to 2.13. They take fewer key heads than query heads as they are.
+
+
+def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
+    dropout, causal, debug_mask = 0.0, mask.window is None, False
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *boundaries, dropout, causal, debug_mask, scale=mask.scale, **_flash_window(mask)
+    )
+    return out, lse
+
+
+def _varlen_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    boundaries = *[mask.cu_seqlens] * 2, *[mask.longest] * 2
+    dropout, causal = 0.0, mask.window is None
+    random_state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), q.new_empty(0)
+    grads = torch.ops.aten._flash_attention_backward(
+        d_out,
+        *(q, k, v, out, lse),
+        *boundaries,
+        *(dropout, causal, random_state, unused),
+        scale=mask.scale,
+        **_flash_window(mask),
+    )
+    return grads[0], grads[1], grads[2]
+
+
+# cuDNN makes a plan for every number of documents, longest length and, backward, number of tokens (to the next 64), and keeps 128 of them.
+# It counts a window with the token itself.
+
+
+def cudnn_plan(documents: int, longest: int, tokens: int, heads: int) -> tuple[int, int]:
+    """The number of documents and the longest length that a plan is made for: powers of two, so that few plans serve all packs.
+
+    Backward wants its statistics as float32 [documents, heads, longest]. Where rounding would take them over `CUDNN_LSE_BYTES` (one long
+    document among many short ones) the length is rounded to the next 128 only, and the documents not at all.
+    """
+    number, length = 1 << (documents - 1).bit_length(), min(1 << (longest - 1).bit_length(), tokens)
+    if 4 * heads * number * length > CUDNN_LSE_BYTES:
+        number, length = documents, -(-longest // 128) * 128
+    return number, max(length, 128)  # there is no backward for a longest length of 1
+
+
+def _cudnn_arguments(mask: Mask, tokens: int, heads: int) -> dict[str, Any]:
+    present = mask.cu_seqlens.numel() - 1
+    documents, longest = cudnn_plan(present, mask.longest, tokens, heads)
+    cu_seqlens = mask.cu_seqlens
+    if documents > present:  # empty ones at the end
+        cu_seqlens = torch.cat([cu_seqlens, cu_seqlens[-1:].expand(documents - present)])
+    return {
+        "is_causal": True,
+        "window_left": -1 if mask.window is None else mask.window,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
+    }
+
+
+def _cudnn_call(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    import cudnn
+
+    try:
+        return operator(*args, **kwargs)
+    except cudnn.cudnnGraphNotSupportedError as error:
+        raise RuntimeError(f"cuDNN {cudnn.backend_version()} has no plan for this: {error}") from error
+
+
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    arguments = _cudnn_arguments(mask, *q.shape[:2])
+    out, lse_TH1 = _cudnn_call(torch.ops.cudnn.sdpa_fwd, q, k, v, mask.scale, **arguments, return_lse=True)
+    return out, lse_TH1[..., 0].t()
+
+
+def _cudnn_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    arguments = _cudnn_arguments(mask, *q.shape[:2])
+    statistics = _by_document(lse, arguments["cu_seqlens_q"], arguments["max_seqlen_q"])
+    dq, dk, dv = _cudnn_call(torch.ops.cudnn.sdpa_bwd, d_out, q, k, v, out, statistics, mask.scale, **arguments)
+    return dq, dk, dv
+
+
+def _by_document(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """[H, T] → [documents, H, longest, 1], zero behind the end of a document. Reads nothing back from the GPU."""
+    starts = cu_seqlens.long()
+    at = torch.arange(lse.shape[1], device=lse.device)
+    document = torch.bucketize(at, starts[1:], right=True)
+    padded = lse.new_zeros(cu_seqlens.numel() - 1, lse.shape[0], longest, 1)
+    padded[document, :, at - starts[document], 0] = lse.t()
+    return padded
+
+
+KERNELS: dict[str, Operator] = {
+    "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward),
+    "cudnn": packed_operator("cudnn", _cudnn_forward, _cudnn_backward),
+    "flash_attention_2": packed_operator("flash_attention_2", _fa2_forward, _fa2_backward),
+    "varlen": packed_operator("varlen", _varlen_forward, _varlen_backward),
+}
+
+
+# Where the libraries are. Each of these makes its library's functions callable, or says in a few words why it cannot.
+
+
+def load(backend: str) -> str | None:
+    """Make the library of one of `KERNELS` callable. Returns None, or why it is not: "is not installed (…)"."""
+    try:
+        return _LOADERS[backend]()
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"cannot be loaded: {one_line(error)}"
+
+
+def _load_flash_attention_3() -> str | None:
+    """Its own package, else the library in the xformers wheel, else the files that FA3_SO and CUDART12 name."""
+    if importlib.util.find_spec("flash_attn_interface") is not None:
+        importlib.import_module("flash_attn_interface")
+    elif (library := _fa3_library()) is not None:
+        _load_cuda_12_runtime()
+        torch.ops.load_library(library)
+    else:
+        return "is not installed (extra `flash-attn-3`)"
+    wanted = {"cu_seqlens_q", "max_seqlen_q", "softmax_scale", "is_causal", "window_size_left", "window_size_right"}
+    for half in (torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd):
+        known = {argument.name for argument in half.default._schema.arguments}
+        if missing := sorted(wanted - known):
+            return f"is of another version: {half} does not know {', '.join(missing)}"
+    return None
+
+
+def _fa3_library() -> str | None:
+    # Found, not imported: the xformers package itself wants the torch that it was built with, the library is content with any.
+    paths = [folder / "flash_attn_3" / "_C.so" for folder in _folders("xformers")]
+    return next((str(path) for path in paths if path.exists()), os.environ.get("FA3_SO"))
+
+
+def _load_cuda_12_runtime() -> None:
+    """xformers linked the library with CUDA 12's runtime, which torch brings along only when it was built for CUDA 12 itself."""
+    if (torch.version.cuda or "").startswith("12."):
+        return
+    paths = [folder / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in _folders("nvidia")]
+    elsewhere = os.environ.get("CUDART12", "libcudart.so.12")  # the bare name: where the system's loader looks
+    ctypes.CDLL(next((str(path) for path in paths if path.exists()), elsewhere), mode=ctypes.RTLD_GLOBAL)
+
+
+def _folders(package: str) -> Iterator[Path]:
+    spec = importlib.util.find_spec(package)
+    yield from map(Path, (spec and spec.submodule_search_locations) or ())
+
+
+def _load_cudnn() -> str | None:
+    """NVIDIA's front end to the cuDNN that torch brings along."""
+    if importlib.util.find_spec("cudnn") is None:
+        return "is not installed (package nvidia-cudnn-frontend, extra `cuda`)"
+    importlib.import_module("cudnn.sdpa.fwd.torch_op")  # registers the operators
+    return None
+
+
+def _load_flash_attention_2() -> str | None:
+    if importlib.util.find_spec("flash_attn") is None:
+        return "is not installed (package flash-attn, extra `fa`)"
+    importlib.import_module("flash_attn.flash_attn_interface")
+    return None
+
+
+def _load_varlen() -> str | None:
+    return None  # part of torch
+
+
+_LOADERS: dict[str, Callable[[], str | None]] = {
+    "flash_attention_3": _load_flash_attention_3,
+    "cudnn": _load_cudnn,
+    "flash_attention_2": _load_flash_attention_2,
+    "varlen": _load_varlen,
+}

@@ -1,0 +1,180 @@
+"""The GPU's attention kernels compute what `sdpa` computes in float32, document by document, eager and compiled, with and without windows."""
+
+from collections.abc import Callable
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from prime_rl.trainer import attention
+from prime_rl.trainer.attention import Needs, relative_error, with_gradients
+from prime_rl.trainer.attention_kernels import KERNELS
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+HEAD_DIM = 128
+LENGTHS = (700, 1, 1347)
+# bfloat16 in and out, sums in float32: the kernels' own rounding is 2e-3 to 3e-3.
+TOLERANCE = 5e-3
+
+
+@cache
+def why_not(backend: str) -> str | None:
+    needs = Needs(torch.bfloat16, query_heads=16, key_heads=8, head_dim=HEAD_DIM, windows=True)
+    return attention.why_not(backend, attention.this_machine(GPU, needs), needs)
+
+
+@pytest.fixture(params=KERNELS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that this machine has."""
+    reason = why_not(request.param)
+    if reason is not None:
+        # What is installed and can run here must work: a kernel that fails its trial is a failure, not an absence.
+        assert not reason.startswith(("fails", "is wrong", "cannot be loaded", "is of another")), reason
+        pytest.skip(f"{request.param} {reason}")
+    return request.param
+
+
+def qkv(lengths: tuple[int, ...], heads: int, key_heads: int) -> list[Tensor]:
+    """q, k, v and the gradient of out as transformers has them: [1, H, T, D], views of [T, H, D]."""
+    draw = torch.Generator(GPU).manual_seed(0)
+    shapes = (heads, key_heads, key_heads, heads)
+    made = [torch.randn(1, sum(lengths), h, HEAD_DIM, device=GPU, generator=draw).bfloat16() for h in shapes]
+    return [*(x.transpose(1, 2) for x in made[:3]), made[3]]
+
+
+def boundaries(lengths: tuple[int, ...]) -> dict[str, Tensor]:
+    return attention.boundaries(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=GPU), max(lengths))
+
+
+def called(backend: str, lengths: tuple[int, ...], window: int | None, compiled: bool = False) -> Callable[..., Tensor]:
+    """What transformers would call, as a function of q, k and v."""
+    attention.register(backend)
+    function, mask = ALL_ATTENTION_FUNCTIONS[attention.NAME], boundaries(lengths)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return function(None, q, k, v, None, sliding_window=window, **mask)[0]
+
+    torch._dynamo.reset()  # what is compiled for one case does not count against the next
+    return torch.compile(attend, fullgraph=True) if compiled else attend
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("window", [None, 1, 256])
+@pytest.mark.parametrize("heads", [(16, 8), (32, 8)], ids=str)
+def test_out_and_gradients(backend: str, heads: tuple[int, int], window: int | None, compiled: bool) -> None:
+    """Out, dq, dk and dv against `sdpa` in float32, over a long, a one-token and a longer document, grouped heads."""
+    *inputs, d_out = qkv(LENGTHS, *heads)
+    got = with_gradients(called(backend, LENGTHS, window, compiled), inputs, d_out)
+    reference = called("sdpa", LENGTHS, window)
+    want = with_gradients(reference, [x.float() for x in inputs], d_out.float())
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, want, strict=True):
+        assert a.shape == b.shape
+        assert a.isfinite().all(), name
+        if window == 1 and name in ("dq", "dk"):
+            assert a.abs().max() < 1e-2, name  # a token that sees itself alone: its scores do not matter
+        else:
+            assert relative_error(a, b) < TOLERANCE, name
+
+
+def test_documents_do_not_see_each_other(backend: str) -> None:
+    """Exactly: nothing in the first document changes the last one's output, and the last one's gradient leaves it zero."""
+    *inputs, d_out = qkv(LENGTHS, 16, 8)
+    attend = called(backend, LENGTHS, None)
+    before = attend(*inputs)
+    for x in inputs:
+        x[:, :, : LENGTHS[0]] *= 3
+    assert torch.equal(attend(*inputs)[:, -LENGTHS[2] :], before[:, -LENGTHS[2] :])
+    d_out[:, : -LENGTHS[2]] = 0
+    for gradient in with_gradients(attend, inputs, d_out)[1:]:
+        assert not gradient[:, :, : -LENGTHS[2]].any()
+        assert gradient[:, :, -LENGTHS[2] :].any()
+
+
+@pytest.mark.parametrize(
+    "lengths", [(1,) * 128, (128,), (100, *(1,) * 28), (333, 307)], ids=lambda x: f"{len(x)} documents"
+)
+def test_packs_at_the_edges(backend: str, lengths: tuple[int, ...]) -> None:
+    """Only documents of one token, a single document, many short ones, and documents that end inside a tile."""
+    *inputs, d_out = qkv(lengths, 4, 2)
+    got = with_gradients(called(backend, lengths, None), inputs, d_out)
+    want = with_gradients(called("sdpa", lengths, None), [x.float() for x in inputs], d_out.float())
+    for a, b in zip(got, want, strict=True):
+        assert a.isfinite().all()
+        assert (a.float() - b).norm() <= TOLERANCE * b.norm() + 1e-2
+
+
+def test_layout_of_the_inputs_does_not_matter(backend: str) -> None:
+    """The compiler may lay q, k and v out by head."""
+    *inputs, d_out = qkv(LENGTHS, 16, 8)
+    attend = called(backend, LENGTHS, None)
+    by_token = with_gradients(attend, inputs, d_out)
+    by_head = with_gradients(attend, [x.contiguous() for x in inputs], d_out)
+    for a, b in zip(by_head, by_token, strict=True):
+        assert relative_error(a.float(), b.float()) < 1e-3
+
+
+def model(**settings: Any) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 512,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 2,
+        "head_dim": HEAD_DIM,
+    }
+    config = Qwen3Config(**shape, num_attention_heads=4, num_key_value_heads=2, **settings)
+    lm = Qwen3ForCausalLM(config).to(GPU).train()
+    lm.set_attn_implementation(attention.NAME)
+    return lm
+
+
+def hidden_and_gradient(lm: Qwen3ForCausalLM, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(sum(lengths), device=GPU)[None] * 7 % 512
+    positions = torch.cat([torch.arange(n, device=GPU) for n in lengths])[None]
+    lm.zero_grad()
+    hidden = lm.model(input_ids=ids, position_ids=positions, use_cache=False, **boundaries(lengths)).last_hidden_state
+    # Not the sum of squares: the last norm has made that the same for all weights.
+    torch.randn(hidden.shape, device=GPU, generator=torch.Generator(GPU).manual_seed(1)).mul(hidden).sum().backward()
+    gradient = lm.model.embed_tokens.weight.grad
+    assert gradient is not None
+    return hidden.detach(), gradient.clone()
+
+
+def test_compiled_blocks_serve_every_pack(backend: str) -> None:
+    """A block is compiled for the first number of tokens and once more for all others, whatever the documents. The numbers are those of the
+    float32 model with `sdpa`."""
+    packs = [(512,), (100, 1, 411), (8,) * 64, (300, 212), (500, *(1,) * 12), (384,), (200, 184), (640,), (1,) * 640]
+    settings = {"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}
+    attention.register("sdpa")
+    exact = model(**settings)
+    want = [hidden_and_gradient(exact, lengths) for lengths in packs]
+
+    torch._dynamo.reset()
+    counters.clear()
+    attention.register(backend)
+    lm = model(**settings)
+    for parameter in lm.parameters():  # not the buffers: rotary frequencies must not be rounded
+        parameter.data = parameter.data.bfloat16()
+    for layer in lm.model.layers:
+        layer.compile(fullgraph=True)
+    graphs = []
+    for lengths, expected in zip(packs, want, strict=True):
+        hidden, gradient = (
+            relative_error(a.float(), b) for a, b in zip(hidden_and_gradient(lm, lengths), expected, strict=True)
+        )
+        # The whole model is in bfloat16, and so is the sum over the many tokens of an id that is its embedding's gradient.
+        assert hidden < 2e-2
+        assert gradient < 3e-2
+        graphs.append(counters["stats"]["unique_graphs"])
+    # Two kinds of layer, with a window and without.
+    assert graphs == [2] * 5 + [4] * 4
