@@ -44,6 +44,9 @@ class TrainerModel(ModelConfig):
     dp_replicate: PositiveInt = Field(
         default=1, description="Groups of ranks (HSDP): each shards a whole copy of the state among its members."
     )
+    layers: PositiveInt | None = Field(
+        default=None, description="Layers of a model with random weights (None: its own number)."
+    )
 
 
 class DefaultLoss(Section):

@@ -2,25 +2,24 @@
 
 import json
 import zlib
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.names import local_rows, named_parameters
+from prime_rl.trainer.names import StoredTensor, stored_tensors
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import one_line
 
 
 def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
-    """Recompute buffers that no checkpoint carries (rotary frequencies); allocation left them undefined."""
+    """Recompute buffers that no checkpoint carries (rotary frequencies), set counters to zero; allocation left them undefined."""
     for buffer in lm.buffers():
-        if buffer.is_floating_point():
-            buffer.fill_(torch.nan)
+        buffer.fill_(torch.nan if buffer.is_floating_point() else 0)
     for module in lm.modules():
         if next(module.buffers(recurse=False), None) is not None:
             lm._init_weights(module)
@@ -32,43 +31,61 @@ def initialize_buffers(lm: PreTrainedModel, name: str) -> None:
 @torch.no_grad()
 def randomize(policy: nn.Module, world: World, seed: int) -> None:
     """Random matrices (normal, 0.02), unit norms, zero biases: the same on any number of ranks."""
-    for name, parameter in named_parameters(policy):
-        local, start = local_rows(parameter, world)
-        if parameter.ndim == 1:
-            local.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        generator = torch.Generator(world.device).manual_seed(seed * 1_000_003 + zlib.crc32(name.encode()))
-        full = torch.randn(parameter.shape, device=world.device, generator=generator)
-        local.copy_(full[start : start + local.shape[0]] * 0.02)
+    generator = torch.Generator(world.device)
+    for tensor in stored_tensors(policy):
+        local, start = tensor.local(world)
+        if len(tensor.shape) == 1:
+            local.fill_(0.0 if tensor.name.endswith("bias") else 1.0)
+        elif local.numel():
+            generator.manual_seed(seed * 1_000_003 + zlib.crc32(tensor.name.encode()))
+            full = torch.randn(tensor.shape, device=world.device, generator=generator)
+            local.copy_(full[start : start + local.shape[0]] * 0.02)
 
 
 @torch.no_grad()
 def load_weights(policy: nn.Module, directory: Path, world: World) -> None:
     """Read every parameter's rows of this rank from a model directory's safetensors files.
 
+    Experts may lie there one by one, as models are published, or fused as transformers holds them.
+
     Raises:
         UserError: a tensor is missing or has another shape, or a file is damaged.
     """
     files = _tensor_files(directory)
-    find = _name_finder(files, directory)
-    wanted: dict[Path, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named_parameters(policy):
-        stored = find(name)
-        wanted.setdefault(files[stored], []).append((stored, parameter))
-    for path, parameters in wanted.items():
+    wanted: dict[Path, list[tuple[str, StoredTensor]]] = {}
+    for tensor in stored_tensors(policy):
+        found = _find(tensor, files, directory)
+        wanted.setdefault(files[found], []).append((found, tensor))
+    for path, tensors in wanted.items():
         try:
             with safe_open(path, "pt") as file:
-                for stored, parameter in parameters:
-                    rows = file.get_slice(stored)
-                    if list(rows.get_shape()) != list(parameter.shape):
-                        raise UserError(
-                            f"{path}: {stored} has shape {list(rows.get_shape())}, config.json says {list(parameter.shape)}"
-                        )
-                    local, start = local_rows(parameter, world)
+                for found, tensor in tensors:
+                    local, start = tensor.local(world)
                     if local.numel():
-                        local.copy_(rows[start : start + local.shape[0]])
+                        local.copy_(_read(file, path, found, tensor, start, local.shape[0]))
         except (SafetensorError, OSError) as error:
             raise UserError(f"{path} is damaged or unreadable: {one_line(error)}") from error
+
+
+def _find(tensor: StoredTensor, files: dict[str, Path], directory: Path) -> str:
+    """The name under which the files hold a tensor, or the fused one that it is a part of."""
+    names = [tensor.name] if tensor.expert is None else [tensor.name, tensor.expert.fused]
+    # A checkpoint of the backbone alone lacks the "model." prefix; one of a tied model may hold the shared matrix as its head.
+    for name in (*names, *(name.removeprefix("model.") for name in names)):
+        if name in files:
+            return name
+    raise UserError(f"model directory {directory} has no tensor {tensor.name}, which its config.json needs")
+
+
+def _read(file: Any, path: Path, found: str, tensor: StoredTensor, start: int, count: int) -> Tensor:
+    """Rows [start, start + count) of a tensor, from the open file that holds it as `found`."""
+    stored = file.get_slice(found)
+    expert = tensor.expert if tensor.expert is not None and tensor.expert.fused.endswith(found) else None
+    shape = tensor.shape if expert is None else list(tensor.parameter.shape)
+    if list(stored.get_shape()) != shape:
+        raise UserError(f"{path}: {found} has shape {list(stored.get_shape())}, config.json says {shape}")
+    rows: Tensor = stored[start : start + count] if expert is None else stored[expert.index, expert.rows]
+    return rows
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -84,14 +101,3 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
         return found
     except (SafetensorError, OSError, ValueError, KeyError) as error:
         raise UserError(f"the weights in {directory} are damaged or unreadable: {one_line(error)}") from error
-
-
-def _name_finder(files: dict[str, Path], directory: Path) -> Callable[[str], str]:
-    def find(name: str) -> str:
-        # A checkpoint of the backbone alone lacks the "model." prefix; one of a tied model may hold the shared matrix as its head.
-        for candidate in (name, name.removeprefix("model.")):
-            if candidate in files:
-                return candidate
-        raise UserError(f"model directory {directory} has no tensor {name}, which its config.json needs")
-
-    return find

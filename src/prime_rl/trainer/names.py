@@ -13,19 +13,37 @@ from torch.distributed.tensor import DTensor
 from prime_rl.trainer.parallel import World, rows_of_rank
 
 _WRAPPED = "_checkpoint_wrapped_module."
+# Parameters that hold a matrix of every expert, and the names of their parts in the files, one below the other.
+_FUSED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+
+
+@dataclass(frozen=True)
+class Expert:
+    """Where a stored tensor lies in a fused parameter [E, rows, columns] that is named `fused`."""
+
+    fused: str
+    index: int
+    rows: slice
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a model's files, of `shape`, and the parameter that holds it."""
+    """One tensor of a model's files, of `shape`, and the parameter that holds it: the whole of it, or with `expert` that part."""
 
     name: str
     shape: list[int]
     parameter: nn.Parameter
+    expert: Expert | None = None
 
     def local(self, world: World) -> tuple[Tensor, int]:
         """This rank's rows of it (a view of the parameter, perhaps without rows), and the index of their first row."""
-        return local_rows(self.parameter, world)
+        local, first = local_rows(self.parameter, world)
+        if self.expert is None:
+            return local, first
+        place = self.expert.index - first  # fused parameters are sharded by experts: a rank has all of one, or nothing
+        if 0 <= place < local.shape[0]:
+            return local[place, self.expert.rows], 0
+        return local.new_empty(0, *self.shape[1:]), 0
 
 
 def named_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -38,7 +56,17 @@ def named_parameters(policy: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def stored_tensors(policy: nn.Module) -> Iterator[StoredTensor]:
     """What the model's files hold, in the order of the parameters."""
     for name, parameter in named_parameters(policy):
-        yield StoredTensor(name, list(parameter.shape), parameter)
+        parts = next((parts for end, parts in _FUSED.items() if name.endswith(end)), None)
+        if parts is None:
+            yield StoredTensor(name, list(parameter.shape), parameter)
+            continue
+        experts, rows, columns = parameter.shape
+        rows //= len(parts)
+        prefix = name.rpartition(".")[0]
+        for index in range(experts):
+            for i, part in enumerate(parts):
+                expert = Expert(name, index, slice(i * rows, (i + 1) * rows))
+                yield StoredTensor(f"{prefix}.{index}.{part}.weight", [rows, columns], parameter, expert)
 
 
 def local_rows(parameter: Tensor, world: World) -> tuple[Tensor, int]:

@@ -2,22 +2,34 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, on_main
 
 if TYPE_CHECKING:
-    from prime_rl.config.shared import ModelConfig
+    from prime_rl.config.trainer import TrainerModel
 
-# Shapes that fake data can use without a download: hidden, layers, heads, key/value heads, feed-forward. Head size 128, vocabulary 151,936.
-_KNOWN = {
-    "Qwen/Qwen3-0.6B": (1024, 28, 16, 8, 3072, True),
-    "Qwen/Qwen3-1.7B": (2048, 28, 16, 8, 6144, True),
-    "Qwen/Qwen3-4B": (2560, 36, 32, 8, 9728, True),
-    "Qwen/Qwen3-8B": (4096, 36, 32, 8, 12288, False),
+# Shapes that fake data can use without a download: hidden, layers, heads, key/value heads, feed-forward, tied head, experts' sizes. Head size
+# 128, vocabulary 151,936.
+_KNOWN: dict[str, tuple[int, int, int, int, int, bool, dict[str, int]]] = {
+    "Qwen/Qwen3-0.6B": (1024, 28, 16, 8, 3072, True, {}),
+    "Qwen/Qwen3-1.7B": (2048, 28, 16, 8, 6144, True, {}),
+    "Qwen/Qwen3-4B": (2560, 36, 32, 8, 9728, True, {}),
+    "Qwen/Qwen3-8B": (4096, 36, 32, 8, 12288, False, {}),
+    "Qwen/Qwen3-30B-A3B": (
+        *(2048, 48, 32, 4, 6144, False),
+        {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
 }
 _HUB_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
 
@@ -32,7 +44,7 @@ class Source:
     trust_remote_code: bool = False
 
 
-def locate_model(config: "ModelConfig", world: World, *, random_weights: bool) -> Source:
+def locate_model(config: "TrainerModel", world: World, *, random_weights: bool) -> Source:
     """`find_model` on every rank, rank 0 first: it downloads what is missing.
 
     Raises:
@@ -40,21 +52,44 @@ def locate_model(config: "ModelConfig", world: World, *, random_weights: bool) -
     """
 
     def find() -> Source:
-        return find_model(config.name, trust_remote_code=config.trust_remote_code, random_weights=random_weights)
+        return find_model(
+            config.name,
+            trust_remote_code=config.trust_remote_code,
+            random_weights=random_weights,
+            layers=config.layers,
+        )
 
     on_main(world, lambda: find().name)
     return agree(world, find)
 
 
-def find_model(name: str, *, trust_remote_code: bool = False, random_weights: bool = False) -> Source:
+def find_model(
+    name: str, *, trust_remote_code: bool = False, random_weights: bool = False, layers: int | None = None
+) -> Source:
     """Locate a model: a local directory, or a hub name (downloaded into the hub's cache).
 
     Args:
         random_weights: The weights may be missing (fake data). A directory's are used when they are there; nothing is downloaded.
+        layers: How many of its layers to build, where the weights are random.
 
     Raises:
-        UserError: not found, or not a model directory.
+        UserError: not found, or not a model directory, or `layers` of a model that has weights.
     """
+    source = _find(name, trust_remote_code, random_weights)
+    if layers is None:
+        return source
+    if source.directory is not None:
+        raise UserError(f"model.layers needs random weights: fake data, and a model without files, unlike {name}")
+    text: Any = source.config.get_text_config()
+    if layers > text.num_hidden_layers:
+        raise UserError(f"model.layers {layers} is more than the {text.num_hidden_layers} layers of {name}")
+    text.num_hidden_layers = layers
+    if kinds := getattr(text, "layer_types", None):
+        text.layer_types = kinds[:layers]
+    return source
+
+
+def _find(name: str, trust_remote_code: bool, random_weights: bool) -> Source:
     directory = Path(name).expanduser()
     if not directory.is_dir():
         if directory.exists():
@@ -80,8 +115,9 @@ def _known_config(name: str) -> PretrainedConfig:
     if name not in _KNOWN:
         known = ", ".join(_KNOWN)
         raise UserError(f"fake data needs the shape of {name}: give a local model directory, or one of {known}")
-    hidden, layers, heads, kv_heads, feed_forward, tied = _KNOWN[name]
-    return Qwen3Config(
+    hidden, layers, heads, kv_heads, feed_forward, tied, experts = _KNOWN[name]
+    kind: Any = Qwen3MoeConfig if experts else Qwen3Config
+    shape: PretrainedConfig = kind(
         vocab_size=151_936,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -92,7 +128,9 @@ def _known_config(name: str) -> PretrainedConfig:
         tie_word_embeddings=tied,
         max_position_embeddings=131_072,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        **({**experts, "norm_topk_prob": True} if experts else {}),
     )
+    return shape
 
 
 def _download(name: str) -> Path:

@@ -1,0 +1,206 @@
+"""Mixture-of-experts blocks of the Qwen3-MoE family: a float32 router, grouped matrix products, and how evenly tokens spread over the experts.
+
+transformers' block is replaced by ours, which keeps its modules and thereby the names of the parameters, but calls neither: it reads their
+weights. Letters: T tokens, K experts of each, S = T·K, E experts, I rows of an expert's hidden layer, H hidden size.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from prime_rl.errors import UserError
+
+
+class SparseBlock(nn.Module):
+    """In place of transformers' block: each token goes to its K experts, whose outputs are summed with the router's weights.
+
+    `load` [E] counts the tokens that experts were given, padding included. A block that is computed again without being compiled counts twice,
+    which changes no ratio.
+    """
+
+    load: Tensor
+
+    def __init__(self, block: Qwen3MoeSparseMoeBlock) -> None:
+        super().__init__()
+        self.experts, self.gate = block.experts, block.gate
+        count = block.gate.num_experts
+        self.register_buffer("load", torch.zeros(count, dtype=torch.int64), persistent=False)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        hidden_TH = hidden_states.flatten(0, 1)
+        weight_TK, chosen_TK = route(hidden_TH, self.gate.weight, self.gate.top_k, self.gate.norm_topk_prob)
+        experts = self.experts
+        out_TH, count_E = mix(hidden_TH, weight_TK, chosen_TK, experts.gate_up_proj, experts.down_proj, experts.act_fn)
+        self.load.add_(count_E)
+        return out_TH.view_as(hidden_states)
+
+
+def replace_blocks(lm: PreTrainedModel, name: str) -> None:
+    """Put a SparseBlock in place of every block of experts.
+
+    Raises:
+        UserError: the model has experts of another family.
+    """
+    for module in list(lm.modules()):
+        for child, block in list(module.named_children()):
+            if isinstance(block, Qwen3MoeSparseMoeBlock):
+                setattr(module, child, SparseBlock(block))
+    known = {parameter for block in sparse_blocks(lm) for parameter in block.experts.parameters()}
+    if any(parameter.ndim == 3 and parameter not in known for parameter in lm.parameters()):
+        raise UserError(
+            f"model {name} ({type(lm).__name__}) has experts of a family that the trainer does not know; it knows Qwen3-MoE"
+        )
+
+
+def sparse_blocks(model: nn.Module) -> list[SparseBlock]:
+    """The model's blocks of experts, from first to last; none in a dense model."""
+    return [module for module in model.modules() if isinstance(module, SparseBlock)]
+
+
+def shard_routers(lm: PreTrainedModel, mesh: DeviceMesh) -> list[FSDPModule]:
+    """Make all routers one FSDP unit that computes in float32; to be called before the layers become units. No unit in a dense model.
+
+    The unit has to be gathered (`unshard`) by whoever calls the model: as blocks read the router's matrix without calling its module, FSDP's hooks
+    do not see it, and nothing of FSDP lies inside a compiled block. It stays gathered until the end of backward, where FSDP reduces the gradients of
+    whatever its hooks have not seen. One float32 gather and one reduction a micro-batch (50 MB of the 30B model) in place of one per layer.
+    """
+    gates: list[nn.Module] = [block.gate for block in sparse_blocks(lm)]
+    if not gates:
+        return []
+    precision = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(gates, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    assert isinstance(gates[0], FSDPModule)
+    return [gates[0]]
+
+
+def load_sums(model: nn.Module) -> Tensor | None:
+    """How many tokens each expert was given since the last call, layer after layer: [L · E] float32 on the device. None in a dense model."""
+    loads = [block.load for block in sparse_blocks(model)]
+    if not loads:
+        return None
+    sums = torch.stack(loads).flatten().float()
+    torch._foreach_zero_(loads)
+    return sums
+
+
+def metrics(model: nn.Module, values: Sequence[float]) -> dict[str, float]:
+    """What `load_sums`, summed over the ranks, says. Nothing in a dense model.
+
+    `moe/load_max`: tokens of the busiest expert over those of the average one (1: all are equally busy), in the layer where that is most.
+    `moe/load_cv`: standard deviation of the experts' tokens over their mean, averaged over layers. `moe/unused`: share of experts without a token.
+    """
+    blocks = sparse_blocks(model)
+    if not blocks:
+        return {}
+    load_LE = torch.tensor(values, dtype=torch.float64).view(len(blocks), -1)
+    share_LE = load_LE / load_LE.mean(1, keepdim=True).clamp(min=1e-9)
+    return {
+        "moe/load_max": float(share_LE.max()),
+        "moe/load_cv": float(share_LE.std(1, correction=0).mean()),
+        "moe/unused": float((load_LE == 0).double().mean()),
+    }
+
+
+def route(hidden_TH: Tensor, weight_EH: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
+    """The K likeliest experts of every token and their probabilities, in float32 whatever the blocks compute in.
+
+    Rounding the logits to bfloat16 would tie experts with one another and make another choice than the engine that sampled.
+
+    Returns:
+        Weights [T, K] (with `normalized` they sum to 1) and experts [T, K].
+    """
+    probability_TE = F.linear(hidden_TH.float(), weight_EH.float()).softmax(-1)
+    weight_TK, chosen_TK = probability_TE.topk(k, dim=-1)
+    return weight_TK / weight_TK.sum(-1, keepdim=True) if normalized else weight_TK, chosen_TK
+
+
+def mix(
+    hidden_TH: Tensor, weight_TK: Tensor, chosen_TK: Tensor, gate_up_EJH: Tensor, down_EHI: Tensor, activation: Any
+) -> tuple[Tensor, Tensor]:
+    """Every token's weighted sum over its experts [T, H], and how many tokens each expert was given [E].
+
+    Rows are sorted by expert, so that each projection is one grouped matrix product; nothing waits for the device. The weights multiply the
+    hidden layer rather than the output: the same sum, on fewer columns, and backward needs no outputs of experts to be kept.
+    """
+    experts, (tokens, k) = gate_up_EJH.shape[0], chosen_TK.shape
+    sorted_S, order_S = chosen_TK.flatten().to(torch.int32).sort(stable=True)
+    numbers = torch.arange(experts, device=sorted_S.device, dtype=torch.int32)
+    end_E = torch.searchsorted(sorted_S, numbers, right=True, out_int32=True)
+    token_S = order_S // k
+    place_TK = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(tokens * k, device=order_S.device))
+    place_TK = place_TK.view(tokens, k)
+
+    rows_SH = _Spread.apply(hidden_TH, token_S, place_TK)
+    gate_SI, up_SI = grouped_linear(rows_SH, gate_up_EJH, end_E).chunk(2, dim=-1)
+    weight_S1 = weight_TK.flatten()[order_S, None]
+    hidden_SI = (activation(gate_SI.float()) * up_SI.float() * weight_S1).to(hidden_TH.dtype)
+    out_SH = grouped_linear(hidden_SI, down_EHI, end_E)
+    return _Collect.apply(out_SH, token_S, place_TK), torch.diff(end_E, prepend=end_E.new_zeros(1))
+
+
+def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
+    """Rows [end[e - 1], end[e]) times expert e's matrix: [S, O]. No gradient for `end_E` (int32)."""
+    if rows_SI.dtype != torch.bfloat16 and torch.compiler.is_compiling():
+        return _product(rows_SI, weight_EOI.transpose(1, 2), end_E)
+    return F.grouped_mm(rows_SI, weight_EOI.transpose(1, 2), offs=end_E)
+
+
+@torch.library.custom_op("prime_rl::grouped_product", mutates_args=())
+def _product(a: Tensor, b: Tensor, end_E: Tensor) -> Tensor:
+    """The same product out of the compiler's sight, which knows it in bfloat16 only."""
+    return F.grouped_mm(a, b, offs=end_E)
+
+
+@_product.register_fake
+def _(a: Tensor, b: Tensor, end_E: Tensor) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[2]) if b.ndim == 3 else a.new_empty(*end_E.shape, a.shape[0], b.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _product_backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows_SI, weight_EIO, end_E = ctx.saved_tensors
+    return _product(grad_SO, weight_EIO.transpose(1, 2), end_E), _product(rows_SI.t(), grad_SO, end_E), None
+
+
+_product.register_autograd(_product_backward, setup_context=_save)
+
+
+class _Spread(torch.autograd.Function):
+    """Copy each token's row to its K places. Backward gathers as well, where autograd's own would add atomically."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_TH: Tensor, token_S: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(place_TK)
+        return rows_TH[token_S]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (place_TK,), (grad_SH,) = ctx.saved_tensors, grads
+        return grad_SH[place_TK].sum(1), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Sum the rows at each token's K places (in float32, rounded once): `_Spread` the other way round.
+
+    No `.to` of a tensor's own type may end `forward`: compiled by torch 2.11, such a function has no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows_SH: Tensor, token_S: Tensor, place_TK: Tensor) -> Tensor:
+        ctx.save_for_backward(token_S)
+        return rows_SH[place_TK].sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (token_S,), (grad_TH,) = ctx.saved_tensors, grads
+        return grad_TH[token_S], None, None
