@@ -69,7 +69,8 @@ def orthogonalize(x_BRC: Tensor) -> Tensor:
     """
     tall = x_BRC.shape[-2] > x_BRC.shape[-1]
     x_BSL = x_BRC.mT if tall else x_BRC
-    norm = torch.linalg.vector_norm(x_BSL, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    exact = torch.promote_types(x_BSL.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(x_BSL, dim=(-2, -1), keepdim=True, dtype=exact)
     x_BSL = x_BSL * norm.clamp(min=_SMALLEST_NORM).reciprocal().to(x_BSL.dtype)
     for _ in range(_ITERATIONS):
         gram_BSS = x_BSL @ x_BSL.mT

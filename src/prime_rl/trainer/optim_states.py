@@ -61,13 +61,15 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def in_one(parameters: Sequence[nn.Parameter]) -> list[list[Piece]]:
-    """All parameters in one chunk."""
+def plain_chunks(parameters: Sequence[nn.Parameter], *, host: bool) -> list[list[Piece]]:
+    """How parameters are updated each element by itself: all at once, or, where states come from host memory, chunk by chunk."""
+    if host:
+        return in_chunks(parameters, CHUNK)
     whole = [Piece(parameter, 0, local_part(parameter).numel()) for parameter in parameters]
     return [[piece for piece in whole if piece.end]]
 
 
-def in_chunks(parameters: Sequence[nn.Parameter], elements: int = CHUNK) -> list[list[Piece]]:
+def in_chunks(parameters: Sequence[nn.Parameter], elements: int) -> list[list[Piece]]:
     """All parameters in chunks of about `elements` (a multiple of every block), which may begin and end within a parameter."""
     chunks: list[list[Piece]] = [[]]
     room = elements

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from prime_rl.trainer.optim_states import Chunk, Piece, States, StateSpec, in_chunks, in_one, local_part
+from prime_rl.trainer.optim_states import Chunk, Piece, States, StateSpec, local_part, plain_chunks
 
 Settings = Mapping[str, Any]
 Steps = Mapping[nn.Parameter, Tensor]
@@ -21,7 +21,7 @@ class Part:
     Args:
         settings: The rule's numbers, `lr` among them. They are saved in checkpoints, but it is the config's that count.
         rule: Updates chunks of them in place, given the updates counted for each parameter (this one included) as [] on its device.
-        chunks: What is updated together (None: everything; chunks of equal size where states come from host memory).
+        chunks: What is updated together (None: each element may be by itself).
     """
 
     parameters: list[nn.Parameter]
@@ -46,9 +46,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().__init__([{"params": part.parameters, **part.settings} for part in self._parts], {})
         self._states = []
         for part in self._parts:
-            chunks = part.chunks
-            if chunks is None:
-                chunks = (in_chunks if offload else in_one)(part.parameters)
+            chunks = plain_chunks(part.parameters, host=offload) if part.chunks is None else part.chunks
             states = States(part.parameters, part.states, chunks, host=offload)
             self._states.append(states)
             for parameter in part.parameters:

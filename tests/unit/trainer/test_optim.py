@@ -37,8 +37,11 @@ def test_cosine() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "fall"),
-    [("linear", [7.0, 5.0, 3.0, 1.0]), ("sqrt", [5.0, 9 - 8 * 0.5**0.5, 9 - 8 * 0.75**0.5, 1.0])]
-    + [("cosine", [5 + 8**0.5, 5.0, 5 - 8**0.5, 1.0])],
+    [
+        ("linear", [7.0, 5.0, 3.0, 1.0]),
+        ("sqrt", [5.0, 9 - 8 * 0.5**0.5, 9 - 8 * 0.75**0.5, 1.0]),
+        ("cosine", [5 + 8**0.5, 5.0, 5 - 8**0.5, 1.0]),
+    ],
 )
 def test_wsd(shape: Literal["linear", "sqrt", "cosine"], fall: list[float]) -> None:
     """Rise, stable, fall in the shape asked for; the last step runs at min_lr."""

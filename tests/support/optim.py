@@ -1,0 +1,137 @@
+"""For optimizer tests: small models, gradients that are the same on any number of ranks, and steps on them.
+
+Also runs as a file, `support/optim.py RUNS`: for each run described in RUNS (JSON, a list of the arguments of `run_rank`, and `ranks`) it forks that
+many ranks, one run after the other.
+"""
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from conftest import free_port
+from prime_rl.config import TrainerConfig
+from prime_rl.config.optim import OptimConfig
+from prime_rl.trainer import dcp
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.parallel import close_world, init_world
+
+STEPS = 4
+
+
+class Toy(nn.Module):
+    """Every kind of parameter: embedding, matrices of several shapes, experts, norm, bias, head."""
+
+    def __init__(self, width: int = 16, experts: int = 5, layers: int = 3) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(24, width)
+        self.layers = nn.ModuleList(self._layer(width, experts) for _ in range(layers))
+        self.lm_head = nn.Linear(width, 24, bias=False)
+
+    @staticmethod
+    def _layer(width: int, experts: int) -> nn.Module:
+        stacks = {"gate_up_proj": (experts, width, width), "down_proj": (experts, width, width // 2)}
+        return nn.ModuleDict(
+            {
+                "up": nn.Linear(width, 2 * width + 1, bias=False),
+                "down": nn.Linear(2 * width + 1, width),
+                "square": nn.Linear(width, width, bias=False),
+                "small": nn.Linear(width, 3, bias=False),
+                "norm": nn.LayerNorm(width),
+                "experts": nn.ParameterDict(
+                    {name: nn.Parameter(torch.randn(*shape)) for name, shape in stacks.items()}
+                ),
+            }
+        )
+
+
+def make_toy(width: int = 16, seed: int = 0) -> Toy:
+    torch.manual_seed(seed)
+    return Toy(width)
+
+
+def optim_config(**settings: object) -> OptimConfig:
+    return TrainerConfig.model_validate({"optim": settings}).optim
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """Standard normal ones that depend on the step alone."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for parameter in model.parameters():
+        full = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+        if isinstance(parameter, DTensor):
+            full = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.grad = full
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
+    """The parameters after `steps`, whole and on the CPU."""
+    for step in steps:
+        set_gradients(model, step)
+        optimizer.step()
+    return parameters(model)
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
+        for name, tensor in model.named_parameters()
+    }
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dcp.State:
+    """As checkpoints hold it."""
+    saved, optim = get_state_dict(model, optimizer)
+    return {"model": saved, "optimizer": optim}
+
+
+def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: dcp.State) -> None:
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def run_rank(out: str, settings: dict[str, Any], replicate: int = 1, checkpoint: str | None = None) -> None:
+    """Four steps on sharded parameters (with `checkpoint`, which an earlier run wrote after two, the last two of them). The full parameters go to
+    `out`/parameters.pt, a checkpoint to `out`/state."""
+    torch.set_num_threads(1)
+    world = init_world("cpu", 60, replicate)
+    model = make_toy()
+    fully_shard(model, mesh=world.mesh)
+    optimizer = build_optimizer(model, optim_config(**settings))
+    if checkpoint is not None:
+        state = state_of(model, optimizer)
+        dcp.load(state, Path(checkpoint), world)
+        restore(model, optimizer, state)
+    else:
+        train(model, optimizer, range(STEPS // 2))
+        dcp.save(state_of(model, optimizer), Path(out) / "state")
+    result = train(model, optimizer, range(STEPS // 2, STEPS))
+    if world.is_main:
+        torch.save(result, Path(out) / "parameters.pt")
+    close_world()
+
+
+def run_ranks(ranks: int, **arguments: Any) -> None:
+    """`run_rank` in `ranks` forked processes, which spares each the imports."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
+    processes = []
+    for rank in range(ranks):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(multiprocessing.get_context("fork").Process(target=run_rank, kwargs=arguments))
+        processes[-1].start()
+    for process in processes:
+        process.join(60)
+        if process.exitcode != 0:
+            raise SystemExit(f"a rank ended with {process.exitcode}")
+
+
+if __name__ == "__main__":
+    for run in json.loads(sys.argv[1]):
+        run_ranks(**run)

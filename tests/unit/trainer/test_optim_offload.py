@@ -1,0 +1,58 @@
+"""States in host memory: chunks, and the same bits as on the device."""
+
+import pytest
+import torch
+from torch import nn
+
+from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
+from prime_rl.trainer import optim_states
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim_states import States, StateSpec, in_chunks
+from support import optim as support
+
+
+@pytest.mark.parametrize("config", [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2)], ids=lambda config: config.type)
+def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though chunks end within parameters and there are more of them than places on the device."""
+    monkeypatch.setattr(optim_states, "CHUNK", 1024)
+    results = []
+    for offload in (False, True):
+        model = support.make_toy(48)
+        optimizer = build_optimizer(model, config.model_copy(update={"offload": offload}))
+        results.append(support.train(model, optimizer, range(5)))
+    for name, value in results[0].items():
+        assert torch.equal(value, results[1][name]), name
+
+
+def test_chunks_cover_every_element_once() -> None:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((3, 700), (1,), (0, 4), (5000,), (1024,))]
+    chunks = in_chunks(parameters, 2048)
+    for parameter in parameters:
+        pieces = sorted((start, end) for chunk in chunks for owner, start, end in chunk if owner is parameter)
+        edges = [0, *(end for _, end in pieces)]
+        assert [start for start, _ in pieces] == edges[:-1]
+        assert edges[-1] == parameter.numel()
+        assert all(start % 1024 == 0 for start, _ in pieces)
+    assert len(chunks) == 5
+    assert all(sum(end - start for _, start, end in chunk) <= 2048 for chunk in chunks)
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
+def test_what_is_written_during_a_walk_is_kept(host: bool) -> None:
+    """For every element of every state, in walks over many chunks, whatever its type and block."""
+    parameters = [nn.Parameter(torch.zeros(rows, 256)) for rows in (9, 30, 1, 17)]
+    specs = (StateSpec("mean"), StateSpec("codes", torch.uint8), StateSpec("scale", block=256))
+    states = States(parameters, specs, in_chunks(parameters, 2048), host=host)
+    for _ in range(3):
+        for chunk in states.walk():
+            for _, tensors in chunk:
+                for tensor in tensors:
+                    tensor += 1
+    for parameter in parameters:
+        found = states.of(parameter)
+        assert {name: (list(state.shape), state.dtype) for name, state in found.items()} == {
+            "mean": (list(parameter.shape), torch.float32),
+            "codes": (list(parameter.shape), torch.uint8),
+            "scale": ([parameter.shape[0], 1], torch.float32),
+        }
+        assert all((state == 3).all() for state in found.values())

@@ -1,0 +1,205 @@
+"""Each optimizer's update against its formula, in double precision; what checkpoints restore; what is refused."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
+from prime_rl.errors import UserError
+from prime_rl.trainer import dcp, optim_states
+from prime_rl.trainer.muon import is_hidden_matrix
+from prime_rl.trainer.optim import build_optimizer, set_learning_rate, state_bytes_per_parameter
+from prime_rl.trainer.parallel import World
+from support import optim as support
+from support import trainer
+
+world = trainer.world
+CONFIGS = [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2)]
+
+
+def updated(config: OptimConfig, steps: int = 4) -> dict[str, Tensor]:
+    model = support.make_toy()
+    return support.train(model, build_optimizer(model, config), range(steps))
+
+
+def start_and_gradients(steps: int = 4) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
+    """Name, first value and gradients of every parameter, in double precision."""
+    model, gradients = support.make_toy(), []
+    for step in range(steps):
+        support.set_gradients(model, step)
+        gradients.append([p.grad.double() for p in model.parameters() if p.grad is not None])
+    for (name, parameter), of_steps in zip(model.named_parameters(), zip(*gradients, strict=True), strict=True):
+        yield name, parameter.detach().double(), list(of_steps)
+
+
+def adamw(value: Tensor, gradients: list[Tensor], lr: float, betas: tuple[float, float], decay: float) -> Tensor:
+    mean, square = torch.zeros_like(value), torch.zeros_like(value)
+    for t, gradient in enumerate(gradients, 1):
+        mean = betas[0] * mean + (1 - betas[0]) * gradient
+        square = betas[1] * square + (1 - betas[1]) * gradient**2
+        step = (mean / (1 - betas[0] ** t)) / ((square / (1 - betas[1] ** t)) ** 0.5 + 1e-8)
+        value = value * (1 - lr * decay) - lr * step
+    return value
+
+
+def test_adamw() -> None:
+    got = updated(AdamW(lr=1e-2, betas1=0.8, betas2=0.9, weight_decay=0.3))
+    for name, value, gradients in start_and_gradients():
+        want = adamw(value, gradients, 1e-2, (0.8, 0.9), 0.3)
+        torch.testing.assert_close(got[name].double(), want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, True)])
+def test_sgd(momentum: float, nesterov: bool) -> None:
+    got = updated(SGD(lr=1e-2, momentum=momentum, nesterov=nesterov, weight_decay=0.3))
+    for name, value, gradients in start_and_gradients():
+        velocity = torch.zeros_like(value)
+        for gradient in gradients:
+            decayed = gradient + 0.3 * value
+            velocity = momentum * velocity + decayed
+            value = value - 1e-2 * (decayed + momentum * velocity if nesterov else velocity)
+        torch.testing.assert_close(got[name].double(), value, rtol=1e-5, atol=1e-6)
+
+
+def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
+    """They are AdamW's to the last formula, at their own ratio of the learning rate; the others are not."""
+    config = Muon(lr=1e-2, adamw_lr_ratio=0.5, weight_decay=0.3)
+    model = support.make_toy()
+    optimizer = build_optimizer(model, config)
+    set_learning_rate(optimizer, 2e-2)
+    got = support.train(model, optimizer, range(4))
+    apart = {"embed_tokens.weight", "lm_head.weight"} | {name for name in got if name.endswith(("norm.weight", "bias"))}
+    for name, value, gradients in start_and_gradients():
+        like_adamw = torch.allclose(got[name].double(), adamw(value, gradients, 1e-2, (0.9, 0.95), 0.3), 1e-5, 1e-6)
+        assert like_adamw == (name in apart), name
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "hidden"),
+    [
+        ("lm.model.layers.0.self_attn.q_proj.weight", (8, 4), True),
+        ("lm.model.layers.0.mlp.experts.gate_up_proj", (3, 8, 4), True),
+        ("lm.model.layers.0.conv1d.weight", (8, 1, 4), False),
+        ("lm.model.embed_tokens.weight", (8, 4), False),
+        ("lm.lm_head.weight", (8, 4), False),
+        ("lm.model.norm.weight", (8,), False),
+    ],
+)
+def test_what_muon_orthogonalizes(name: str, shape: tuple[int, ...], hidden: bool) -> None:
+    assert is_hidden_matrix(name, nn.Parameter(torch.zeros(shape))) == hidden
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def test_parameters_without_a_gradient_stay(config: OptimConfig) -> None:
+    """Among others of their shape that have one, which are updated as ever."""
+    model = support.make_toy()
+    optimizer = build_optimizer(model, config)
+    before = support.parameters(model)
+    support.set_gradients(model, 0)
+    names = {"layers.1.square.weight", "layers.2.experts.down_proj", "layers.0.norm.weight", "embed_tokens.weight"}
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.grad = None
+    optimizer.step()
+    want = updated(config, 1)
+    for name, value in support.parameters(model).items():
+        torch.testing.assert_close(value, before[name] if name in names else want[name], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.type)
+def test_a_checkpoint_restores_every_bit(config: OptimConfig, offload: bool, world: World, tmp_path: Path) -> None:
+    """Two steps, then two by an optimizer that was given the checkpoint of the first, are the same bits as four, wherever the states lie."""
+    config = config.model_copy(update={"offload": offload})
+    model = support.make_toy()
+    optimizer = build_optimizer(model, config)
+    support.train(model, optimizer, range(2))
+    dcp.save(support.state_of(model, optimizer), tmp_path / "state")
+    whole = support.train(model, optimizer, range(2, 4))
+
+    other = support.make_toy(seed=1)
+    resumed = build_optimizer(other, config)
+    state = support.state_of(other, resumed)
+    dcp.load(state, tmp_path / "state", world)
+    support.restore(other, resumed, state)
+    for name, value in support.train(other, resumed, range(2, 4)).items():
+        assert torch.equal(value, whole[name]), name
+
+
+def test_settings_are_the_configs_not_the_checkpoints(world: World, tmp_path: Path) -> None:
+    model = support.make_toy()
+    dcp.save(support.state_of(model, build_optimizer(model, AdamW(weight_decay=0.5))), tmp_path / "state")
+    optimizer = build_optimizer(model, AdamW(weight_decay=0.25))
+    state = support.state_of(model, optimizer)
+    dcp.load(state, tmp_path / "state", world)
+    support.restore(model, optimizer, state)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25]
+
+
+def test_the_checkpoint_of_another_optimizer_is_refused(world: World, tmp_path: Path) -> None:
+    model = support.make_toy()
+    dcp.save(support.state_of(model, build_optimizer(model, AdamW())), tmp_path / "state")
+    with pytest.raises(UserError, match="exp_avg is .* in the checkpoint and not there in the model"):
+        dcp.load(support.state_of(model, build_optimizer(model, SGD())), tmp_path / "state", world)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, SGD(momentum=0.0)], ids=lambda config: config.type)
+def test_the_bytes_that_are_planned_are_those_of_the_states(config: OptimConfig) -> None:
+    model = support.make_toy(64)
+    state = build_optimizer(model, config).state
+    named = dict(model.named_parameters())
+    total = sum(parameter.numel() for parameter in named.values())
+    hidden = sum(parameter.numel() for name, parameter in named.items() if is_hidden_matrix(name, parameter)) / total
+    real = sum(tensor.nbytes for states in state.values() for name, tensor in states.items() if name != "step")
+    assert state_bytes_per_parameter(config, hidden) * total == pytest.approx(real)
+    assert state_bytes_per_parameter(config) >= state_bytes_per_parameter(config, hidden)
+    assert state_bytes_per_parameter(config.model_copy(update={"offload": True})) == 0
+
+
+def test_int8_without_torchao_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    monkeypatch.setitem(sys.modules, "torchao.optim", None)
+    with pytest.raises(UserError, match="needs torchao .*uv pip install torchao"):
+        build_optimizer(support.make_toy(), AdamW(state="int8"))
+
+
+class TestInt8:
+    """Needs torchao, which is optional."""
+
+    @pytest.fixture(autouse=True)
+    def _torchao(self) -> None:
+        pytest.importorskip("torchao.optim")
+
+    @pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+    def test_it_is_torchaos_adamw(self, offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not compiled, and where both quantize the same parameters, it is torchao's own optimizer."""
+        from torchao.optim import AdamW8bit
+
+        monkeypatch.setattr(optim_states, "CHUNK", 1 << 13)
+        config = AdamW(lr=1e-2, state="int8", offload=offload)
+        ours, theirs = (nn.ModuleList([nn.Linear(512, 96), nn.Linear(256, 64, bias=False)]) for _ in range(2))
+        theirs.load_state_dict(ours.state_dict())
+        with torch.compiler.set_stance("force_eager"):
+            got = support.train(ours, build_optimizer(ours, config), range(4))
+            want = support.train(theirs, AdamW8bit(theirs.parameters(), lr=1e-2), range(4))
+        for name, value in got.items():
+            torch.testing.assert_close(value, want[name], rtol=0, atol=1e-6)
+
+    def test_a_checkpoint_restores_every_bit(self, world: World, tmp_path: Path) -> None:
+        config = AdamW(lr=1e-2, state="int8")
+        model = support.make_toy(256)
+        optimizer = build_optimizer(model, config)
+        support.train(model, optimizer, range(2))
+        dcp.save(support.state_of(model, optimizer), tmp_path / "state")
+        whole = support.train(model, optimizer, range(2, 4))
+        other = support.make_toy(256, seed=1)
+        resumed = build_optimizer(other, config)
+        state = support.state_of(other, resumed)
+        dcp.load(state, tmp_path / "state", world)
+        support.restore(other, resumed, state)
+        for name, value in support.train(other, resumed, range(2, 4)).items():
+            assert torch.equal(value, whole[name]), name
