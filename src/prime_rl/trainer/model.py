@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.errors import UserError
-from prime_rl.trainer import attention
+from prime_rl.trainer import attention, moe
 from prime_rl.trainer.activations import checkpointed
 from prime_rl.trainer.batch import MicroBatch
 from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loading import initialize_buffers, load_weights, randomize
 from prime_rl.trainer.memory import plan_memory
-from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parallel import World, agree
 from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:
@@ -32,9 +32,12 @@ class Policy(nn.Module):
     def __init__(self, lm: PreTrainedModel, head_chunk: int, compiled: bool, frees_weights: bool) -> None:
         super().__init__()
         self.lm, self.head_chunk, self.compiled, self.frees_weights = lm, head_chunk, compiled, frees_weights
+        self.routers: list[FSDPModule] = []  # units that are gathered here, as blocks read them without their hooks
 
     def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, Tensor]:
         """The loss [] and metric sums [M] of `token_loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
+        for unit in self.routers:
+            unit.unshard()
         hidden_TH = self.lm.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -70,6 +73,7 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
         except ValueError as error:
             raise UserError(f"model {source.name} is not a causal language model: {one_line(error)}") from error
     _check_architecture(lm, source.name)
+    moe.replace_blocks(lm, source.name)
     dtype = compute_dtype(config.dtype, world.device)
     kept = attention.set_up(config.attention, source.config, dtype, world)
     lm.set_attn_implementation(attention.NAME)
@@ -87,6 +91,7 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
         # The default would cast every float32 input to bfloat16: a temperature of 0.7 would arrive as 0.69921875.
         cast_forward_inputs=False,
     )
+    policy.routers = moe.shard_routers(lm, world.mesh)
     for layer in layers:
         fully_shard(layer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=memory.reshard)
     # Embedding, final norm and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
@@ -102,7 +107,8 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
     if source.directory is None:
         randomize(policy, world, seed)
     else:
-        load_weights(policy, source.directory, world)
+        directory = source.directory
+        agree(world, lambda: load_weights(policy, directory, world))
     return policy
 
 
