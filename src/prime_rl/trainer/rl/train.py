@@ -37,7 +37,7 @@ def train(given: TrainerConfig) -> None:
     """
     stop = StopSignal()
     config = bench_config(given) if given.bench else given
-    world = init_world(config.device, config.dist_timeout)
+    world = init_world(config.device, config.dist_timeout, config.model.dp_replicate)
     with Report(config, "trainer", world, recover=config.recover) as report, ExitStack() as ends:
         run(config, given, world, report, stop, ends)
     close_world()
