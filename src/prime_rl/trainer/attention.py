@@ -54,7 +54,7 @@ class Machine:
 
     Args:
         capability: Compute capability of the GPU.
-        obstacle: What keeps a backend's library from working here: "is not installed (…)"; None when nothing does.
+        obstacle: What keeps a backend's library from working here: "is not installed: …"; None when nothing does.
     """
 
     device: str
@@ -157,14 +157,14 @@ def why_not(backend: str, machine: Machine, needs: Needs) -> str | None:
     if backend == "sdpa":
         return None
     if machine.device != "cuda":
-        return "needs a GPU (on a CPU there is `sdpa`)"
+        return "needs a GPU"
     if needs.dtype not in (torch.bfloat16, torch.float16):
         return f"does not compute in {str(needs.dtype).removeprefix('torch.')}"
     here = "{}.{}".format(*machine.capability)
     if backend == "flash_attention_3" and machine.capability != _HOPPER:
-        return f"needs a Hopper GPU (compute capability 9.0, here {here})"
+        return f"needs a Hopper GPU: compute capability 9.0, not {here}"
     if machine.capability < (8, 0):
-        return f"needs compute capability 8.0 or more (here {here})"
+        return f"needs compute capability 8.0 or more, not {here}"
     if needs.head_dim > 256 or needs.head_dim % 8:
         return f"has no kernel for heads of size {needs.head_dim}"
     return machine.obstacle(backend)
@@ -217,7 +217,7 @@ def boundaries(cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Tensor]:
     which stays in host memory because kernels are launched by it. The number of documents is marked as one that varies.
     """
     torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-    return {"cu_seqlens": cu_seqlens, "max_seqlen": torch.tensor(max_seqlen)}
+    return {"cu_seqlens": cu_seqlens, "max_seqlen": torch.tensor(max_seqlen, device="cpu")}
 
 
 def register(backend: str) -> set[Any]:

@@ -59,8 +59,9 @@ def packed_operator(
         return out.contiguous(), lse.contiguous()
 
     @attend.register_fake
-    def _(q: Tensor, k: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        tokens, heads, _ = q.shape
+        return q.new_empty(tokens, heads, v.shape[2]), q.new_empty(heads, tokens, dtype=torch.float32)
 
     @torch.library.custom_op(f"prime_rl::{name}_backward", mutates_args=())
     def differentiate(
@@ -263,7 +264,7 @@ KERNELS: dict[str, Operator] = {
 
 
 def load(backend: str) -> str | None:
-    """Make the library of one of `KERNELS` callable. Returns None, or why it is not: "is not installed (…)"."""
+    """Make the library of one of `KERNELS` callable. Returns None, or why it is not: "is not installed: …"."""
     try:
         return _LOADERS[backend]()
     except (ImportError, OSError, RuntimeError) as error:
@@ -278,7 +279,7 @@ def _load_flash_attention_3() -> str | None:
         _load_cuda_12_runtime()
         torch.ops.load_library(library)
     else:
-        return "is not installed (extra `flash-attn-3`)"
+        return "is not installed: extra `flash-attn-3`"
     wanted = {"cu_seqlens_q", "max_seqlen_q", "softmax_scale", "is_causal", "window_size_left", "window_size_right"}
     for half in (torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd):
         known = {argument.name for argument in half.default._schema.arguments}
@@ -299,7 +300,10 @@ def _load_cuda_12_runtime() -> None:
         return
     paths = [folder / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in _folders("nvidia")]
     elsewhere = os.environ.get("CUDART12", "libcudart.so.12")  # the bare name: where the system's loader looks
-    ctypes.CDLL(next((str(path) for path in paths if path.exists()), elsewhere), mode=ctypes.RTLD_GLOBAL)
+    try:
+        ctypes.CDLL(next((str(path) for path in paths if path.exists()), elsewhere), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise OSError(f"{error} (package nvidia-cuda-runtime-cu12, extra `flash-attn-3`)") from error
 
 
 def _folders(package: str) -> Iterator[Path]:
@@ -310,14 +314,14 @@ def _folders(package: str) -> Iterator[Path]:
 def _load_cudnn() -> str | None:
     """NVIDIA's front end to the cuDNN that torch brings along."""
     if importlib.util.find_spec("cudnn") is None:
-        return "is not installed (package nvidia-cudnn-frontend, extra `cuda`)"
+        return "is not installed: package nvidia-cudnn-frontend, extra `cuda`"
     importlib.import_module("cudnn.sdpa.fwd.torch_op")  # registers the operators
     return None
 
 
 def _load_flash_attention_2() -> str | None:
     if importlib.util.find_spec("flash_attn") is None:
-        return "is not installed (package flash-attn, extra `fa`)"
+        return "is not installed: package flash-attn, extra `fa`"
     importlib.import_module("flash_attn.flash_attn_interface")
     return None
 

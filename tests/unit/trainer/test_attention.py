@@ -78,8 +78,8 @@ def pack(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         (
             gpu(VOLTA),
             BF16,
-            "attention: sdpa (flash_attention_2 needs compute capability 8.0 or more (here 7.0); "
-            "varlen needs compute capability 8.0 or more (here 7.0))",
+            "attention: sdpa (flash_attention_2 needs compute capability 8.0 or more, not 7.0; "
+            "varlen needs compute capability 8.0 or more, not 7.0)",
         ),
         (
             gpu(HOPPER),
@@ -108,7 +108,7 @@ def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: Needs, lin
             "flash_attention_3",
             gpu(AMPERE),
             BF16,
-            r"flash_attention_3 needs a Hopper GPU \(compute capability 9.0, here 8.0\)",
+            "flash_attention_3 needs a Hopper GPU: compute capability 9.0, not 8.0",
         ),
         ("flash_attention_3", gpu((10, 0)), BF16, "flash_attention_3 needs a Hopper GPU"),
         ("flash_attention_2", gpu(HOPPER, flash_attention_2=ABSENT), BF16, "flash_attention_2 is not installed"),
@@ -220,7 +220,7 @@ def test_what_is_absent_says_what_to_install(
     """The reason names the extra."""
     monkeypatch.delenv("FA3_SO", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert (load(name) or "").startswith("is not installed (")
+    assert (load(name) or "").startswith("is not installed: ")
     assert remedy in (load(name) or "")
 
 
