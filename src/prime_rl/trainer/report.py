@@ -1,7 +1,7 @@
 """What a training run says: status from every rank, log lines and metrics from rank 0 alone."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -36,9 +36,6 @@ _LINE = (
     ("perf/peak_memory", "GiB", ".1f"),
     ("time/step", "s", ".2f"),
 )
-_BENCH = ("perf/throughput", "perf/mfu", "time/step", "time/forward_backward", "perf/peak_memory")
-
-BENCH_STEPS = 4
 
 
 class Report:
@@ -233,15 +230,3 @@ class Rows:
     def _pace(self) -> dict[str, float]:
         elapsed = seconds(self._began, self._ended)
         return {"time/step": elapsed, "perf/throughput": self._tokens / elapsed}
-
-
-def bench_table(history: Sequence[Mapping[str, float]]) -> str:
-    """Mean, least and most of what a benchmark is run for. The first step, which warms up and compiles, is left out."""
-    measured = history[1:] or history
-    rows = [f"{'':<24}{'mean':>12}{'min':>12}{'max':>12}   ({len(measured)} steps)"]
-    for key in _BENCH:
-        values = [metrics[key] for metrics in measured if key in metrics]
-        if values:
-            mean = sum(values) / len(values)
-            rows.append(f"{key:<24}{mean:>12,.2f}{min(values):>12,.2f}{max(values):>12,.2f}")
-    return "benchmark\n" + "\n".join(rows)

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import shutil
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer.bench import BENCH_STEPS, WARM_UP
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
@@ -338,17 +340,39 @@ def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path)[1]["progress/total_tokens"] == 2 * 5 * 16
 
 
+@pytest.mark.parametrize("lengths", ["fixed", "lognormal"])
 def test_bench(
+    lengths: str,
     run_training: Run,
     tied_model: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """--bench runs four steps on fake data, prints the table and saves nothing."""
+    """--bench runs a few steps on fake data, prints the table and saves nothing. The table leaves the warm-up out."""
     monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     caplog.set_level(logging.INFO, "prime_rl")
-    run_training(support.make_config(tmp_path, tied_model, bench=True, data={"fake": {"batch_size": 4}}))
-    assert len(metrics(tmp_path)) == 4
-    assert "perf/throughput" in caplog.text
+    fake = {"batch_size": 4, "lengths": lengths}
+    run_training(support.make_config(tmp_path, tied_model, bench=True, data={"fake": fake}))
+    rows = metrics(tmp_path)
+    assert len(rows) == BENCH_STEPS
+    table = caplog.text[caplog.text.index("benchmark:") :].splitlines()
+    assert f"{BENCH_STEPS - WARM_UP} steps after {WARM_UP} that warm up, 1 × cpu" in table[0]
+    measured = [1e3 * row["time/step"] for row in rows[WARM_UP:]]
+    (line,) = [line for line in table if line.startswith("step (ms)")]
+    assert [float(cell.replace(",", "")) for cell in line.split()[2:]] == pytest.approx(
+        [statistics.median(measured), min(measured), max(measured)], abs=0.06
+    )
     assert not (tmp_path / "weights").exists()
+
+
+def test_lognormal_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Lengths differ from sample to sample and from step to step, and are the same for one seed."""
+    for name in ("a", "b"):
+        fake = {"batch_size": 6, "lengths": "lognormal"}
+        run_training(support.make_config(tmp_path / name, tied_model, max_steps=3, seq_len=2048, data={"fake": fake}))
+    tokens = [[row["progress/total_tokens"] for row in metrics(tmp_path / name)] for name in ("a", "b")]
+    assert tokens[0] == tokens[1]
+    steps = [after - before for before, after in zip([0, *tokens[0]], tokens[0], strict=False)]
+    assert len(set(steps)) == 3
+    assert all(6 * 16 <= step <= 6 * 2048 for step in steps)

@@ -14,13 +14,14 @@ from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.trainer import perf, weights
+from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import SUMS, make_token_loss
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world
-from prime_rl.trainer.report import BENCH_STEPS, Report, Row, Rows, bench_table
+from prime_rl.trainer.report import Report, Row, Rows
 from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
@@ -92,6 +93,7 @@ def run(
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     rows = ends.enter_context(Rows(report, world.device))
+    syncs = ends.enter_context(HostSyncs(world.device, count=config.bench))
     step = start
     while config.max_steps is None or step < config.max_steps:
         report.step(step)
@@ -119,6 +121,8 @@ def run(
         known = {
             "optim/lr": lr,
             "perf/peak_memory": perf.peak_memory_gib(world.device),
+            "perf/peak_allocated": perf.peak_allocated_gib(world.device),
+            **syncs.take(),
             "time/wait_for_batch": waited,
             "progress/total_tokens": progress.tokens,
             "progress/total_samples": progress.samples,
@@ -150,7 +154,8 @@ def run(
         versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
         versions.settle()
     if config.bench:
-        report.text(bench_table(report.history))
+        peer = perf.peer_flops(matmul, source.config, 1, config.seq_len)
+        report.text(bench_table(report.history, world, peer))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
 
 

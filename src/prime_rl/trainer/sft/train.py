@@ -12,13 +12,14 @@ from prime_rl.config import SFTConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.trainer import perf, weights
+from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
-from prime_rl.trainer.report import BENCH_STEPS, Report, Row, Rows, bench_table
+from prime_rl.trainer.report import Report, Row, Rows
 from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
@@ -78,6 +79,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
 
     rows = ends.enter_context(Rows(report, world.device))
+    syncs = ends.enter_context(HostSyncs(world.device, count=config.bench))
     step = start
     while config.max_steps is None or step < config.max_steps:
         if sum_over_ranks(world, [stop()])[0]:
@@ -101,6 +103,8 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         known = {
             "optim/lr": lr,
             "perf/peak_memory": perf.peak_memory_gib(world.device),
+            "perf/peak_allocated": perf.peak_allocated_gib(world.device),
+            **syncs.take(),
             "time/wait_for_batch": waited,
             "data/samples": len(batch.lengths),
             "data/loss_tokens": batch.loss_tokens,
@@ -130,7 +134,8 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         versions.prune(0, 0, checkpoints.needed)
         versions.settle()
     if config.bench:
-        report.text(bench_table(report.history))
+        peer = perf.peer_flops(matmul, source.config, 1, config.data.seq_len)
+        report.text(bench_table(report.history, world, peer))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
 
 
