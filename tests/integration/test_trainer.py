@@ -14,15 +14,19 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 
+from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
+from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer.parallel import init_world
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.lives import read_lives
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 from support.processes import REPOSITORY, Command
+from support.ranks import train_on_ranks
 
 tied_model, run_training = support.tied_model, support.run_training
 TRAIN = REPOSITORY / "src" / "prime_rl" / "trainer" / "rl" / "train.py"
@@ -62,6 +66,14 @@ def assert_close_weights(got: Path, want: Path) -> None:
         torch.testing.assert_close(second[name], tensor, atol=2e-5, rtol=1e-4, msg=name)
 
 
+def assert_close_metrics(got: Path, want: Path, steps: int) -> None:
+    rows = [read_metrics(metrics_path(directory, "trainer")) for directory in (want, got)]
+    assert [row["step"] for row in rows[0]] == [row["step"] for row in rows[1]] == list(range(steps))
+    for a, b in zip(*rows, strict=True):
+        for name in ("loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/grad_norm", "is_masked/mean"):
+            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+
+
 def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path) -> None:
     """Two gloo ranks give the losses, norms and weights of one, to float32 rounding, also where a rank has no work; ranks that wait agree
     to stop when only the one that does not look is asked; a checkpoint of two ranks is resumed by one."""
@@ -82,17 +94,47 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
         command.succeed(SECONDS)
     assert list_steps(two / "checkpoints") == [2, 3]
 
-    rows = [read_metrics(metrics_path(directory, "trainer")) for directory in (one, two)]
-    assert len(rows[0]) == len(rows[1]) == 3
-    for a, b in zip(*rows, strict=True):
-        for name in ("loss/mean", "entropy/mean", "mismatch_kl/mean", "optim/grad_norm", "is_masked/mean"):
-            assert b[name] == pytest.approx(a[name], rel=1e-4, abs=1e-6), name
+    assert_close_metrics(two, one, steps=3)
     verify_weights(two / "weights" / "step_3")
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
 
     run_training(support.make_config(two, tied_model, max_steps=3, async_level=3, ckpt={"resume_step": 2}))
     assert weights_manifest(two / "weights" / "step_3").incarnation == 1
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
+
+
+def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path) -> None:
+    """A model with experts gives one rank's losses, norms and weights on replicas of sharded ranks (2 × 2), on replicas of one rank each (2 × 1)
+    and on more ranks than experts (1 × 4), each going on from the other's checkpoint; one rank goes on with the very weights they saved."""
+    model = make_tiny_model(tmp_path / "model", experts=3)
+    one, many = tmp_path / "one", tmp_path / "many"
+    settings: dict[str, Any] = {"async_level": 5, "dist_timeout": 60.0}
+    for directory in (one, many):
+        support.write_rollouts(directory, 5)
+    run_training(support.make_config(one, model, max_steps=5, weights={"keep": None}, **settings))
+
+    config = write_config(many, model, weights={"keep": "None"}, ckpt={"interval": 1}, **settings)
+    runs = []
+    for start, end, ranks, replicas in [(0, 1, 4, 2), (1, 2, 2, 2), (2, 4, 4, 1)]:
+        resume = ["--ckpt.resume-step", str(start)] if start else []
+        runs.append(
+            (ranks, ["@", str(config), "--max-steps", str(end), "--model.dp-replicate", str(replicas), *resume])
+        )
+    train_on_ranks(runs, many / "log")
+    saved = (many / "weights" / "step_4").rename(tmp_path / "step_4")
+    run_training(support.make_config(many, model, max_steps=5, ckpt={"resume_step": 4}, **settings))
+
+    assert weights_manifest(many / "weights" / "step_4").hash == weights_manifest(saved).hash
+    assert_close_metrics(many, one, steps=5)
+    for version in range(1, 6):
+        verify_weights(many / "weights" / f"step_{version}")
+        assert_close_weights(many / "weights" / f"step_{version}", one / "weights" / f"step_{version}")
+
+
+def test_ranks_that_cannot_be_divided() -> None:
+    """Both numbers are named, before any rank waits for another."""
+    with pytest.raises(UserError, match="1 ranks cannot form model.dp_replicate = 2 groups"):
+        init_world("cpu", SECONDS, replicate=2)
 
 
 def test_killed_again_and_again(

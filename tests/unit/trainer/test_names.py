@@ -1,0 +1,162 @@
+"""What the files of a model hold and what its parameters hold: the same numbers under other names, whoever holds which rows."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+
+from conftest import make_tiny_model
+from prime_rl.errors import UserError
+from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.loading import load_weights, randomize
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.names import named_parameters, stored_tensors
+from prime_rl.trainer.parallel import REPLICATE, SHARD, World
+from prime_rl.trainer.source import find_model
+from prime_rl.transport.weights import verify_weights
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+
+EXPERTS = 5
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("moe"), experts=EXPERTS, tied=False)
+
+
+def test_files_of_experts(moe_model: Path, world: World, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """A model with experts is exported under the names it was published with, byte for byte; transformers computes the same with either."""
+    policy = make_policy(moe_model)
+    final = tmp_path / "step_1"
+    staging = Staging(policy, world, torch.float32)
+    staging.copy().finish()
+    write_version(staging, find_model(str(moe_model)), world, final, version=1, incarnation=0)
+    verify_weights(final)
+    published, exported = (load_file(directory / "model.safetensors") for directory in (moe_model, final))
+    assert f"model.layers.1.mlp.experts.{EXPERTS - 1}.up_proj.weight" in exported
+    assert exported.keys() == published.keys()
+    for name, tensor in published.items():
+        assert torch.equal(exported[name], tensor), name
+    ids = torch.arange(40)[None]
+    logits = [AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (moe_model, final)]
+    assert torch.equal(*logits)
+
+
+def fuse(model: Path, directory: Path) -> Path:
+    """The same model in two files, its experts fused as transformers holds them."""
+    directory.mkdir()
+    (directory / "config.json").write_bytes((model / "config.json").read_bytes())
+    tensors = load_file(model / "model.safetensors")
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.mlp.experts"
+        parts = {
+            part: torch.stack([tensors.pop(f"{prefix}.{i}.{part}.weight") for i in range(EXPERTS)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        }
+        tensors[f"{prefix}.gate_up_proj"] = torch.cat([parts["gate_proj"], parts["up_proj"]], 1)
+        tensors[f"{prefix}.down_proj"] = parts["down_proj"]
+    names = {name: f"model-{'experts' in name}.safetensors" for name in tensors}
+    for file in set(names.values()):
+        save_file({name: tensor for name, tensor in tensors.items() if names[name] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return directory
+
+
+def test_fused_files(moe_model: Path, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """Files that hold the experts fused give the same parameters."""
+    want, got = (dict(named_parameters(make_policy(path))) for path in (moe_model, fuse(moe_model, tmp_path / "fused")))
+    for name, parameter in want.items():
+        assert torch.equal(parameter.full_tensor(), got[name].full_tensor()), name
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("model.layers.1.mlp.experts.2.up_proj.weight"), "has no tensor model.layers.1.*2.up_proj"),
+        (lambda t: t.update({"model.layers.0.mlp.experts.1.down_proj.weight": torch.ones(2, 3)}), "has shape .2, 3."),
+    ],
+    ids=["missing", "misshapen"],
+)
+def test_broken_experts(
+    change: Callable[[dict[str, Tensor]], object],
+    message: str,
+    moe_model: Path,
+    make_policy: Callable[..., Policy],
+    tmp_path: Path,
+) -> None:
+    """A file that lacks an expert, or holds one of another shape, is refused by the expert's name."""
+    (tmp_path / "config.json").write_bytes((moe_model / "config.json").read_bytes())
+    tensors = load_file(moe_model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        make_policy(tmp_path)
+
+
+@contextmanager
+def one_of(ranks: int, rank: int, replicas: int) -> Iterator[World]:
+    """The world as one rank of several sees it, without the others: nothing may be exchanged."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        shape, names = ((replicas, ranks // replicas), (REPLICATE, SHARD)) if replicas > 1 else ((ranks,), (SHARD,))
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        yield World(rank, ranks, torch.device("cpu"), mesh, replicas=replicas)
+    finally:
+        dist.destroy_process_group()
+
+
+def pieces(
+    model: Path, fill: Callable[[Policy, World], None], ranks: int, replicas: int = 1
+) -> dict[str, list[tuple[int, Tensor]]]:
+    """Of every stored tensor the rows that ranks which write give for it, each with its first row, in the order of the ranks."""
+    found: dict[str, list[tuple[int, Tensor]]] = {}
+    for rank in range(ranks):
+        with one_of(ranks, rank, replicas) as here:
+            with torch.device("meta"):
+                lm = AutoModelForCausalLM.from_config(find_model(str(model)).config, dtype=torch.float32)
+            policy = Policy(lm, 64, False, False)
+            fully_shard(policy, mesh=here.mesh)
+            policy.to_empty(device="cpu")
+            fill(policy, here)
+            for tensor in stored_tensors(policy) if here.writes else ():
+                rows, first = tensor.local(here)
+                assert list(rows.shape[1:]) == tensor.shape[1:], tensor.name
+                found.setdefault(tensor.name, [])
+                if rows.numel():
+                    found[tensor.name].append((first, rows.clone()))
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "replicas"), [(1, 1), (2, 1), (3, 1), (7, 1), (4, 2), (2, 2)])
+def test_every_row_once(ranks: int, replicas: int, moe_model: Path) -> None:
+    """However many ranks share the rows, also unevenly or with more ranks than experts, they read all of them, and write each once."""
+    held = pieces(moe_model, lambda policy, here: load_weights(policy, moe_model, here), ranks, replicas)
+    published = load_file(moe_model / "model.safetensors")
+    assert held.keys() == published.keys()
+    for name, tensor in published.items():
+        assert torch.equal(torch.cat([rows for _, rows in held[name]]), tensor), name
+        ends = [first + len(rows) for first, rows in held[name]]
+        assert [0, *ends[:-1]] == [first for first, _ in held[name]], name
+        if ".experts." in name:
+            assert len(held[name]) == 1, name
+
+
+def test_random_weights_know_no_ranks(moe_model: Path) -> None:
+    """Random weights are the same for one seed on any number of ranks, and no two experts are alike."""
+    one, three = (pieces(moe_model, lambda policy, here: randomize(policy, here, 5), ranks) for ranks in (1, 3))
+    for name, held in one.items():
+        assert torch.equal(held[0][1], torch.cat([rows for _, rows in three[name]])), name
+    first, second = (one[f"model.layers.0.mlp.experts.{i}.gate_proj.weight"][0][1] for i in (0, 1))
+    assert not torch.equal(first, second)
