@@ -1,0 +1,63 @@
+"""Compiled blocks take any packing: after the first shapes have been seen nothing is compiled again."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch._dynamo.utils import counters
+
+from conftest import make_tiny_model
+from prime_rl.config.trainer import DefaultLoss
+from prime_rl.trainer.lm_head import TokenLoss
+from prime_rl.trainer.loss import STREAMS, cross_entropy, make_token_loss
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import Document, HostBatch, collate
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.step import forward_backward
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+WARM_UP, STEPS = 2, 9
+
+
+def packs(streams: int) -> list[list[HostBatch]]:
+    """Steps of two micro-batches: many documents and one, long and short, trained in full, in part and not at all, and one of padding only."""
+    rng = np.random.default_rng(0)
+
+    def documents(count: int) -> list[Document]:
+        lengths = [int(length) for length in rng.integers(2, 60, count)]
+        return [
+            Document(
+                rng.integers(0, support.VOCABULARY, n),
+                rng.uniform(size=n) < rng.uniform(),
+                1.0,
+                np.abs(rng.standard_normal((streams, n))).astype(np.float32),
+            )
+            for n in lengths
+        ]
+
+    counts = [(7, 4), (5, 9), (1, 3), (2, 1), (0, 12), (6, 6), (1, 1), (20, 2), (3, 0), (0, 1), (11, 5)]
+    return [[collate(documents(count), streams) for count in step] for step in counts]
+
+
+def recompiles(policy: Policy, token_loss: TokenLoss, streams: int, world: World) -> list[int]:
+    """Graphs compiled until each step's end."""
+    graphs = []
+    for batches in packs(streams):
+        forward_backward(policy, batches, token_loss, world)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return graphs
+
+
+def test_no_recompiles(world: World, make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """Neither the number of tokens, documents and loss tokens nor the kind of loss makes a block compile again, once two steps were made."""
+    policy = make_policy(make_tiny_model(tmp_path), compile=True)
+    torch._dynamo.reset()
+    counters.clear()
+    rl = recompiles(policy, make_token_loss(DefaultLoss()), len(STREAMS), world)
+    assert rl[WARM_UP - 1] > 0, "nothing was compiled"
+    assert len(rl) - WARM_UP >= STEPS
+    assert set(rl[WARM_UP - 1 :]) == {rl[WARM_UP - 1]}, rl
+    sft = recompiles(policy, cross_entropy, 1, world)
+    assert len(set(sft[WARM_UP - 1 :])) == 1, (rl, sft)
