@@ -1,8 +1,8 @@
 """The way of the weights from the device to the disk, beside the steps that follow.
 
 Nothing is gathered. A safetensors file is a header and byte ranges, and a tensor sharded by rows is one contiguous range per rank. Each rank casts
-its own rows on the device and copies them to the host on a stream of its own (`Staging`); a thread writes them at their place, and the ranks
-share the hashing (`write_version`); rank 0 commits.
+its own rows on the device and copies them to the host on a stream of its own (`Staging`); threads write them at their place, several files at
+once, and the ranks share the hashing (`write_version`); rank 0 commits.
 """
 
 import json
@@ -12,7 +12,8 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -40,6 +41,8 @@ _NOT_COPIED = {
     "model.safetensors.index.json",
 }  # the first is ours when the source is a committed version itself
 _BLOCK = 1 << 24
+FILE_BYTES = 256 << 20  # a file of weights holds more only where one tensor does
+WRITERS = 8  # files that a rank writes at once
 CHUNK_BYTES = 128 << 20  # of device memory that casting takes
 
 
@@ -170,8 +173,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place in the file: the first byte, and how many."""
+    """A tensor's place: its file, the first byte there, and how many."""
 
+    file: str
     shape: list[int]
     start: int
     size: int
@@ -194,68 +198,112 @@ def write_version(
     """
     nonce = broadcast(world, secrets.token_hex(8))
     stage = agree(world, lambda: Stage(final, nonce))
-    path = stage.path / FILE
+    directory = stage.path
     try:
-        header, slots = _layout(staging)
+        headers, slots = _layout(staging)
         began = time.perf_counter()
-        on_main(world, lambda: _allocate(path, header, slots))
-        agree(world, lambda: _write_rows(staging, path, slots))
-        written = time.perf_counter()
-        tensors = _hash_tensors(staging, world, path, slots)
+        on_main(world, lambda: _allocate(directory, headers, slots))
+        written = agree(world, lambda: _write_rows(staging, world, directory, slots))
+        wrote = time.perf_counter()
+        hashes = written if world.size == 1 else _read_back(world, directory, slots)
         hashed = time.perf_counter()
-        on_main(world, lambda: _copy_model_files(source, stage.path, staging.dtype))
+        on_main(world, lambda: _copy_model_files(source, directory, staging.dtype))
+        on_main(world, lambda: _write_index(directory, slots))
+        dtype = DTYPE_NAMES[staging.dtype]
+        tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
         extra = manifest_extra(version, incarnation, tensors)
-        hashes = {FILE: version_hash(tensors)}
-        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=hashes).step)
+        files = {file: version_hash({n: t for n, t in tensors.items() if t.file == file}) for file in headers}
+        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=files).step)
     except BaseException:
         stage.abort()
         raise
-    return {"write": written - began, "hash": hashed - written, "commit": time.perf_counter() - hashed}
+    return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
 
 
-def _layout(staging: Staging) -> tuple[bytes, dict[str, Slot]]:
-    """The safetensors header with its length, and the place of every tensor in the file."""
+def _layout(staging: Staging) -> tuple[dict[str, bytes], dict[str, Slot]]:
+    """The safetensors header of every file with its length, and the place of every tensor."""
+    size_of = {tensor.name: math.prod(tensor.shape) * staging.dtype.itemsize for tensor in staging.tensors}
+    groups: list[list[StoredTensor]] = [[]]
+    for tensor in staging.tensors:
+        if groups[-1] and sum(size_of[other.name] for other in groups[-1]) + size_of[tensor.name] > FILE_BYTES:
+            groups.append([])
+        groups[-1].append(tensor)
+    headers, slots = {}, {}
+    for number, group in enumerate(groups, 1):
+        file = FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        ends = list(accumulate(size_of[tensor.name] for tensor in group))
+        headers[file] = header = _header(staging.dtype, group, ends)
+        for tensor, end in zip(group, ends, strict=True):
+            size = size_of[tensor.name]
+            slots[tensor.name] = Slot(file, tensor.shape, len(header) + end - size, size)
+    return headers, slots
+
+
+def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[int]) -> bytes:
     described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    tensors, dtype = staging.tensors, staging.dtype
-    sizes = [math.prod(tensor.shape) * dtype.itemsize for tensor in tensors]
-    ends = list(accumulate(sizes))
-    for tensor, size, end in zip(tensors, sizes, ends, strict=True):
+    for tensor, start, end in zip(tensors, [0, *ends], ends, strict=False):
         described[tensor.name] = {
             "dtype": DTYPE_NAMES[dtype],
             "shape": tensor.shape,
-            "data_offsets": [end - size, end],
+            "data_offsets": [start, end],
         }
     text = json.dumps(described, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    header = struct.pack("<Q", len(text)) + text
-    slots = {
-        tensor.name: Slot(tensor.shape, len(header) + end - size, size)
-        for tensor, size, end in zip(tensors, sizes, ends, strict=True)
-    }
-    return header, slots
+    return struct.pack("<Q", len(text)) + text
 
 
-def _allocate(path: Path, header: bytes, slots: dict[str, Slot]) -> None:
-    with disk_errors(path), open(path, "wb") as file:
-        file.write(header)
-        file.truncate(len(header) + sum(slot.size for slot in slots.values()))
+def _allocate(directory: Path, headers: dict[str, bytes], slots: dict[str, Slot]) -> None:
+    for file, header in headers.items():
+        path = directory / file
+        with disk_errors(path), open(path, "wb") as opened:
+            opened.write(header)
+            opened.truncate(len(header) + sum(slot.size for slot in slots.values() if slot.file == file))
 
 
-def _write_rows(staging: Staging, path: Path, slots: dict[str, Slot]) -> None:
-    """Write this rank's rows of every tensor at their place."""
-    if not staging.elements:
-        return
+def _write_rows(staging: Staging, world: World, directory: Path, slots: dict[str, Slot]) -> dict[str, str]:
+    """Write this rank's rows of every tensor at their place, several files at once: a file has one writer at a time, whatever the disk can do.
+
+    Returns:
+        The hashes of the tensors, where this rank holds all rows.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    for piece in staging.pieces:
+        if piece.count:
+            pieces.setdefault(slots[piece.tensor.name].file, []).append(piece)
+    files = sorted(pieces)
+    first = world.rank * len(files) // world.size  # ranks that start at different files do not wait for each other
+
+    def write(file: str) -> dict[str, str]:
+        return _write_file(staging, directory / file, pieces[file], slots, hashing=world.size == 1)
+
+    return {name: value for part in _side_by_side(write, files[first:] + files[:first]) for name, value in part.items()}
+
+
+def _write_file(
+    staging: Staging, path: Path, pieces: Sequence[Piece], slots: dict[str, Slot], *, hashing: bool
+) -> dict[str, str]:
+    hashes = {}
     with disk_errors(path):
         descriptor = os.open(path, os.O_WRONLY)
         try:
-            for piece in staging.pieces:
-                if piece.count:
-                    slot = slots[piece.tensor.name]
-                    offset = slot.start + piece.row * (slot.size // slot.shape[0])
-                    _pwrite(descriptor, staging.bytes_of(piece).data, offset)
+            for piece in pieces:
+                slot, data = slots[piece.tensor.name], staging.bytes_of(piece).data
+                _pwrite(descriptor, data, slot.start + piece.row * (slot.size // slot.shape[0]))
+                if hashing:
+                    hashes[piece.tensor.name] = xxhash.xxh3_128(data).hexdigest()
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    return hashes
+
+
+def _side_by_side(work: Callable[[str], dict[str, str]], files: Sequence[str]) -> list[dict[str, str]]:
+    if len(files) < 2:
+        return [work(file) for file in files]
+    with ThreadPoolExecutor(
+        min(WRITERS, len(files)), thread_name_prefix="export"
+    ) as threads:  # bounded: by the disk, as one writer would be
+        return list(threads.map(work, files))
 
 
 def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
@@ -264,20 +312,17 @@ def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _hash_tensors(staging: Staging, world: World, path: Path, slots: dict[str, Slot]) -> dict[str, TensorEntry]:
-    """Hash the file's tensors, a share of them on each rank. Reading them back shows that every rank's bytes have arrived; a rank that is alone
-    hashes what it wrote."""
-    hashes: dict[str, str] = {}
-    if world.size == 1:
-        for piece in staging.pieces:
-            hashes[piece.tensor.name] = xxhash.xxh3_128(staging.bytes_of(piece).data).hexdigest()
-    else:
-        with open(path, "rb") as file:
-            for name, slot in list(slots.items())[world.rank :: world.size]:
-                hashes[name] = _hash_range(file.fileno(), slot.start, slot.size)
-        hashes = {name: value for part in gather(world, hashes) for name, value in part.items()}
-    dtype = DTYPE_NAMES[staging.dtype]
-    return {name: TensorEntry(path.name, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
+def _read_back(world: World, directory: Path, slots: dict[str, Slot]) -> dict[str, str]:
+    """The hashes of all tensors as they lie there, a share of them read by each rank: this shows that every rank's bytes have arrived."""
+    share = list(slots)[world.rank :: world.size]
+
+    def hash_one(name: str) -> dict[str, str]:
+        slot = slots[name]
+        with open(directory / slot.file, "rb") as file:
+            return {name: _hash_range(file.fileno(), slot.start, slot.size)}
+
+    mine = {name: value for part in _side_by_side(hash_one, share) for name, value in part.items()}
+    return {name: value for part in gather(world, mine) for name, value in part.items()}
 
 
 def _hash_range(descriptor: int, start: int, size: int) -> str:
@@ -285,6 +330,16 @@ def _hash_range(descriptor: int, start: int, size: int) -> str:
     for offset in range(start, start + size, _BLOCK):
         digest.update(os.pread(descriptor, min(_BLOCK, start + size - offset), offset))
     return digest.hexdigest()
+
+
+def _write_index(directory: Path, slots: dict[str, Slot]) -> None:
+    """Which file holds which tensor, where there are several."""
+    if len({slot.file for slot in slots.values()}) > 1:
+        path = directory / "model.safetensors.index.json"
+        total = sum(slot.size for slot in slots.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {name: slot.file for name, slot in slots.items()}}
+        with disk_errors(path):
+            path.write_text(json.dumps(index, indent=1) + "\n")
 
 
 def _copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> None:

@@ -1,6 +1,7 @@
 """Committed versions: exactly the trained weights, loadable, complete or absent."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,6 +43,34 @@ def export(
     staging = Staging(policy, world, dtype)
     staging.copy().finish()
     write_version(staging, source, world, final, version=version, incarnation=incarnation)
+
+
+def test_large_weights_lie_in_several_files_written_at_once(
+    untied_model: Path,
+    world: World,
+    make_policy: Callable[..., Policy],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every file but one of a single large tensor keeps to the limit; the index names the file of every tensor; all read the same weights."""
+    policy, source = make_policy(untied_model), find_model(str(untied_model))
+    export(policy, source, world, tmp_path / "step_1", torch.float32)
+    monkeypatch.setattr("prime_rl.trainer.export.FILE_BYTES", 60_000)
+    export(policy, source, world, tmp_path / "step_2", torch.float32, version=2)
+
+    files = sorted(path.name for path in (tmp_path / "step_2").glob("*.safetensors"))
+    assert len(files) > 3
+    assert files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    one, several = verify_weights(tmp_path / "step_1"), verify_weights(tmp_path / "step_2")
+    assert several.hash == one.hash
+    index = json.loads((tmp_path / "step_2" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: entry.file for name, entry in several.tensors.items()}
+    for file in files:
+        held = [name for name, entry in several.tensors.items() if entry.file == file]
+        assert len(held) == 1 or (tmp_path / "step_2" / file).stat().st_size < 62_000
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_2").state_dict()
+    for name, parameter in named_parameters(policy):
+        assert torch.equal(loaded[name], parameter.full_tensor())
 
 
 @pytest.mark.parametrize("which", ["tied_model", "untied_model"])
