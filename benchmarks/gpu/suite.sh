@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Measures the trainer on a GPU host, in the order in which scarce time is best spent.
+#
+#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto attention neutrality profile ranks mismatch bench
+#
+# Needs Python with torch and the trainer's packages (PYTHON, default python3); `src` is put on PYTHONPATH. Writes trainer.json, neutrality.json,
+# profile.json, mismatch.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no
+# other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
+#
+#   python benchmarks/trainer.py --collect OUT
+set -u
+out=$1
+seconds=${2:-540}
+shift $(($# < 2 ? $# : 2))
+parts=${*:-check bars auto neutrality profile}
+here=$(cd "$(dirname "$0")/.." && pwd)
+python=${PYTHON:-python3}
+export PYTHONPATH="$here/../src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # as the launcher does for trainers
+# Compiled kernels of one part serve the next.
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/inductor_cache} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_cache}
+mkdir -p "$out"
+end=$((SECONDS + seconds))
+
+left() { echo $((end - SECONDS)); }
+
+# run NAME LIMIT COMMAND…: at most LIMIT seconds, and no longer than there is time left
+run() {
+    local name=$1 limit=$2
+    shift 2
+    [ "$(left)" -lt "$limit" ] && limit=$(left)
+    if [ "$limit" -lt 20 ]; then
+        echo "== $name: no time left"
+        return
+    fi
+    echo "== $name (at most $limit s of $(left) s left)" | tee -a "$out/suite.log"
+    timeout --signal=TERM --kill-after=20 "$limit" "$python" "$@" 2>&1 | tee -a "$out/suite.log"
+    echo "== $name: exit status ${PIPESTATUS[0]}, $(left) s left" | tee -a "$out/suite.log"
+}
+
+trainer() {
+    run "trainer $1" "$2" "$here/trainer.py" --suite "$1" --seconds "$(($2 - 20))" --json "$out/trainer.json" --log "$out/suite.log" ${ONLY:+--only "$ONLY"}
+}
+
+for part in $parts; do
+    case $part in
+        check) run check 240 -m pytest -q -m gpu "$here/../tests/gpu" ;;
+        bars) trainer bars 500 ;;
+        auto) trainer auto 300 ;;
+        attention) trainer attention 150 ;;
+        ranks) trainer ranks 400 ;;
+        neutrality) run neutrality 240 "$here/neutrality.py" --json "$out/neutrality.json" --log "$out/suite.log" ;;
+        profile)
+            run profile 150 "$here/trainer_profile.py" --case "0.6B 1x16384" --case "0.6B 16x4096" --case "4B 1x16384 memory_limit=80" \
+                --json "$out/profile.json" --log "$out/suite.log"
+            ;;
+        mismatch) run mismatch 400 "$here/mismatch.py" --layers 8 --json "$out/mismatch.json" --log "$out/suite.log" ;;
+        bench) # the trainer's own command, without any option, beside the same case of `bars`
+            run bench 120 -m prime_rl.entrypoints.trainer --bench --output-dir "$(mktemp -d)" --seq-len 16384 \
+                --data.fake.micro-batch-size 1 --data.fake.batch-size 2
+            ;;
+        *) echo "unknown part $part" && exit 2 ;;
+    esac
+done

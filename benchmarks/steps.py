@@ -1,0 +1,359 @@
+"""Whole steps of the trainer on real shapes, with random weights and fake data: what a case is, and what one run of it gives.
+
+From the next step's data to the committed version everything is the trainer's own code; here it is called in the order of the trainer's loop,
+with marks in between.
+"""
+
+import copy
+import math
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+from prime_rl.config import SFTConfig, TrainerConfig
+from prime_rl.trainer import perf
+from prime_rl.trainer.loss import cross_entropy, make_token_loss
+from prime_rl.trainer.model import build_policy
+from prime_rl.trainer.optim import build_optimizer, learning_rate
+from prime_rl.trainer.packing import rollout_lengths
+from prime_rl.trainer.parallel import close_world, gather, init_world
+from prime_rl.trainer.report import Report, Row, Rows
+from prime_rl.trainer.rl import train as rl
+from prime_rl.trainer.sft import train as sft
+from prime_rl.trainer.source import Source, find_model
+from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
+from prime_rl.trainer.weights import Versions
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the launcher does for trainers
+
+_SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "tie_word_embeddings": True,
+}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+TINY = {"tiny": Qwen3Config(**_SMALL), "tiny-moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS)}
+SAMPLES = 32  # of a step whose lengths are spread as rollouts are, per rank: about two micro-batches of 16k tokens
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table.
+
+    Args:
+        model: 0.6B, 1.7B, 4B, 8B, 30B-A3B, tiny or tiny-moe; random weights.
+        documents: Of a micro-batch: `16x4096` (number x tokens), or `lognormal:16384` (lengths of rollouts, in as many micro-batches of so
+            many tokens as 32 of them need).
+        loss: `rl` or `sft`.
+        layers: The model's first layers alone.
+        micro_batches: Per rank and step.
+        warm: Steps that are not measured.
+        limit: Seconds for the whole case.
+        export: Commit the weights after every step.
+        settings: Options of the trainer's `model` section; none is a user's run without any option.
+        optim: Options of its `optim` section.
+        bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB to stay in.
+        peer: What the peer reaches.
+    """
+
+    name: str
+    model: str = "0.6B"
+    documents: str = "1x16384"
+    loss: str = "rl"
+    layers: int | None = None
+    ranks: int = 1
+    micro_batches: int = 2
+    warm: int = 3
+    steps: int = 6
+    limit: float = 150.0
+    export: bool = True
+    settings: dict[str, object] = field(default_factory=dict)
+    optim: dict[str, object] = field(default_factory=dict)
+    bar: float | None = None
+    mfu_bar: float | None = None
+    within: float | None = None
+    peer: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Most tokens of a micro-batch."""
+        kind, _, tokens = self.documents.partition(":")
+        return int(tokens) if tokens else math.prod(map(int, kind.split("x")))
+
+
+_KINDS: dict[str, Any] = {
+    **dict.fromkeys(("layers", "ranks", "micro_batches", "warm", "steps"), int),
+    **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer"), float),
+    "loss": str,
+    "export": lambda text: text == "true",
+}
+
+
+def parse_case(text: str) -> Case:
+    """`MODEL DOCUMENTS [key=value …]`: keys of `Case`, `optim.key`, or options of the trainer's `model` section."""
+    model, documents, *rest = text.split()
+    given: dict[str, Any] = {}
+    settings: dict[str, object] = {}
+    optim: dict[str, object] = {}
+    for key, _, value in (item.partition("=") for item in rest):
+        if key in _KINDS:
+            given[key] = _KINDS[key](value)
+        elif key.startswith("optim."):
+            optim[key.removeprefix("optim.")] = value
+        else:
+            settings[key] = value
+    return Case(text, model, documents, settings=settings, optim=optim, **given)
+
+
+def document_lengths(documents: str) -> list[int]:
+    """Tokens of every document of one micro-batch."""
+    kind, _, tokens = documents.partition(":")
+    if not tokens:
+        count, length = map(int, kind.split("x"))
+        return [length] * count
+    drawn = rollout_lengths(np.random.default_rng(0), SAMPLES)
+    fitting = np.cumsum(drawn) <= int(tokens)
+    return [length for length, fits in zip(drawn, fitting, strict=True) if fits]
+
+
+def model_source(model: str, layers: int | None = None) -> Source:
+    """Random weights of a model's shape, or of its first layers."""
+    if model in TINY:
+        return Source(model, copy.deepcopy(TINY[model]), None)
+    return find_model(f"Qwen/Qwen3-{model}", random_weights=True, layers=layers)
+
+
+def model_bytes(case: Case) -> int:
+    """Bytes of a case's exported weights, in bfloat16."""
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(model_source(case.model, case.layers).config)
+    return 2 * sum(parameter.numel() for parameter in lm.parameters())
+
+
+def make_config(case: Case, device: str, scratch: Path) -> TrainerConfig | SFTConfig:
+    """The settings of the trainer that runs `case`, on fake data."""
+    name = case.model if case.model in TINY else f"Qwen/Qwen3-{case.model}"
+    shared = {
+        "output_dir": scratch,
+        "device": device,
+        "dist_timeout": case.limit,
+        "model": {"name": name, **case.settings},
+        "optim": {"type": "adamw", **case.optim},
+    }
+    kind, _, tokens = case.documents.partition(":")
+    steps = case.micro_batches * case.ranks
+    if case.loss == "rl":
+        count, length = (1, None) if tokens else map(int, kind.split("x"))
+        fake = {"lengths": "lognormal", "batch_size": SAMPLES * case.ranks}
+        if not tokens:
+            fake = {"micro_batch_size": count, "batch_size": count * steps, "seq_len": length}
+        return TrainerConfig.model_validate({**shared, "seq_len": case.tokens, "data": {"fake": fake}})
+    if tokens:
+        data = {"seq_len": case.tokens, "batch_size": steps, "micro_batch_size": 1, "fake": {"type": "lognormal"}}
+    else:
+        count, length = map(int, kind.split("x"))
+        data = {"seq_len": length, "batch_size": count * steps, "micro_batch_size": count, "fake": {"type": "fixed"}}
+    return SFTConfig.model_validate({**shared, "data": data})
+
+
+class Recorder(Report):
+    """The trainer's report, which keeps what it is told."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.told: dict[int, dict[str, float]] = {}
+
+    def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.told.setdefault(step, {}).update(metrics)
+        super().more_metrics(step, metrics)
+
+
+class Bench:
+    """The trainer of one case. Every rank makes one and calls the same; as a context it leaves the process group in the end."""
+
+    def __init__(self, case: Case, device: str, scratch: Path) -> None:
+        self.case = case
+        self.config = config = make_config(case, device, scratch)
+        self.world = world = init_world(device, config.dist_timeout)
+        self.report = Recorder(config, "trainer" if case.loss == "rl" else "sft", world)
+        torch.manual_seed(config.seed)
+        source = model_source(case.model, case.layers)
+        self.shape = source.config
+        self.policy = build_policy(source, config.model, world, config.seed)
+        self.optimizer = build_optimizer(self.policy, config.optim)
+        self.matmul, self.width = perf.matmul_parameters(self.policy.lm), perf.attention_width(self.shape)
+        costs = perf.costs(self.matmul, self.width)
+        self.data: Any
+        if isinstance(config, TrainerConfig):
+            self.token_loss, self.means = make_token_loss(config.loss), rl.means
+            self.data = rl.make_data(config, world, source, costs, self.report)
+        else:
+            self.token_loss, self.means = cross_entropy, lambda count, sums: sft.means(sums)
+            self.data = sft.make_data(config, world, source, costs, 0)
+        self.versions = Versions(
+            config.output_dir,
+            self.policy,
+            source,
+            world,
+            torch.bfloat16,
+            timeout=config.dist_timeout,
+            on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
+        )
+        self.versions.open(0)
+        self.rows = Rows(self.report, world.device)
+        self.number = 0
+        self.lengths: list[list[int]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.data.close()
+        if error is None:
+            self.drain()
+            self.versions.close()
+            close_world()
+
+    @property
+    def chosen(self) -> str:
+        """The settings that were chosen, in words."""
+        return ""
+
+    def step(self) -> None:
+        """One whole step, in the order of the trainer's loop."""
+        config, world, step = self.config, self.world, self.number
+        self.report.step(step)
+        started = time.perf_counter()
+        if not self.data_wait(step):
+            raise RuntimeError("fake data never ends")
+        batch = self.data.read(step)
+        waited = time.perf_counter() - started
+
+        lr = learning_rate(config.scheduler, config.optim.lr, step, None)
+        begun = now(world.device)
+        sums = forward_backward(self.policy, batch.batches, self.token_loss, world)
+        graded = now(world.device)
+        self.rows.flush()
+        self.versions.before_update()
+        norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
+        outcome = Outcome(step, world, sums, norm, (begun, graded, now(world.device)))
+        ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
+        named = partial(self.means, batch.loss_tokens)
+        self.rows.put(Row(outcome, named, {"time/wait_for_batch": waited}, batch.tokens, ideal))
+        if self.case.export:
+            self.versions.commit(step + 1, outcome.read)
+            self.versions.prune(1, 0, list)
+        self.lengths.append(batch.lengths)
+        self.number += 1
+
+    def data_wait(self, step: int) -> bool:
+        """What the RL loop asks before it reads."""
+        return self.case.loss != "rl" or (self.data.arrived(step) and self.data.wait(step, lambda: False))
+
+    def finish_steps(self) -> None:
+        """Wait until the device has done every step, and their rows are written. What is being exported goes on."""
+        self.rows.flush()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def drain(self) -> None:
+        """The same, and wait for the export."""
+        self.finish_steps()
+        self.versions.settle()
+
+
+def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
+    """Run a case: warm-up, the measured steps, and one more in which the host's waits are counted. The row of a table."""
+    with Bench(case, device, scratch) as bench:
+        begun = [time.perf_counter()]
+        for _ in range(case.warm):
+            bench.step()
+            bench.finish_steps()
+            begun.append(time.perf_counter())
+        perf.reset_peak_memory(bench.world.device)
+        started = time.perf_counter()
+        for _ in range(case.steps):
+            bench.step()
+        bench.finish_steps()
+        seconds = time.perf_counter() - started
+        here = [perf.peak_allocated_gib(bench.world.device), perf.peak_memory_gib(bench.world.device)]
+        peaks = [max(values) for values in zip(*gather(bench.world, here), strict=True)]
+        waits = count_waits(bench)
+        bench.drain()
+        return _row(bench, seconds, begun, peaks, waits)
+
+
+def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], waits: int | None) -> dict[str, Any]:
+    case, world, told = bench.case, bench.world, bench.report.told
+    numbers = range(case.warm, case.warm + case.steps)
+    steps = [told[number] for number in numbers]
+    lengths = [length for number in numbers for length in bench.lengths[number]]
+
+    def median(key: str) -> float | None:
+        values = [step[key] for step in steps if key in step]
+        return 1e3 * statistics.median(values) if values else None
+
+    times = [1e3 * step["time/step"] for step in steps]
+    peak = perf.peak_flops(world.device)
+    rate = 100 / (seconds * world.size * peak) if peak else None
+    parts = {
+        "data": "wait_for_batch",
+        "forward_backward": "forward_backward",
+        "optimizer": "optimizer",
+        "export_wait": "export",
+    }
+    export = ("cast", "copy", "write", "hash", "commit")
+    return {
+        "case": asdict(case),
+        "tokens_per_second": sum(lengths) / seconds / world.size,
+        "tokens_per_step": sum(lengths) / len(steps),
+        "step_ms": {
+            "median": statistics.median(times),
+            "min": min(times),
+            "max": max(times),
+            "mean": 1e3 * seconds / len(steps),
+        },
+        "parts_ms": {name: median(f"time/{key}") for name, key in parts.items()},
+        "export_ms": {name: median(f"time/export_{name}") for name in export},
+        "mfu": rate and rate * perf.flops(bench.matmul, bench.width, lengths),
+        "peer_mfu": rate and rate * perf.peer_flops(bench.matmul, bench.shape, sum(lengths), case.tokens),
+        "allocated_gib": peaks[0],
+        "reserved_gib": peaks[1],
+        "compile_s": begun[2] - begun[0] - 2e-3 * statistics.median(times) if case.warm > 1 else None,
+        "host_syncs": waits,
+        "first": {"loss": told[0]["loss/mean"], "norm": told[0]["optim/grad_norm"]},
+        "last": {"loss": steps[-1]["loss/mean"], "norm": steps[-1]["optim/grad_norm"]},
+        "chosen": bench.chosen,
+    }
+
+
+def count_waits(bench: Bench) -> int | None:
+    """How often torch saw the host wait for the device in one more step. It does not see every kind of wait; the profiler does."""
+    if bench.world.device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            bench.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)

@@ -1,0 +1,84 @@
+"""Which cases are measured: the rows of the tables, with what they are held against."""
+
+from dataclasses import replace
+
+from steps import Case
+
+# The bars of one H200, in the order in which scarce time is spent on them.
+BARS = (
+    Case("Qwen3-0.6B, one 16k document", "0.6B", "1x16384", bar=53_000, peer=38_500, steps=10),
+    Case(
+        "Qwen3-0.6B, one 16k document, ≤ 15 GiB",
+        "0.6B",
+        "1x16384",
+        settings={"memory_limit": 15},
+        bar=49_000,
+        peer=32_900,
+        within=15,
+        steps=10,
+    ),
+    Case("Qwen3-0.6B, 64k packed from 4k documents", "0.6B", "16x4096", bar=97_000, steps=6),
+    Case("Qwen3-0.6B, 16k packed from real RL lengths", "0.6B", "lognormal:16384", bar=95_000, steps=12, warm=4),
+    Case("Qwen3-0.6B, one 64k document", "0.6B", "1x65536", bar=19_900, peer=17_800, steps=3, warm=2),
+    Case("SFT Qwen3-0.6B, one 16k document", "0.6B", "1x16384", loss="sft", export=False, bar=53_000, peer=41_100, steps=10),
+    Case(
+        "Qwen3-4B, one 16k document, ≤ 125 GiB",
+        "4B",
+        "1x16384",
+        settings={"memory_limit": 125},
+        bar=13_800,
+        peer=12_500,
+        within=125,
+        steps=4,
+    ),
+    Case(
+        "Qwen3-4B, one 16k document, ≤ 80 GiB",
+        "4B",
+        "1x16384",
+        settings={"memory_limit": 80},
+        bar=12_500,
+        peer=10_300,
+        within=80,
+        steps=4,
+    ),
+    Case("Qwen3-4B, 64k packed from 4k documents", "4B", "16x4096", bar=18_500, steps=3, warm=2),
+    Case(
+        "Qwen3-30B-A3B, 8 of 48 layers, 32k packed", "30B-A3B", "8x4096", layers=8, mfu_bar=40.0, steps=5
+    ),
+    Case("Qwen3-4B, one 64k document", "4B", "1x65536", bar=5_600, steps=2, warm=2, limit=240),
+)  # fmt: skip
+
+
+def _levels(model: str, documents: str, levels: tuple[str, ...], steps: int) -> tuple[Case, ...]:
+    auto = Case(f"{model} {documents}, automatic", model, documents, steps=steps)
+    tuned = (
+        replace(auto, name=f"{model} {documents}, {level}", settings={"activation_checkpointing": level})
+        for level in levels
+    )
+    return auto, *tuned
+
+
+# What is chosen without any option, and what by hand.
+AUTO = (
+    *_levels("0.6B", "1x16384", ("none", "pointwise"), 8),
+    *_levels("4B", "1x16384", ("none", "pointwise", "wide", "attention"), 3),
+    *_levels("0.6B", "16x4096", ("none", "pointwise"), 4),
+    *_levels("4B", "16x4096", ("wide", "attention"), 2),
+)
+
+_ONE = Case("0.6B, one 16k document a micro-batch, 1 rank", "0.6B", "1x16384", steps=8)
+_FOUR = Case("4B, one 16k document a micro-batch, 1 rank", "4B", "1x16384", steps=3)
+# Two micro-batches on every rank: the same work for each, however many there are.
+RANKS = tuple(
+    replace(case, name=case.name.replace("1 rank", f"{ranks} ranks" if ranks > 1 else "1 rank"), ranks=ranks)
+    for case in (_ONE, _FOUR)
+    for ranks in (1, 2, 4)
+)
+
+TINY = (
+    Case("tiny, packed", "tiny", "4x64", steps=2, warm=2, bar=1.0),
+    Case("tiny experts, spread lengths", "tiny-moe", "lognormal:2048", steps=1, warm=2, mfu_bar=40.0),
+    Case("tiny, SFT", "tiny", "2x64", loss="sft", export=False, steps=2, warm=2),
+)
+
+SUITES = {"bars": BARS, "auto": AUTO, "ranks": RANKS, "tiny": TINY}

@@ -1,0 +1,283 @@
+"""Tables of what was measured on GPUs: as text for a terminal, and in `README.md` between markers, written from the JSON files alone."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attention_rates
+from steps import Case
+from suites import SUITES
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+README = HERE / "README.md"
+NOT_MEASURED = "not measured"
+
+Row = Mapping[str, Any]
+Table = list[list[str]]
+
+HEADINGS = [
+    "case",
+    "tokens/s",
+    "bar",
+    "peer, tuned",
+    "true MFU",
+    "peer's MFU",
+    "step ms (min–max)",
+    "GiB allocated / reserved",
+    "chosen",
+]
+PARTS = [
+    "case",
+    "data ms",
+    "forward + backward",
+    "optimizer",
+    "export, waited for",
+    "beside the next step: cast / copy / write / hash / commit ms",
+    "compile s",
+    "host syncs",
+]
+
+
+def cells(case: Case, row: Row | None) -> list[str]:
+    """A case's line under `HEADINGS`."""
+    if row is None or "failed" in row:
+        reason = NOT_MEASURED if row is None else f"failed: {row['failed']}"
+        return [case.name, reason, _bar(case), _peer(case), "", "", "", "", ""]
+    step = row["step_ms"]
+    return [
+        case.name,
+        f"{row['tokens_per_second']:,.0f}",
+        _bar(case) + (f" ({verdict(case, row)})" if case.bar or case.mfu_bar else ""),
+        _peer(case),
+        _percent(row["mfu"]),
+        _percent(row["peer_mfu"]),
+        f"{step['median']:,.0f} ({step['min']:,.0f}–{step['max']:,.0f})",
+        f"{row['allocated_gib']:.1f} / {row['reserved_gib']:.1f}",
+        row["chosen"],
+    ]
+
+
+def verdict(case: Case, row: Row) -> str:
+    """How far a bar was reached, and whether that took too much memory."""
+    share = row["tokens_per_second"] / case.bar if case.bar else (row["mfu"] or 0.0) / (case.mfu_bar or 1.0)
+    too_much = case.within is not None and row["allocated_gib"] > case.within
+    return f"{share:.2f} ×" + (", too much memory" if too_much else "")
+
+
+def _bar(case: Case) -> str:
+    if not case.bar and not case.mfu_bar:
+        return ""
+    text = f"{case.bar:,.0f}" if case.bar else f"{case.mfu_bar:.0f} % MFU"
+    return text + (f" in {case.within:.0f} GiB" if case.within else "")
+
+
+def _peer(case: Case) -> str:
+    return _number(case.peer, ",.0f") if case.peer else ""
+
+
+def part_cells(case: Case, row: Row) -> list[str]:
+    """A case's line under `PARTS`."""
+    parts, export = row["parts_ms"], row["export_ms"]
+    return [
+        case.name,
+        *(_number(parts[name], ",.1f") for name in ("data", "forward_backward", "optimizer", "export_wait")),
+        " / ".join(_number(export[name], ",.0f") for name in ("cast", "copy", "write", "hash", "commit")),
+        _number(row["compile_s"], ".1f"),
+        _number(row["host_syncs"], "d"),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None else f"{share:.1f} %"
+
+
+def suite_tables(suite: str, cases: Sequence[Case], rows: Mapping[str, Row]) -> list[Table]:
+    """The table of a suite, without columns that have nothing to say, and that of the parts of its steps."""
+    lines = [[*HEADINGS], *(cells(case, rows.get(case.name)) for case in cases)]
+    if suite in _COMPARED:
+        heading, share = _COMPARED[suite]
+        lines[0].insert(2, heading)
+        for case, line in zip(cases, lines[1:], strict=True):
+            line.insert(2, share(case, cases, rows))
+    used = [column for column in range(len(lines[0])) if column < 2 or any(line[column] for line in lines[1:])]
+    tables = [[[line[column] for column in used] for line in lines]]
+    measured = [case for case in cases if _measured(case, rows)]
+    return [*tables, [PARTS, *(part_cells(case, rows[case.name]) for case in measured)]] if measured else tables
+
+
+def _measured(case: Case, rows: Mapping[str, Row]) -> bool:
+    return "tokens_per_second" in rows.get(case.name, {})
+
+
+def _of_best(case: Case, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
+    """A case's speed as a share of the fastest with the same documents."""
+    alike = [other for other in cases if (other.model, other.documents) == (case.model, case.documents)]
+    best = max((rows[other.name]["tokens_per_second"] for other in alike if _measured(other, rows)), default=None)
+    return f"{rows[case.name]['tokens_per_second'] / best:.3f}" if best and _measured(case, rows) else ""
+
+
+def _of_one_rank(case: Case, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
+    """All ranks together, as a multiple of one."""
+    alone = next(other for other in cases if other.ranks == 1 and other.model == case.model)
+    if not _measured(case, rows) or not _measured(alone, rows):
+        return ""
+    return f"{case.ranks * rows[case.name]['tokens_per_second'] / rows[alone.name]['tokens_per_second']:.2f} ×"
+
+
+_COMPARED = {"auto": ("of the fastest", _of_best), "ranks": ("times 1 rank", _of_one_rank)}
+
+
+def case_table(suite: str, cases: Sequence[Case], rows: Mapping[str, Row]) -> str:
+    """For a terminal."""
+    return "\n\n".join(text_table(table) for table in suite_tables(suite, cases, rows))
+
+
+def attention_lines(rows: Mapping[str, Row]) -> Table:
+    """One line a shape, one column a backend: forward / backward TFLOP/s."""
+    shapes = dict.fromkeys((row["documents"], row["heads"], row["kv_heads"]) for row in rows.values() if "heads" in row)
+    backends = attention_rates.BACKENDS
+    lines = [["documents, heads", *backends]]
+    for documents, heads, kv_heads in shapes:
+        line = [f"{documents}, {heads}/{kv_heads}"]
+        for backend in backends:
+            row = rows.get(attention_rates.row_name(documents, heads, kv_heads, backend), {})
+            rated = "forward_tflops" in row
+            line.append(f"{row['forward_tflops']:.0f} / {row['backward_tflops']:.0f}" if rated else "–")
+        lines.append(line)
+    return lines
+
+
+def attention_table(rows: Mapping[str, Row]) -> str:
+    absent = {row["backend"]: row.get("absent") or row.get("failed") for row in rows.values()}
+    notes = [f"{backend}: {reason}" for backend, reason in absent.items() if reason]
+    return "\n".join(["forward / backward TFLOP/s", text_table(attention_lines(rows)), *notes])
+
+
+def text_table(table: Table) -> str:
+    """Columns aligned with spaces."""
+    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
+    return "\n".join(
+        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip() for line in table
+    )
+
+
+def markdown(table: Table) -> str:
+    head, *lines = table
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
+
+
+def readme() -> str:
+    """`README.md` with the part between the markers written again."""
+    parts = [*_trainer_part(), *_profile_part(), *_neutrality_part(), *_mismatch_part()]
+    before, begin, rest = README.read_text().partition("<!-- trainer: begin -->")
+    _, end, after = rest.partition("<!-- trainer: end -->")
+    assert end, f"{README} has lost its markers"
+    text = "\n\n".join(parts)
+    return f"{before}{begin}\n\n{text}\n\n{end}{after}"
+
+
+def rewrite_readme() -> None:
+    """Write that."""
+    README.write_text(readme())
+
+
+def _read(name: str) -> dict[str, Any]:
+    path = RESULTS / name
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _machine(measured: Mapping[str, Any]) -> str:
+    """`2026-11-20, NVIDIA H200, driver 580.1, Python 3.12.3, torch 2.11.0, …`"""
+    gpus = measured.get("gpus") or ["no GPU"]
+    name, *rest = (part.strip() for part in gpus[0].split(","))
+    driver = f", driver {rest[-1]}" if rest else ""
+    versions = ", ".join(f"{package} {found}" for package, found in measured.get("packages", {}).items())
+    count = f"{len(gpus)} × " if len(gpus) > 1 else ""
+    return f"{measured['date']}, {count}{name}{driver}, Python {measured['python']}, {versions}"
+
+
+def _machines(rows: Mapping[str, Row]) -> str:
+    seen = sorted({_machine(row["measured"]) for row in rows.values() if "measured" in row})
+    return "Measured: " + "; ".join(seen) + "." if seen else "Not measured."
+
+
+_TITLES = {
+    "bars": "Bars on one H200: no option is set but the memory limit that a row names. Weights are exported after every step.",
+    "auto": "What is chosen without any option, beside what is set by hand.",
+    "ranks": "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. The bar is 1.9 times 1 rank for 2.",
+}
+
+
+def _trainer_part() -> list[str]:
+    found = _read("trainer_h200.json")
+    parts = []
+    for suite, title in _TITLES.items():
+        rows = found.get(suite, {})
+        parts.append(f"`trainer.py --suite {suite}`. {title} {_machines(rows)}")
+        parts += [markdown(table) for table in suite_tables(suite, SUITES[suite], rows)]
+    rows = found.get("attention", {})
+    parts.append(f"`trainer.py --suite attention`. Attention alone, forward / backward TFLOP/s. {_machines(rows)}")
+    return parts + ([markdown(attention_lines(rows))] if rows else [])
+
+
+def _profile_part() -> list[str]:
+    found = _read("profile_h200.json")
+    parts = [
+        f"`trainer_profile.py`. One step under the profiler. {'Measured: ' + _machine(found) + '.' if found else 'Not measured.'}"
+    ]
+    for name, row in found.get("rows", {}).items():
+        if "failed" in row:
+            parts.append(f"{name}: failed: {row['failed']}")
+            continue
+        groups = sorted(row["groups"].items(), key=lambda item: -item[1]["ms"])
+        lines = [["", "ms", "of it alone", "kernels"]]
+        lines += [
+            [group, f"{part['ms']:.1f}", f"{part['alone_ms']:.1f}", f"{part['kernels']:.0f}"] for group, part in groups
+        ]
+        lines.append(["idle", f"{row['idle_ms']:.1f}", "", ""])
+        lines.append(["**the step**", f"{row['span_ms']:.1f}", "", f"{row['kernels']:.0f}"])
+        parts += [f"{name}:", markdown(lines)]
+    return parts
+
+
+def _neutrality_part() -> list[str]:
+    found = _read("neutrality_h200.json")
+    if not found:
+        return ["`neutrality.py`. Not measured."]
+    title = (
+        f"`neutrality.py`. Largest relative difference over {found['steps']} steps from the plain path (masked attention, eager, nothing "
+        f"recomputed, all logits at once), same weights and data: loss, gradient norm. Measured: {_machine(found)}."
+    )
+    lines = [["", "SFT loss", "SFT norm", "RL loss", "RL norm", "SFT loss, from float32", "RL norm, from float32"]]
+    for name, row in found["rows"].items():
+        if "plain" not in row:
+            lines.append([name, row.get("absent") or f"failed: {row['failed']}", "", "", "", "", ""])
+            continue
+        values = [row["plain"][key] for key in ("sft_loss", "sft_norm", "rl_loss", "rl_norm")]
+        values += [row["float32"][key] for key in ("sft_loss", "rl_norm")] if "float32" in row else []
+        lines.append([name, *(f"{value:.1e}" for value in values)])
+        lines[-1] += [""] * (len(lines[0]) - len(lines[-1]))
+    return [title, markdown(lines)]
+
+
+def _mismatch_part() -> list[str]:
+    found = _read("mismatch_h200.json")
+    if not found:
+        return ["`mismatch.py`. Not measured."]
+    title = (
+        f"`mismatch.py`. The trainer's log-probabilities of {found['prompts'] * found['tokens']:,} tokens that vLLM {found['vllm']} sampled. "
+        f"Measured: {_machine(found)}."
+    )
+    lines = [["attention", "mean abs. difference", "largest", "mismatch KL"]]
+    for row in found["rows"]:
+        if "absent" in row:
+            lines.append([row["attention"], row["absent"], "", ""])
+        else:
+            lines.append([row["attention"], *(f"{row[key]:.1e}" for key in ("mean_abs", "max_abs", "mismatch_kl"))])
+    return [title, markdown(lines)]

@@ -1,0 +1,88 @@
+"""The trainer's benchmark: it runs where there is no GPU, its figures add up, and the page shows what the files hold."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def modules() -> Iterator[dict[str, ModuleType]]:
+    """The benchmark's modules, imported as its scripts import each other."""
+    before = list(sys.path)
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import steps
+        import suites
+        import tables
+        import trainer_profile
+
+        yield {"steps": steps, "suites": suites, "tables": tables, "profile": trainer_profile}
+    finally:
+        sys.path[:] = before
+
+
+def test_a_case_on_a_cpu(tmp_path: Path) -> None:
+    """Two cases in processes of their own, one of which fails: the other's row is written all the same, with everything that a table shows."""
+    found, log = tmp_path / "rows.json", tmp_path / "log"
+    good, bad = "tiny 2x32 steps=1 warm=2", "tiny 2x32 attention=varlen"
+    command = [sys.executable, str(BENCHMARKS / "trainer.py"), "--device", "cpu", "--case", bad, "--case", good]
+    command += ["--json", str(found), "--log", str(log), "--scratch", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(found.read_text())["cases"]
+    assert "needs a GPU" in rows[bad]["failed"]
+    row = rows[good]
+    assert row["tokens_per_step"] == 2 * 2 * 32
+    assert row["tokens_per_second"] > 0
+    assert set(row["parts_ms"]) == {"data", "forward_backward", "optimizer", "export_wait"}
+    assert row["export_ms"]["write"] is not None, "a version was committed"
+    assert row["first"]["loss"] != row["last"]["loss"]
+    assert good in done.stdout.split("case", 1)[1]
+
+
+def test_cases_are_read(modules: dict[str, ModuleType]) -> None:
+    case = modules["steps"].parse_case("4B 16x4096 memory_limit=80 steps=2 loss=sft export=false optim.lr=1e-3")
+    assert (case.model, case.documents, case.tokens, case.steps, case.export) == ("4B", "16x4096", 65536, 2, False)
+    assert case.settings == {"memory_limit": "80"}
+    config = modules["steps"].make_config(case, "cpu", Path("unused"))
+    assert (config.model.memory_limit, config.optim.lr) == (80, 1e-3)
+
+
+def test_every_suite_is_a_valid_config(modules: dict[str, ModuleType]) -> None:
+    """No case fails on a GPU host because of its settings; a step has the micro-batches that the case names."""
+    for case in (case for suite in modules["suites"].SUITES.values() for case in suite):
+        config = modules["steps"].make_config(case, "cpu", Path("unused"))
+        modules["steps"].model_source(case.model, case.layers)
+        if case.loss == "rl" and ":" not in case.documents:
+            fake = config.data.fake
+            assert fake.batch_size * fake.seq_len == case.tokens * case.micro_batches * case.ranks
+
+
+def test_time_is_credited_once(modules: dict[str, ModuleType]) -> None:
+    """What groups have alone and idle add up to the span; a copy beside a matrix product costs nothing, what is copied at the end neither."""
+    kernels = [
+        (0.0, 10.0, "nvjet_tst_128x256"),
+        (5.0, 12.0, "Memcpy DtoH"),
+        (14.0, 20.0, "void flash::FlashAttnFwdSm90<...>"),
+        (20.0, 21.0, "triton_poi_fused_mul_silu_3"),
+        (21.0, 90.0, "Memcpy DtoH"),
+    ]
+    found = modules["profile"].breakdown(kernels, 1)
+    groups = found["groups"]
+    assert (found["span_ms"], found["idle_ms"]) == pytest.approx((0.021, 0.002))
+    alone = {name: group["alone_ms"] for name, group in groups.items()}
+    assert alone == pytest.approx({"attention": 0.006, "matmul": 0.010, "pointwise": 0.001, "copies": 0.002})
+    assert groups["copies"]["ms"] == pytest.approx(0.007)
+
+
+def test_the_page_shows_what_the_files_hold(modules: dict[str, ModuleType]) -> None:
+    """No figure of the trainer is written by hand."""
+    tables = modules["tables"]
+    assert tables.README.read_text() == tables.readme(), "run `python benchmarks/trainer.py --table`"
