@@ -25,8 +25,9 @@ class TrainerModel(ModelConfig):
     checkpointed_layers: PositiveInt | None = Field(
         default=None, description="Layers, the first ones, that do so; the others keep all (None: every layer)."
     )
-    activation_offload: bool = Field(
-        default=False, description="Park what blocks keep for backward in host memory meanwhile."
+    activation_offload: bool | None = Field(
+        default=None,
+        description="Park what blocks keep for backward in host memory meanwhile (None: as a last resort).",
     )
     memory_limit: PositiveFloat | None = Field(
         default=None, description="GiB of a GPU that auto plans with (None: what is free)."

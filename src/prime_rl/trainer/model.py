@@ -14,24 +14,27 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import attention, moe
-from prime_rl.trainer.activations import checkpointed
+from prime_rl.trainer.activations import checkpoint_layers, wide_products
 from prime_rl.trainer.batch import MicroBatch
 from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loading import initialize_buffers, load_weights, randomize
-from prime_rl.trainer.memory import plan_memory
+from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
+from prime_rl.trainer.offload import offload_layers
 from prime_rl.trainer.parallel import World, agree
 from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:
+    from prime_rl.config.optim import OptimConfig
     from prime_rl.config.trainer import TrainerModel
 
 
 class Policy(nn.Module):
     """Backbone and head under one root, so that FSDP sees a single forward. `lm` is the transformers model; its own head is never called."""
 
-    def __init__(self, lm: PreTrainedModel, head_chunk: int, compiled: bool, frees_weights: bool) -> None:
+    def __init__(self, lm: PreTrainedModel, memory: MemoryPlan, compiled: bool) -> None:
         super().__init__()
-        self.lm, self.head_chunk, self.compiled, self.frees_weights = lm, head_chunk, compiled, frees_weights
+        self.lm, self.memory, self.compiled = lm, memory, compiled
+        self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.routers: list[FSDPModule] = []  # units that are gathered here, as blocks read them without their hooks
 
     def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, Tensor]:
@@ -57,13 +60,27 @@ def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:
     return getattr(torch, config_dtype)
 
 
-def build_policy(source: Source, config: "TrainerModel", world: World, seed: int = 0) -> Policy:
+def build_policy(
+    source: Source,
+    config: "TrainerModel",
+    world: World,
+    seed: int = 0,
+    *,
+    tokens: int | None = None,
+    optim: "OptimConfig | None" = None,
+) -> Policy:
     """Build the sharded policy and give every parameter its value.
+
+    Args:
+        tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: what `config` leaves open is not fitted to the memory).
+        optim: The optimizer that will be built, whose states are counted (None: AdamW).
 
     Raises:
         UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.
     """
     compiled = world.device.type == "cuda" if config.compile is None else config.compile
+    if world.device.type == "cuda":
+        use_expandable_segments()
     with torch.device("meta"):
         try:
             # A copy: transformers writes the dtype into the config it is given, and exports ask for the checkpoint's.
@@ -78,13 +95,15 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
     kept = attention.set_up(config.attention, source.config, dtype, world)
     lm.set_attn_implementation(attention.NAME)
     lm.train()
-    layers = lm.model.layers
-    memory = plan_memory(config, len(layers), world)
-    for i, (layer, level) in enumerate(zip(layers, memory.levels, strict=True)):
-        layers[i] = checkpointed(layer, level, kept)
-        if compiled:
-            layers[i].compile(fullgraph=True)
-    policy = Policy(lm, memory.head_chunk, compiled, memory.reshard)
+    itemsize = dtype.itemsize
+    memory = plan_memory(config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim)
+    settings = memory.settings
+    blocks = checkpoint_layers(lm.model.layers, settings.levels, kept, wide_products(source.config))
+    final_norm = [module for name, module in lm.model.named_children() if name == "norm"]
+    for module in [*blocks, *final_norm] if compiled else ():
+        module.compile(fullgraph=True)
+    lm.model.layers = layers = nn.ModuleList(offload_layers(blocks, world.device) if settings.offload else blocks)
+    policy = Policy(lm, memory, compiled)
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,
         reduce_dtype=torch.float32,
@@ -93,7 +112,7 @@ def build_policy(source: Source, config: "TrainerModel", world: World, seed: int
     )
     policy.routers = moe.shard_routers(lm, world.mesh)
     for layer in layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=memory.reshard)
+        fully_shard(layer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     # Embedding, final norm and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     for module in policy.modules():

@@ -65,7 +65,7 @@ def run(
     if not config.bench:
         checkpoints.check_model(source)
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
-    policy = build_policy(source, config.model, world, config.seed)
+    policy = build_policy(source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim)
     optimizer = build_optimizer(policy, config.optim)
     token_loss = make_token_loss(config.loss)
     progress = checkpoints.load(policy, optimizer)

@@ -53,7 +53,8 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     if not config.bench:
         checkpoints.check_model(source)
     dtype = weights.export_dtype(config.weights.dtype, source)  # before transformers writes its own into the config
-    policy = build_policy(source, config.model, world, config.seed)
+    tokens = config.data.seq_len * config.data.micro_batch_size
+    policy = build_policy(source, config.model, world, config.seed, tokens=tokens, optim=config.optim)
     optimizer = build_optimizer(policy, config.optim)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step

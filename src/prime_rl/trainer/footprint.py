@@ -1,0 +1,260 @@
+"""What a training step takes: bytes on one GPU at each of its moments, and the time that saving some of them costs.
+
+Formulas over the model's shape, checked against measured peaks on an H200 and against what blocks really keep
+(`tests/unit/trainer/test_memory.py`). What is counted of activations is what compiled blocks keep.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedModel
+
+from prime_rl.trainer.activations import LEVELS
+
+if TYPE_CHECKING:
+    from prime_rl.config.optim import OptimConfig
+    from prime_rl.config.trainer import Recompute
+
+# Rates of an H200 inside a step (matrix products, attention forward, pointwise kernels, host link each way); on other GPUs their ratios hold roughly.
+PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 50e9
+GATHER = 300e9
+"""Bytes per second of gathering weights over NVLink, and the share of that time for which computation does not make up."""
+GATHER_EXPOSED = 0.25
+CHUNK_OVERHEAD = 1e-4
+"""Seconds that each of the head's chunks takes to begin and end."""
+EAGER_NONE = 1.6
+"""What uncompiled blocks keep at `none`, relative to compiled ones: 1.55 – 1.59 counted on three Qwen3 shapes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model memory and time depend on; widths in elements.
+
+    `feed_forward` is the inner width of the feed-forward layer, for a mixture of experts of all that one token is sent to; `chosen` is how many
+    these are (dense: 1).
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    feed_forward: int
+    vocabulary: int
+    parameters: int
+    root_parameters: int  # embedding, last norm and head: of no layer
+    experts: int = 0
+    chosen: int = 1
+
+    @classmethod
+    def of(cls, lm: PreTrainedModel) -> "Shape":
+        """From a model, which may be on the meta device."""
+        text = lm.config.get_text_config()
+        heads, experts = text.num_attention_heads, getattr(text, "num_experts", None) or 0
+        total = sum(parameter.numel() for parameter in lm.parameters())
+        in_layers = sum(parameter.numel() for parameter in lm.model.layers.parameters())
+        chosen = text.num_experts_per_tok if experts else 1
+        return cls(
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            heads=heads,
+            key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            feed_forward=chosen * text.moe_intermediate_size if experts else text.intermediate_size,
+            vocabulary=text.vocab_size,
+            parameters=total,
+            root_parameters=total - in_layers,
+            experts=experts,
+            chosen=chosen,
+        )
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_size
+
+    @property
+    def key_value(self) -> int:
+        return self.key_value_heads * self.head_size
+
+    @property
+    def layer_parameters(self) -> int:
+        return (self.parameters - self.root_parameters) // self.layers
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained with one shape: tokens of a micro-batch, bytes of a computed number, GPUs, bytes of optimizer state on the GPU per parameter."""
+
+    tokens: int
+    itemsize: int = 2
+    shards: int = 1
+    ranks: int = 1
+    state_bytes: float = 8.0
+    compiled: bool = True
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What memory is traded for time with.
+
+    Args:
+        levels: What each layer computes again in backward.
+        head_chunk: Tokens whose logits exist at the same time.
+        reshard: Whether gathered parameters are freed between forward and backward.
+        offload: Whether what blocks keep is parked in host memory.
+    """
+
+    levels: "tuple[Recompute, ...]"
+    head_chunk: int
+    reshard: bool
+    offload: bool
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by moment of a step and part. `parts` and `total` are those of the moment that takes most."""
+
+    moments: dict[str, dict[str, int]]
+
+    @property
+    def moment(self) -> str:
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def parts(self) -> dict[str, int]:
+        return self.moments[self.moment]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+def state_bytes(optim: "OptimConfig", shape: Shape) -> float:
+    """Bytes of optimizer state on the GPU per parameter. States in host memory visit the GPU when activations are gone."""
+    if optim.offload:
+        return 0.0
+    if optim.type == "sgd":
+        return 4.0 if optim.momentum else 0.0
+    if optim.type == "muon":  # one running mean for the matrices of the layers, two for the rest
+        return 4.0 + 4.0 * shape.root_parameters / shape.parameters
+    return 8.0 if optim.state == "float32" else 2.0 + 2 * 4 / 256
+
+
+def kept_bytes(shape: Shape, level: "Recompute", itemsize: int = 2, compiled: bool = True) -> int:
+    """What one block keeps of one token for its backward pass."""
+    s = shape
+    if level == "none" and not compiled:
+        return int(EAGER_NONE * kept_bytes(shape, level, itemsize))
+    numbers, floats = s.hidden, 0  # of the compute type, float32
+    if level != "full":  # attention's output and log-sum-exp
+        numbers, floats = numbers + s.query, floats + s.heads
+    if level in (
+        "none",
+        "pointwise",
+        "wide",
+    ):  # queries, keys, values, output of attention's last product; the router's logits
+        numbers, floats = numbers + s.query + 2 * s.key_value + s.hidden, floats + s.experts
+    if level in ("none", "pointwise"):  # gate and up
+        numbers += 2 * s.feed_forward
+    if (
+        level == "none"
+    ):  # inputs of the products: two norms' outputs (experts: a copy for each), the activation, rotated queries and keys
+        numbers += s.hidden + s.chosen * s.hidden + s.feed_forward + s.query + s.key_value
+        floats += s.heads + s.key_value_heads + 2 + (s.hidden if s.experts else 0)  # statistics; the router's input
+    return numbers * itemsize + 4 * floats
+
+
+def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
+    """Bytes at the moments of a step at which they may peak, later than the first step's first micro-batch."""
+    s, size, tokens = shape, job.itemsize, job.tokens
+    held = {
+        "fp32 weights": 4 * s.parameters // job.shards,
+        "gradients": 4 * s.parameters // job.shards,
+        "optimizer states": int(job.state_bytes * s.parameters) // job.shards,
+        "gathered weights": size * (s.root_parameters + 3 * s.layer_parameters if settings.reshard else s.parameters),
+    }
+    hidden, weight = tokens * s.hidden * size, s.head_parameters
+    kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
+    everything = _on_gpu(settings.levels, kept, settings.offload)
+    moments = {
+        "the head": {
+            "activations": everything,
+            # the last block's output, its norm, the rows that are trained on and their gradient
+            "head": 4 * hidden + min(settings.head_chunk, tokens) * s.vocabulary * size + 4 * weight,
+        },
+        "the head's gradient": {"activations": everything, "head": 4 * hidden + (4 + size) * weight},
+        "the embedding's gradient": {"head": 2 * size * weight, "reduction": 4 * s.root_parameters},
+    }
+    plain = tokens * kept_bytes(s, "none", size, job.compiled)
+    done = 0
+    for level, run in groupby(settings.levels):
+        done += len(list(run))
+        moments[f"backward of a block ({level})"] = {
+            "activations": _on_gpu(settings.levels[:done], kept, settings.offload),
+            "head": size * weight,
+            "block in backward": plain
+            - kept[level]
+            + 2 * hidden
+            + 4 * tokens * s.query,  # attention sums dq in float32
+            "reduction": (size + (4 if job.ranks == 1 else 8)) * s.layer_parameters,
+        }
+    return Estimate({name: held | parts for name, parts in moments.items()})
+
+
+def _on_gpu(levels: "Sequence[Recompute]", kept: "dict[Recompute, int]", offload: bool) -> int:
+    """What blocks keep; of parked ones three: the last, which stays, the one that leaves or is used, and the one that comes."""
+    sizes = [kept[level] for level in levels]
+    return sum(sorted(sizes)[-3:]) if offload else sum(sizes)
+
+
+def parked_bytes(shape: Shape, job: Job, settings: Settings) -> int:
+    """What is in host memory meanwhile."""
+    levels = settings.levels[:-1] if settings.offload else ()
+    return sum(job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled) for level in levels)
+
+
+def added_seconds(shape: Shape, job: Job, settings: Settings) -> float:
+    """What `settings` add to a micro-batch, compared with keeping everything. The tokens are taken for one document, attention's dearest case."""
+    s, size, tokens = shape, job.itemsize, job.tokens
+    again = {level: _recompute_seconds(s, level, job) for level in set(settings.levels)}
+    seconds = sum(again[level] for level in settings.levels)
+    chunks = -(-tokens // settings.head_chunk)
+    seconds += chunks * (
+        CHUNK_OVERHEAD + 8 * s.head_parameters / POINTWISE
+    )  # each reads and writes the weight's float32 gradient
+    if settings.reshard:  # two more passes that cast and gather the layers' weights
+        weights = s.parameters - s.root_parameters
+        local, foreign = weights / job.shards, size * weights * (job.shards - 1) / job.shards
+        seconds += 2 * ((4 + size) * local / POINTWISE + GATHER_EXPOSED * foreign / GATHER)
+    if (
+        settings.offload
+    ):  # what takes longer to leave than its block to compute; and both ways it takes memory bandwidth from that
+        products = s.hidden * (2 * s.query + 2 * s.key_value + 3 * s.feed_forward)
+        forward = 2 * tokens * products / PRODUCTS + _attention_seconds(s, tokens)
+        for level in settings.levels[:-1]:
+            parked = tokens * kept_bytes(s, level, size, job.compiled)
+            seconds += max(parked / HOST_LINK - forward, 0) + 2 * parked / POINTWISE
+    return seconds
+
+
+def _recompute_seconds(shape: Shape, level: "Recompute", job: Job) -> float:
+    s, rank = shape, LEVELS.index(level)
+    products = numbers = 0
+    if rank >= LEVELS.index("pointwise"):  # read and written: norms, rotary embedding, activation
+        numbers = 4 * s.hidden + 2 * (s.query + s.key_value) + 3 * s.feed_forward + 2 * (s.chosen - 1) * s.hidden
+    if rank >= LEVELS.index("wide"):
+        products += 2 * s.feed_forward * s.hidden
+    if rank >= LEVELS.index("attention"):
+        products += 2 * (s.query + s.key_value) * s.hidden
+    seconds = job.tokens * (2 * products / PRODUCTS + numbers * job.itemsize / POINTWISE)
+    return seconds + _attention_seconds(s, job.tokens) if level == "full" else seconds
+
+
+def _attention_seconds(shape: Shape, tokens: int) -> float:
+    return 2 * shape.query * tokens**2 / ATTENTION

@@ -1,0 +1,215 @@
+"""Activation offload: what blocks keep for their backward pass is parked in host memory meanwhile.
+
+Everything runs on one side stream beside the computation. After a block's forward its kept tensors are copied out; when the next block has
+run, the copies on the device are given up, so at most two blocks hold theirs. In backward a block's tensors come back while the block after
+it still computes. Host memory is pinned, in equal chunks that go round from block to block and from step to step.
+
+On CPU the copies are made at once: the same bookkeeping, nothing to overlap.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils._pytree import tree_leaves
+
+CHUNK = 1 << 24
+"""Bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up; small beside what a block keeps."""
+
+SMALLEST = 1 << 20
+"""Bytes below which a tensor stays where it is."""
+
+
+def offload_layers(layers: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
+    """The layers, each parking what it keeps."""
+    host = Host(device)
+    return [_Parked(layer, host, index, index == len(layers) - 1) for index, layer in enumerate(layers)]
+
+
+class Host:
+    """Where the blocks of one policy park. `chunks` counts what was ever allocated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.blocks: dict[int, _Block] = {}
+        self.chunks = 0
+        self._free: list[Tensor] = []
+
+    def open(self, index: int) -> "_Block":
+        """Block `index` begins its forward pass. What an earlier pass without a backward one left behind is given up."""
+        if index in self.blocks:
+            self.blocks.pop(index).close(self)
+        self.blocks[index] = _Block()
+        return self.blocks[index]
+
+    def sent(self, index: int) -> None:
+        """Block `index` ends its forward pass: copy out what it keeps, and let go of the block before."""
+        self.blocks[index].send(self)
+        if index - 1 in self.blocks:
+            self.blocks[index - 1].release(self)
+
+    def fetch(self, index: int) -> None:
+        """Backward needs what block `index` kept: have it on the device, and begin to fetch the block before."""
+        block = self.blocks[index]
+        if block.arrived:
+            return
+        block.fetch(self)
+        block.await_copy()
+        block.arrived = True
+        if index - 1 in self.blocks:
+            self.blocks[index - 1].fetch(self)
+
+    def take(self, size: int) -> list[Tensor]:
+        """Chunks that hold `size` bytes."""
+        wanted = -(-size // CHUNK)
+        while len(self._free) < wanted:
+            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.stream is not None))
+            self.chunks += 1
+        taken, self._free = self._free[:wanted], self._free[wanted:]
+        return taken
+
+    def give_back(self, chunks: list[Tensor]) -> None:
+        """All copies run on one stream, so that a chunk may be taken again before its last copy has ended."""
+        self._free += chunks
+        chunks.clear()
+
+
+@dataclass
+class _Storage:
+    """A storage that a block keeps tensors in. `tensors` of them are still to be asked for."""
+
+    size: int
+    device: Tensor | None  # its bytes
+    chunks: list[Tensor] = field(default_factory=list)
+    tensors: int = 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A parked tensor: how it lies in its storage."""
+
+    index: int
+    storage: _Storage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Block:
+    """What one block keeps."""
+
+    def __init__(self) -> None:
+        self.storages: dict[int, _Storage] = {}
+        self.arrived = False
+        self._copied: torch.cuda.Event | None = None
+
+    def send(self, host: Host) -> None:
+        with _beside(host) as stream:
+            for storage in self.storages.values():
+                assert storage.device is not None
+                storage.chunks = host.take(storage.size)
+                for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
+                    chunk[: len(part)].copy_(part, non_blocking=True)
+            self._copied = None if stream is None else stream.record_event()
+
+    def release(self, host: Host) -> None:
+        """Give up the device's copies, once they have been read."""
+        self.await_copy()
+        for storage in self.storages.values():
+            storage.device = None
+
+    def fetch(self, host: Host) -> None:
+        """Begin to copy back what is not on the device."""
+        away = [storage for storage in self.storages.values() if storage.device is None and storage.tensors]
+        for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
+            storage.device = torch.empty(storage.size, dtype=torch.uint8, device=host.device)
+        if away:
+            with _beside(host) as stream:
+                for storage in away:
+                    assert storage.device is not None
+                    for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
+                        part.copy_(chunk[: len(part)], non_blocking=True)
+                    host.give_back(storage.chunks)
+                self._copied = None if stream is None else stream.record_event()
+
+    def await_copy(self) -> None:
+        """Let the computation wait for the copies that were begun last."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def close(self, host: Host) -> None:
+        self.await_copy()
+        for storage in self.storages.values():
+            host.give_back(storage.chunks)
+
+
+class _Parked(ActivationWrapper):
+    """A block whose kept tensors are parked on `host`; not those of the last one, with which backward begins."""
+
+    def __init__(self, block: nn.Module, host: Host, index: int, last: bool) -> None:
+        super().__init__(block)
+        self.host, self.index, self.last = host, index, last
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.last or not torch.is_grad_enabled():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+        block = self.host.open(self.index)
+        # Weights, and what all blocks are given alike (rotary embeddings), are not this block's to park.
+        shared = {
+            _address(tensor) for tensor in (*self.parameters(), *tree_leaves(kwargs)) if isinstance(tensor, Tensor)
+        }
+
+        def pack(tensor: Tensor) -> Tensor | _Kept:
+            size, address = tensor.untyped_storage().nbytes(), _address(tensor)
+            if size < SMALLEST or address in shared or tensor.device != self.host.device:
+                return tensor
+            storage = block.storages.setdefault(address, _Storage(size, _bytes(tensor)))
+            storage.tensors += 1
+            return _Kept(self.index, storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        with saved_tensors_hooks(pack, self._unpack):
+            out = self._checkpoint_wrapped_module(*args, **kwargs)
+        self.host.sent(self.index)
+        return out
+
+    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        storage = kept.storage
+        assert storage.tensors > 0, "a parked tensor is asked for once: no second backward pass through a graph"
+        self.host.fetch(kept.index)
+        assert storage.device is not None
+        view = torch.empty(0, dtype=kept.dtype, device=self.host.device)
+        view.set_(storage.device.untyped_storage(), kept.offset, kept.shape, kept.stride)  # type: ignore[call-overload]
+        storage.tensors -= 1
+        if storage.tensors == 0:
+            storage.device = None  # from here on the graph holds it
+            self.host.give_back(storage.chunks)
+        return view
+
+
+@contextmanager
+def _beside(host: Host) -> Iterator[torch.cuda.Stream | None]:
+    """Work after what was computed so far, and beside what is computed from now on."""
+    if host.stream is None:
+        yield None
+        return
+    host.stream.wait_stream(torch.cuda.current_stream(host.device))
+    with torch.cuda.stream(host.stream):
+        yield host.stream
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]

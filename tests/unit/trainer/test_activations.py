@@ -1,0 +1,205 @@
+"""Activation checkpointing and offload: which operators run again in backward, and that no number changes."""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from prime_rl.config.trainer import TrainerModel
+from prime_rl.trainer import offload
+from prime_rl.trainer.activations import LEVELS, checkpoint_layers
+from prime_rl.trainer.batch import to_device
+from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.model import Policy, build_policy
+from prime_rl.trainer.names import named_parameters
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import Source, find_model
+from support import trainer as support
+
+world, tied_model = support.world, support.tied_model
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+HIDDEN, FEED_FORWARD = 8, 24
+TOKENS = 5
+Plain = Callable[[bool], dict[str, Tensor]]
+
+
+@torch.library.custom_op("prime_rl_test::attention", mutates_args=())
+def attention(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs, output)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    x, out = ctx.saved_tensors
+    return grad * (1 - x.tanh() * out)
+
+
+attention.register_fake(torch.empty_like)
+attention.register_autograd(_differentiate, setup_context=_save)
+
+
+class Block(nn.Module):
+    """A transformer block in small: one attention, two products of the hidden width, two wide ones and the one back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(2))
+        self.gate, self.up = (nn.Linear(HIDDEN, FEED_FORWARD, bias=False) for _ in range(2))
+        self.down = nn.Linear(FEED_FORWARD, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.o(torch.ops.prime_rl_test.attention(self.q(x)))
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Operators(TorchDispatchMode):
+    """Counts what runs: the attention operator, forward products by the width of what they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prime_rl_test.attention.default:
+            self.seen["attention"] += 1
+        if func is aten.mm.default and args[0].shape[0] == TOKENS and args[1].stride() == (1, args[1].shape[0]):
+            self.seen["wide" if args[1].shape[1] == FEED_FORWARD else "narrow"] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def again(levels: list[str], compiled: bool) -> Counter[str]:
+    """What a backward pass through blocks of these levels computes that forward had computed."""
+    torch.manual_seed(0)
+    kept = {torch.ops.prime_rl_test.attention.default}
+    blocks = checkpoint_layers([Block() for _ in levels], levels, kept, {FEED_FORWARD})
+    for block in blocks if compiled else ():
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
+    x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
+    for _ in range(2):  # the first time compiles
+        y = x
+        for block in blocks:
+            y = block(y)
+        with Operators() as operators:
+            y.sum().backward()
+    return operators.seen
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("none", {}),
+        ("pointwise", {}),
+        ("wide", {"wide": 2}),
+        ("attention", {"wide": 2, "narrow": 2}),
+        ("full", {"wide": 2, "narrow": 2, "attention": 1}),
+    ],
+)
+def test_what_is_computed_again(level: str, expected: dict[str, int], compiled: bool) -> None:
+    torch._dynamo.reset()
+    assert dict(again([level], compiled)) == expected
+
+
+def test_levels_are_told_apart_when_compiled() -> None:
+    """Layers with different levels do not share a graph; layers with the same level do."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    seen = again(["wide", "attention", "wide", "pointwise", "none"], compiled=True)
+    assert dict(seen) == {"wide": 6, "narrow": 2}
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
+
+
+def test_policies_warn_of_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """torch's warning at every compilation, about in-place operators that our blocks have not, is not passed on."""
+    torch._dynamo.reset()
+    again(["attention"], compiled=True)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    """Of the cross-entropy over two micro-batches."""
+    for lengths in ((17, 30), (25, 22)):
+        batch = collate(support.random_documents(lengths), 1)
+        policy(to_device(batch, CPU), cross_entropy)[0].backward()
+    return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
+
+
+def assert_near(got: dict[str, Tensor], want: dict[str, Tensor], relative: float) -> None:
+    for name, gradient in want.items():
+        error = (got[name] - gradient).norm() / gradient.norm()
+        assert error <= relative, f"{name}: relative error {error:.1e}"
+
+
+@pytest.fixture
+def shape(tied_model: Path, tmp_path: Path) -> Source:
+    """The tiny model with four layers and widths that differ."""
+    config = json.loads((tied_model / "config.json").read_text())
+    config |= {"num_hidden_layers": 4, "intermediate_size": 96, "layer_types": ["full_attention"] * 4}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return find_model(str(tmp_path), random_weights=True)
+
+
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are compiled up to the code generation, which takes most of the time and knows no checkpointing."""
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
+    torch._dynamo.reset()
+
+
+_plain: dict[bool, dict[str, Tensor]] = {}
+
+
+@pytest.fixture
+def plain(world: World, shape: Source) -> Plain:
+    """Gradients without any of it, eager or compiled, computed once."""
+
+    def get(compiled: bool) -> dict[str, Tensor]:
+        if compiled not in _plain:
+            config = TrainerModel(activation_checkpointing="none", activation_offload=False, compile=compiled)
+            _plain[compiled] = gradients(build_policy(shape, config, world))
+        return _plain[compiled]
+
+    return get
+
+
+ONE_LEVEL = [{"activation_checkpointing": level} for level in LEVELS]
+MIXED = {"activation_checkpointing": "attention", "checkpointed_layers": 2}
+OFFLOAD = [{**levels, "activation_offload": True} for levels in (*ONE_LEVEL, MIXED)]
+COMPILED = [{**settings, "compile": True} for settings in (*ONE_LEVEL[1:], MIXED, OFFLOAD[0], OFFLOAD[-1])]
+
+
+@pytest.mark.usefixtures("quick_compiler")
+@pytest.mark.parametrize(
+    "settings", [*ONE_LEVEL[1:], MIXED, *OFFLOAD, *COMPILED], ids=lambda s: "-".join(map(str, s.values()))
+)
+def test_gradients_are_those_of_plain_blocks(
+    settings: dict[str, Any],
+    world: World,
+    shape: Source,
+    plain: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At every level and mix of two, with and without offload, eager and compiled, under FSDP2."""
+    monkeypatch.setattr(offload, "SMALLEST", 0)
+    want = plain(settings.get("compile", False))
+    assert_near(gradients(build_policy(shape, TrainerModel(**settings), world)), want, 1e-6)
+
+
+@pytest.mark.usefixtures("quick_compiler")
+def test_compiled_gradients_are_those_of_eager_blocks(plain: Plain) -> None:
+    """To a few units in the last place: while tracing, attention is the masked one."""
+    assert_near(plain(True), plain(False), 3e-6)
