@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,27 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu().clone()
         for name, tensor in model.named_parameters()
     }
+
+
+def start_and_gradients(steps: int = 4) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
+    """Name, first value and gradients of every parameter, in double precision."""
+    model, gradients = make_toy(), []
+    for step in range(steps):
+        set_gradients(model, step)
+        gradients.append([p.grad.double() for p in model.parameters() if p.grad is not None])
+    for (name, parameter), of_steps in zip(model.named_parameters(), zip(*gradients, strict=True), strict=True):
+        yield name, parameter.detach().double(), list(of_steps)
+
+
+def adamw(value: Tensor, gradients: list[Tensor], lr: float, betas: tuple[float, float], decay: float) -> Tensor:
+    """The formula."""
+    mean, square = torch.zeros_like(value), torch.zeros_like(value)
+    for t, gradient in enumerate(gradients, 1):
+        mean = betas[0] * mean + (1 - betas[0]) * gradient
+        square = betas[1] * square + (1 - betas[1]) * gradient**2
+        step = (mean / (1 - betas[0] ** t)) / ((square / (1 - betas[1] ** t)) ** 0.5 + 1e-8)
+        value = value * (1 - lr * decay) - lr * step
+    return value
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dcp.State:

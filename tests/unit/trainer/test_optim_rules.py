@@ -1,7 +1,6 @@
 """Each optimizer's update against its formula, in double precision; what checkpoints restore; what is refused."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,37 +25,17 @@ def updated(config: OptimConfig, steps: int = 4) -> dict[str, Tensor]:
     return support.train(model, build_optimizer(model, config), range(steps))
 
 
-def start_and_gradients(steps: int = 4) -> Iterator[tuple[str, Tensor, list[Tensor]]]:
-    """Name, first value and gradients of every parameter, in double precision."""
-    model, gradients = support.make_toy(), []
-    for step in range(steps):
-        support.set_gradients(model, step)
-        gradients.append([p.grad.double() for p in model.parameters() if p.grad is not None])
-    for (name, parameter), of_steps in zip(model.named_parameters(), zip(*gradients, strict=True), strict=True):
-        yield name, parameter.detach().double(), list(of_steps)
-
-
-def adamw(value: Tensor, gradients: list[Tensor], lr: float, betas: tuple[float, float], decay: float) -> Tensor:
-    mean, square = torch.zeros_like(value), torch.zeros_like(value)
-    for t, gradient in enumerate(gradients, 1):
-        mean = betas[0] * mean + (1 - betas[0]) * gradient
-        square = betas[1] * square + (1 - betas[1]) * gradient**2
-        step = (mean / (1 - betas[0] ** t)) / ((square / (1 - betas[1] ** t)) ** 0.5 + 1e-8)
-        value = value * (1 - lr * decay) - lr * step
-    return value
-
-
 def test_adamw() -> None:
     got = updated(AdamW(lr=1e-2, betas1=0.8, betas2=0.9, weight_decay=0.3))
-    for name, value, gradients in start_and_gradients():
-        want = adamw(value, gradients, 1e-2, (0.8, 0.9), 0.3)
+    for name, value, gradients in support.start_and_gradients():
+        want = support.adamw(value, gradients, 1e-2, (0.8, 0.9), 0.3)
         torch.testing.assert_close(got[name].double(), want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize(("momentum", "nesterov"), [(0.9, True), (0.9, False), (0.0, True)])
 def test_sgd(momentum: float, nesterov: bool) -> None:
     got = updated(SGD(lr=1e-2, momentum=momentum, nesterov=nesterov, weight_decay=0.3))
-    for name, value, gradients in start_and_gradients():
+    for name, value, gradients in support.start_and_gradients():
         velocity = torch.zeros_like(value)
         for gradient in gradients:
             decayed = gradient + 0.3 * value
@@ -73,8 +52,10 @@ def test_muon_leaves_embeddings_head_norms_and_biases_to_adamw() -> None:
     set_learning_rate(optimizer, 2e-2)
     got = support.train(model, optimizer, range(4))
     apart = {"embed_tokens.weight", "lm_head.weight"} | {name for name in got if name.endswith(("norm.weight", "bias"))}
-    for name, value, gradients in start_and_gradients():
-        like_adamw = torch.allclose(got[name].double(), adamw(value, gradients, 1e-2, (0.9, 0.95), 0.3), 1e-5, 1e-6)
+    for name, value, gradients in support.start_and_gradients():
+        like_adamw = torch.allclose(
+            got[name].double(), support.adamw(value, gradients, 1e-2, (0.9, 0.95), 0.3), 1e-5, 1e-6
+        )
         assert like_adamw == (name in apart), name
 
 

@@ -1,0 +1,145 @@
+"""Optimizers on the GPU: their formulas, 8-bit states, states that come from host memory and go back beside the updates."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.distributed.fsdp import fully_shard
+
+from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
+from prime_rl.trainer import dcp, muon, optim_states
+from prime_rl.trainer.muon import is_hidden_matrix
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.parallel import World, close_world, init_world
+from support import optim as support
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+INT8 = AdamW(lr=1e-2, state="int8")
+CONFIGS = [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2), INT8]
+
+
+def needs(config: OptimConfig) -> None:
+    if config == INT8:
+        pytest.importorskip("torchao.optim")
+
+
+def test_adamw() -> None:
+    """Four fused updates against the formula in double precision."""
+    model = support.make_toy().to(GPU)
+    got = support.train(model, build_optimizer(model, AdamW(lr=1e-2, weight_decay=0.3)), range(4))
+    for name, value, gradients in support.start_and_gradients():
+        want = support.adamw(value, gradients, 1e-2, (0.9, 0.999), 0.3)
+        torch.testing.assert_close(got[name].double(), want, rtol=1e-5, atol=1e-6)
+
+
+def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
+    """A model of 10 M parameters and gradients on the GPU, so that steps follow one another without waiting for the host."""
+    model = support.make_toy(512).to(GPU)
+    generator = torch.Generator(GPU).manual_seed(0)
+    return model, [
+        [torch.randn(parameter.shape, device=GPU, generator=generator) for parameter in model.parameters()]
+        for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "muon", "int8"])
+def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five steps, one right after the other, in many more chunks than are under way at a time; the states lie in page-locked host memory."""
+    needs(config)
+    monkeypatch.setattr(optim_states, "CHUNK", 1 << 17)
+    monkeypatch.setattr(muon, "_TOGETHER", 1 << 18)
+    results = []
+    for offload in (False, True):
+        model, gradients = toy_with_gradients(5)
+        optimizer = build_optimizer(model, config.model_copy(update={"offload": offload}))
+        for of_step in gradients:
+            for parameter, gradient in zip(model.parameters(), of_step, strict=True):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+        states = [
+            state
+            for of_parameter in optimizer.state_dict()["state"].values()
+            for name, state in of_parameter.items()
+            if name != "step"
+        ]
+        assert all(state.is_pinned() if offload else state.is_cuda for state in states)
+        results.append([tensor.cpu() for tensor in (*model.parameters(), *states)])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    yield init_world("cuda", 60)
+    close_world()
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["device", "host"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "muon", "int8"])
+def test_a_checkpoint_restores_every_bit(config: OptimConfig, offload: bool, world: World, tmp_path: Path) -> None:
+    """Of parameters sharded by FSDP2. Two steps, then two by an optimizer that was given the checkpoint of the first, are four."""
+    needs(config)
+    config = config.model_copy(update={"offload": offload})
+    models = [support.make_toy(256, seed).to(GPU) for seed in (0, 1)]
+    for model in models:
+        fully_shard(model, mesh=world.mesh)
+    first, second = (build_optimizer(model, config) for model in models)
+    support.train(models[0], first, range(2))
+    dcp.save(support.state_of(models[0], first), tmp_path / "state")
+    whole = support.train(models[0], first, range(2, 4))
+    state = support.state_of(models[1], second)
+    dcp.load(state, tmp_path / "state", world)
+    support.restore(models[1], second, state)
+    for name, value in support.train(models[1], second, range(2, 4)).items():
+        assert torch.equal(value, whole[name]), name
+
+
+def regression(config: OptimConfig, steps: int = 60) -> list[float]:
+    """Losses of a small network that learns a linear map."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).to(GPU)
+    inputs = torch.randn(1024, 256, device=GPU)
+    wanted = inputs @ torch.randn(256, 256, device=GPU) / 16
+    optimizer, losses = build_optimizer(net, config), []
+    for _ in range(steps):
+        loss = (net(inputs) - wanted).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_int8_learns_as_float32_does() -> None:
+    """On CUDA its update is compiled, once for parameters of any size."""
+    needs(INT8)
+    exact = regression(AdamW(lr=3e-3))
+    compiled = counters["stats"]["unique_graphs"]
+    rounded = regression(AdamW(lr=3e-3, state="int8"))
+    assert counters["stats"]["unique_graphs"] <= compiled + 1
+    assert rounded[-1] < 0.2 * rounded[0]
+    assert rounded[-1] == pytest.approx(exact[-1], rel=0.1)
+
+
+def test_muon_in_bfloat16_goes_where_float32_goes() -> None:
+    """Hidden matrices and experts move in the direction that a CPU finds in float32, as far; what AdamW updates moves as there."""
+    moved = []
+    for device in (torch.device("cpu"), GPU):
+        model = support.make_toy(128).to(device)
+        before = support.parameters(model)
+        after = support.train(model, build_optimizer(model, Muon(lr=1e-2, weight_decay=0)), range(2))
+        moved.append({name: (after[name] - before[name]).flatten() for name in before})
+    for name, parameter in support.make_toy(128).named_parameters():
+        want, got = moved[0][name], moved[1][name]
+        if is_hidden_matrix(name, parameter):
+            assert torch.cosine_similarity(got, want, dim=0) > 0.99, name
+            assert got.norm() == pytest.approx(want.norm().item(), rel=0.05), name
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
