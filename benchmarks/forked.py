@@ -88,7 +88,7 @@ def _run(job: Callable[[], Any], sender: Connection | None, log: Path, environme
         os.dup2(file.fileno(), 2)
     status = 0
     try:
-        result = job(), None
+        result: tuple[Any, str | None] = (job(), None)
     except BaseException as error:  # noqa: BLE001  whatever it is, it is the outcome of this job
         traceback.print_exc()
         result, status = (None, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"), 1

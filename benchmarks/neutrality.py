@@ -161,7 +161,7 @@ def difference(ours: Curve, reference: Curve) -> tuple[float, float]:
 
 def compared(found: dict, reference: dict) -> dict[str, float]:
     """Differences for both losses."""
-    result = {}
+    result: dict[str, float] = {}
     for loss in LOSSES:
         loss_difference, norm_difference = difference(Curve(**found[loss]), Curve(**reference[loss]))
         result |= {f"{loss}_loss": loss_difference, f"{loss}_norm": norm_difference}

@@ -37,7 +37,7 @@ from prime_rl.trainer.weights import Versions
 
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the launcher does for trainers
 
-_SMALL = {
+_SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -47,7 +47,7 @@ _SMALL = {
     "intermediate_size": 128,
     "tie_word_embeddings": True,
 }
-_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TINY = {"tiny": Qwen3Config(**_SMALL), "tiny-moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS)}
 SAMPLES = 32  # of a step whose lengths are spread as rollouts are, per rank: about two micro-batches of 16k tokens
 

@@ -99,7 +99,8 @@ def run_cases(suite: str, cases: Sequence[Case], arguments: argparse.Namespace, 
 def run_attention(arguments: argparse.Namespace, deadline: float) -> None:
     """Every backend in a process of its own."""
     shapes = attention_rates.SHAPES if arguments.device == "cuda" else attention_rates.TINY_SHAPES
-    gpus, found = describe_gpus(), {}
+    gpus = describe_gpus()
+    found: dict[str, dict[str, Any]] = {}
     for backend in attention_rates.BACKENDS:
         if time.monotonic() > deadline:
             break

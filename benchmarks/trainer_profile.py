@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,7 @@ def breakdown(kernels: Sequence[Span], steps: int) -> dict[str, Any]:
     last = max(end for _, end, name in kernels if group_of(name) != "copies")
     seen = [(start, min(end, last), group_of(name)) for start, end, name in kernels if start < last]
     first = min(start for start, _, _ in seen)
-    total: Counter[str] = Counter()
+    total: defaultdict[str, float] = defaultdict(float)
     count: Counter[str] = Counter()
     for start, end, group in seen:
         total[group] += end - start
@@ -57,7 +57,7 @@ def breakdown(kernels: Sequence[Span], steps: int) -> dict[str, Any]:
     alone = _alone(seen)
     unit = 1e3 * steps
     groups = {
-        group: {"ms": total[group] / unit, "alone_ms": alone[group] / unit, "kernels": count[group] / steps}
+        group: {"ms": total[group] / unit, "alone_ms": alone.get(group, 0.0) / unit, "kernels": count[group] / steps}
         for group in GROUPS
         if count[group]
     }
@@ -65,12 +65,12 @@ def breakdown(kernels: Sequence[Span], steps: int) -> dict[str, Any]:
     return {"span_ms": (last - first) / unit, "idle_ms": idle / unit, "kernels": len(seen) / steps, "groups": groups}
 
 
-def _alone(spans: Iterable[Span]) -> Counter[str]:
+def _alone(spans: Iterable[Span]) -> dict[str, float]:
     order = [group for group in GROUPS if group not in ("nccl", "copies")] + ["nccl", "copies"]
     changes = []
     for start, end, group in spans:
         changes += [(start, 1, group), (end, -1, group)]
-    alone: Counter[str] = Counter()
+    alone: defaultdict[str, float] = defaultdict(float)
     running: Counter[str] = Counter()
     before = 0.0
     for at, change, group in sorted(changes):
@@ -84,14 +84,14 @@ def _alone(spans: Iterable[Span]) -> Counter[str]:
 
 def longest(kernels: Sequence[Span], steps: int, most: int = 25) -> list[dict[str, Any]]:
     """The kernels that took the most time, by name."""
-    total: Counter[str] = Counter()
+    total: defaultdict[str, float] = defaultdict(float)
     count: Counter[str] = Counter()
     for start, end, name in kernels:
         total[name] += end - start
         count[name] += 1
     return [
         {"name": name[:160], "group": group_of(name), "ms": time / (1e3 * steps), "times": count[name] / steps}
-        for name, time in total.most_common(most)
+        for name, time in sorted(total.items(), key=lambda item: -item[1])[:most]
     ]
 
 
