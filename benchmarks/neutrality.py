@@ -135,7 +135,7 @@ def curves(
         made = documents(vocabulary, lengths, loss)
         batches = micro_batches(made, row.packed, 128 if device == "cuda" else 1)[world.rank :: world.size]
         try:
-            policy = build_policy(source, config, world, seed=5)
+            policy = build_policy(source, config, world, seed=5, tokens=sum(lengths), optim=optim)
             optimizer = build_optimizer(policy, optim)
         except UserError as error:
             return {"absent": str(error)}

@@ -6,13 +6,12 @@ with marks in between.
 
 import copy
 import math
-import os
 import statistics
 import time
-import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,9 +21,11 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import SFTConfig, TrainerConfig
-from prime_rl.trainer import perf
+from prime_rl.monitor import log
+from prime_rl.trainer import attention, footprint, memory, perf
+from prime_rl.trainer.bench import HostSyncs
 from prime_rl.trainer.loss import cross_entropy, make_token_loss
-from prime_rl.trainer.model import build_policy
+from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import rollout_lengths
 from prime_rl.trainer.parallel import close_world, gather, init_world
@@ -34,8 +35,6 @@ from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.weights import Versions
-
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # as the launcher does for trainers
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -188,6 +187,7 @@ class Bench:
     """The trainer of one case. Every rank makes one and calls the same; as a context it leaves the process group in the end."""
 
     def __init__(self, case: Case, device: str, scratch: Path) -> None:
+        log.setup("info", case.model)
         self.case = case
         self.config = config = make_config(case, device, scratch)
         self.world = world = init_world(device, config.dist_timeout)
@@ -195,7 +195,7 @@ class Bench:
         torch.manual_seed(config.seed)
         source = model_source(case.model, case.layers)
         self.shape = source.config
-        self.policy = build_policy(source, config.model, world, config.seed)
+        self.policy = build_policy(source, config.model, world, config.seed, tokens=case.tokens, optim=config.optim)
         self.optimizer = build_optimizer(self.policy, config.optim)
         self.matmul, self.width = perf.matmul_parameters(self.policy.lm), perf.attention_width(self.shape)
         costs = perf.costs(self.matmul, self.width)
@@ -232,13 +232,34 @@ class Bench:
             self.versions.close()
             close_world()
 
-    @property
     def chosen(self) -> str:
-        """The settings that were chosen, in words."""
-        return ""
+        """The settings that were chosen, in short."""
+        config = self.config.model
+        needs = attention.needs_of(self.shape, compute_dtype(config.dtype, self.world.device))
+        backend = attention.choose(config.attention, attention.this_machine(self.world.device, needs), needs).backend
+        settings = self.policy.memory.settings
+        levels = [(level, len(list(run))) for level, run in groupby(settings.levels)]
+        recomputed = ", ".join(level + (f" × {count}" if len(levels) > 1 else "") for level, count in levels)
+        words = [backend, f"recompute {recomputed}", f"head {settings.head_chunk}"]
+        return "; ".join(words + ["weights freed"] * settings.reshard + ["activations parked"] * settings.offload)
+
+    def estimated_gib(self) -> float | None:
+        """The peak that the choice was based on; None where nothing was planned."""
+        plan = self.policy.memory
+        if plan.job is None:
+            return None
+        return footprint.estimate(plan.shape, plan.job, plan.settings).total / perf.GIB
 
     def step(self) -> None:
-        """One whole step, in the order of the trainer's loop."""
+        """One whole step, in the order of the trainer's loop.
+
+        Raises:
+            UserError: the GPU's memory does not suffice.
+        """
+        with memory.watched(self.policy.memory, self.world.device):
+            self._step()
+
+    def _step(self) -> None:
         config, world, step = self.config, self.world, self.number
         self.report.step(step)
         started = time.perf_counter()
@@ -301,7 +322,7 @@ def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         return _row(bench, seconds, begun, peaks, waits)
 
 
-def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], waits: int | None) -> dict[str, Any]:
+def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], waits: float | None) -> dict[str, Any]:
     case, world, told = bench.case, bench.world, bench.report.told
     numbers = range(case.warm, case.warm + case.steps)
     steps = [told[number] for number in numbers]
@@ -335,25 +356,19 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], w
         "export_ms": {name: median(f"time/export_{name}") for name in export},
         "mfu": rate and rate * perf.flops(bench.matmul, bench.width, lengths),
         "peer_mfu": rate and rate * perf.peer_flops(bench.matmul, bench.shape, sum(lengths), case.tokens),
+        "estimated_gib": bench.estimated_gib(),
         "allocated_gib": peaks[0],
         "reserved_gib": peaks[1],
         "compile_s": begun[2] - begun[0] - 2e-3 * statistics.median(times) if case.warm > 1 else None,
         "host_syncs": waits,
         "first": {"loss": told[0]["loss/mean"], "norm": told[0]["optim/grad_norm"]},
         "last": {"loss": steps[-1]["loss/mean"], "norm": steps[-1]["optim/grad_norm"]},
-        "chosen": bench.chosen,
+        "chosen": bench.chosen(),
     }
 
 
-def count_waits(bench: Bench) -> int | None:
-    """How often torch saw the host wait for the device in one more step. It does not see every kind of wait; the profiler does."""
-    if bench.world.device.type != "cuda":
-        return None
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            bench.step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+def count_waits(bench: Bench) -> float | None:
+    """How often the host waits for the device in one more step, as far as torch notices. The profiler sees every kind of wait."""
+    with HostSyncs(bench.world.device, count=True) as syncs:
+        bench.step()
+        return syncs.take().get("perf/host_syncs")

@@ -25,7 +25,7 @@ HEADINGS = [
     "true MFU",
     "peer's MFU",
     "step ms (min–max)",
-    "GiB allocated / reserved",
+    "GiB estimated / allocated / reserved",
     "chosen",
 ]
 PARTS = [
@@ -54,7 +54,7 @@ def cells(case: Case, row: Row | None) -> list[str]:
         _percent(row["mfu"]),
         _percent(row["peer_mfu"]),
         f"{step['median']:,.0f} ({step['min']:,.0f}–{step['max']:,.0f})",
-        f"{row['allocated_gib']:.1f} / {row['reserved_gib']:.1f}",
+        " / ".join(_number(row[f"{kind}_gib"], ".1f") for kind in ("estimated", "allocated", "reserved")),
         row["chosen"],
     ]
 
@@ -85,7 +85,7 @@ def part_cells(case: Case, row: Row) -> list[str]:
         *(_number(parts[name], ",.1f") for name in ("data", "forward_backward", "optimizer", "export_wait")),
         " / ".join(_number(export[name], ",.0f") for name in ("cast", "copy", "write", "hash", "commit")),
         _number(row["compile_s"], ".1f"),
-        _number(row["host_syncs"], "d"),
+        _number(row["host_syncs"], ".0f"),
     ]
 
 

@@ -106,7 +106,7 @@ def profile(case: Case, device: str, scratch: Path, steps: int = 2) -> dict[str,
             for _ in range(steps):
                 bench.step()
             bench.finish_steps()
-        chosen = bench.chosen
+        chosen = bench.chosen()
     kind = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     events = list(seen.events())
     kernels = [(e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type == kind]
