@@ -110,6 +110,7 @@ class States:
         self._device = local_part(self._parameters[0]).device
         place = torch.device("cpu") if host else self._device
         self._buffers = [torch.zeros(total // spec.block, dtype=spec.dtype, device=place) for spec in specs]
+        self._resident = [] if host else [self._items(pieces, self._buffers, 0) for pieces in chunks]
         self._inbound: torch.cuda.Stream | None = None
         self._outbound: torch.cuda.Stream | None = None
         if host and self._device.type == "cuda":
@@ -128,8 +129,7 @@ class States:
     def walk(self) -> Iterator[Chunk]:
         """The chunks in order, each to be updated by the current stream before the next one is asked for."""
         if not self._host:
-            for pieces in self.chunks:
-                yield self._items(pieces, self._buffers, 0)
+            yield from self._resident
             return
         self._follow(self._inbound, self._computing())  # which used the slots' memory until now
         self._follow(self._inbound, self._outbound)  # what left in the last step has arrived before it comes back
