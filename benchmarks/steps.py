@@ -48,7 +48,7 @@ _SMALL: dict[str, Any] = {
 }
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TINY = {"tiny": Qwen3Config(**_SMALL), "tiny-moe": Qwen3MoeConfig(**_SMALL, **_EXPERTS)}
-SAMPLES = 32  # of a step whose lengths are spread as rollouts are, per rank: about two micro-batches of 16k tokens
+SAMPLES = 128  # of a step whose lengths are spread as rollouts are, per rank: about seven micro-batches of 16k tokens
 
 
 @dataclass(frozen=True)
@@ -293,7 +293,9 @@ class Bench:
         """Wait until the device has done every step, and their rows are written. What is being exported goes on."""
         self.rows.flush()
         if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
+            torch.cuda.current_stream(
+                self.world.device
+            ).synchronize()  # not the stream that exports: it has the next step's time
 
     def drain(self) -> None:
         """The same, and wait for the export."""

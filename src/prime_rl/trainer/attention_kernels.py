@@ -231,6 +231,8 @@ def _cudnn_call(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     arguments = _cudnn_arguments(mask, *q.shape[:2])
+    # Packed documents are only right in rows that lie one after the other; of others it makes something else, without a word.
+    q, k, v = (x.contiguous() for x in (q, k, v))
     out, lse_TH1 = _cudnn_call(torch.ops.cudnn.sdpa_fwd, q, k, v, mask.scale, **arguments, return_lse=True)
     return out, lse_TH1[..., 0].t()
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +77,7 @@ class Staging:
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream(world.device)
             self._chunk = torch.empty(0, dtype=dtype, device=world.device)
+            self._shares: list[list[Share]] = []
 
     def _lay_out(self) -> Iterator[Piece]:
         start = 0
@@ -114,25 +116,19 @@ class Staging:
         with torch.cuda.stream(self._stream):
             if self._chunk.numel() < size:
                 self._chunk = torch.empty(size, dtype=self.dtype, device=self.world.device)
+                self._shares = chunk_shares(self.pieces, size)
             rows = [piece.tensor.local(self.world)[0].reshape(-1) for piece in self.pieces]
             moments = [self._moment()]
-            for first in range(0, self.elements, max(size, 1)):
+            for first, shares in zip(range(0, self.elements, max(size, 1)), self._shares, strict=True):
                 last = min(first + size, self.elements)
-                self._cast(rows, first, last)
+                torch._foreach_copy_(
+                    [self._chunk[share.start - first : share.end - first] for share in shares],
+                    [rows[share.piece][share.offset : share.offset + share.end - share.start] for share in shares],
+                )
                 moments.append(self._moment())
                 buffer[first:last].copy_(self._chunk[: last - first], non_blocking=True)
                 moments.append(self._moment())
         return Copy(0.0, moments)
-
-    def _cast(self, rows: Sequence[Tensor], first: int, last: int) -> None:
-        """Elements `first` to `last` of what this rank stages, into the chunk."""
-        targets, sources = [], []
-        for piece, values in zip(self.pieces, rows, strict=True):
-            start, end = max(first, piece.start), min(last, piece.end)
-            if start < end:
-                targets.append(self._chunk[start - first : end - first])
-                sources.append(values[start - piece.start : end - piece.start])
-        torch._foreach_copy_(targets, sources)
 
     def _moment(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -148,6 +144,27 @@ class Staging:
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self.allocate().data_ptr())
         self._buffer, self._locked = None, False
+
+
+class Share(NamedTuple):
+    """What a chunk of the staging buffer holds of one piece: elements `start` to `end` of the buffer, from `offset` of the piece on."""
+
+    piece: int
+    start: int
+    end: int
+    offset: int
+
+
+def chunk_shares(pieces: Sequence[Piece], size: int) -> list[list[Share]]:
+    """For every chunk of `size` elements of the staging buffer, what it holds. In time that grows with what there is, not with its square."""
+    shares: list[list[Share]] = [[] for _ in range(-(-pieces[-1].end // size))]
+    for index, piece in enumerate(pieces):
+        start = piece.start
+        while start < piece.end:
+            end = min((start // size + 1) * size, piece.end)
+            shares[start // size].append(Share(index, start, end, start - piece.start))
+            start = end
+    return shares
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,14 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from prime_rl.trainer import optim_int8
 from prime_rl.trainer.muon import is_hidden_matrix, muon_part
 from prime_rl.trainer.optim_states import StateSpec
+from prime_rl.trainer.parallel import SHARD
 from prime_rl.trainer.sharded_optimizer import Part, ShardedOptimizer, adamw, sgd
 
 if TYPE_CHECKING:
@@ -117,7 +119,17 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:
-    """Scale all gradients so that their joint 2-norm is at most `max_norm`. Returns the norm before, [] on the device; reads nothing back."""
-    limit = math.inf if max_norm is None else max_norm
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit, foreach=True)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    """Scale all gradients so that their joint 2-norm is at most `max_norm`. Returns the norm before, [] on the device; reads nothing back.
+
+    Works on what each rank holds: operators on sharded tensors cost the host more, one by one, than all of this costs the device.
+    """
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    norm = torch.nn.utils.get_total_norm(local, foreach=True)
+    if grads and isinstance(grads[0], DTensor):
+        squared = norm.square()
+        dist.all_reduce(squared, group=grads[0].device_mesh.get_group(SHARD))
+        norm = squared.sqrt()
+    if max_norm is not None:
+        torch._foreach_mul_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -13,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import CommitError
+
+_SWITCH_SECONDS = 1e-4
 
 T = TypeVar("T")
 
@@ -83,6 +86,9 @@ def init_world(device: str, timeout: float, replicate: int = 1) -> World:
     Raises:
         UserError: there is no such device, or the ranks cannot be divided among the replicas.
     """
+    # The loop hands every operator over without holding the interpreter, and would wait 5 ms (Python's default) to get it back from a thread
+    # that packs or exports: on small steps longer than the GPU takes for what it was given.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     kind = choose_device(device)
     rank, size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
