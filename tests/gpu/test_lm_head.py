@@ -1,0 +1,211 @@
+"""The head on the GPU: its kernels and products give what float64 gives, never compile twice, wait for nothing and keep no logits."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from prime_rl.config.trainer import GRPOLoss
+from prime_rl.trainer import lm_head
+from prime_rl.trainer.lm_head import fused_token_loss, logprob_entropy
+from prime_rl.trainer.loss import STREAMS, make_token_loss
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+GPU = torch.device("cuda")
+VOCABULARY = 151_936
+GRPO = make_token_loss(GRPOLoss())
+
+Head = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@pytest.fixture(scope="module")
+def random_head() -> tuple[Tensor, Tensor]:
+    """Hidden states [1000, 1024] and weight [V, 1024] whose logits have variance 1, drawn on the CPU: the same numbers everywhere."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(1000, 1024, generator=draw), torch.randn(VOCABULARY, 1024, generator=draw) / 32
+    return hidden.to(GPU), weight.to(GPU)
+
+
+def inputs(random_head: tuple[Tensor, Tensor], tokens: int, dtype: torch.dtype = torch.bfloat16) -> tuple[Head, Tensor]:
+    """The head's first `tokens` tokens, and their streams. Temperatures are 2/3 to 2."""
+    draw = torch.Generator().manual_seed(1)
+    labels = torch.randint(0, VOCABULARY, (tokens,), generator=draw)
+    streams = torch.rand(len(STREAMS), tokens, generator=draw) / max(tokens, 1)
+    streams[1:4] = torch.randn(3, tokens, generator=draw)
+    streams[1], streams[2], streams[3] = (
+        -12 + 0.3 * streams[1],
+        1 + streams[2],
+        -12 + 0.3 * streams[3],
+    )  # log 1/V is -12
+    hidden, weight = random_head[0][:tokens].to(dtype, copy=True), random_head[1].to(dtype, copy=True)
+    inv_t = torch.rand(tokens, generator=draw) + 0.5
+    return (hidden.requires_grad_(), weight.requires_grad_(), labels.to(GPU), inv_t.to(GPU)), streams.to(GPU)
+
+
+def ratio_and_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
+    """A policy gradient with an entropy bonus and without a clip, which a rounding error could switch for a whole token."""
+    loss = -(((logprob - streams[1]).exp() * streams[2] + 0.1 * entropy) * streams[4]).sum()
+    return loss, loss.detach()[None]
+
+
+def whole_sequences(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
+    """A loss that couples tokens: the ratio is that of runs of 50 tokens (GSPO), so no chunk knows it alone."""
+    ratio = (logprob - streams[1]).view(-1, 50).mean(1).exp()
+    loss = -(ratio * streams[2].view(-1, 50)[:, 0]).mean() - 0.1 * entropy.mean()
+    return loss, loss.detach()[None]
+
+
+def exact(head: Head) -> tuple[Head, Tensor, Tensor]:
+    """float64 leaves with the same numbers, and their log-probability and entropy from the whole logits."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in head[:2])
+    logp = torch.log_softmax(hidden @ weight.t() * head[3].double()[:, None], -1)
+    return (hidden, weight, *head[2:]), logp.gather(1, head[2][:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want).norm() / want.norm()).item()
+
+
+@pytest.mark.parametrize("chunk", [96, 4096])
+@pytest.mark.parametrize("mode", ["one pass", "two passes"])
+def test_bfloat16_against_float64(mode: str, chunk: int, random_head: tuple[Tensor, Tensor]) -> None:
+    """Loss within 1e-3 and gradients within 6e-3 of float64 on the same bfloat16 inputs, entropy's gradient included."""
+    head, streams = inputs(random_head, 1000)
+    if mode == "one pass":
+        token_loss = ratio_and_entropy
+        loss, _ = fused_token_loss(*head, streams, token_loss, chunk, compiled=True)
+    else:
+        token_loss = whole_sequences
+        loss, _ = token_loss(*logprob_entropy(*head, chunk), streams)
+    leaves, logprob, entropy = exact(head)
+    want = token_loss(logprob, entropy, streams.double())[0]
+    assert error(loss.detach(), want.detach()) < 1e-3
+    gradients = torch.autograd.grad(loss, head[:2]), torch.autograd.grad(want, leaves[:2])
+    for got, gradient in zip(*gradients, strict=True):
+        assert got.dtype == torch.bfloat16
+        assert error(got, gradient) < 6e-3
+
+
+def test_float32_against_float64(random_head: tuple[Tensor, Tensor]) -> None:
+    """With float32 inputs, whose kernels take other widths, everything is within 1e-5."""
+    head, streams = inputs(random_head, 100, torch.float32)
+    loss, _ = fused_token_loss(*head, streams, ratio_and_entropy, 64)
+    leaves, logprob, entropy = exact(head)
+    want = ratio_and_entropy(logprob, entropy, streams.double())[0]
+    assert error(loss.detach(), want.detach()) < 1e-5
+    for got, gradient in zip(torch.autograd.grad(loss, head[:2]), torch.autograd.grad(want, leaves[:2]), strict=True):
+        assert error(got, gradient) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("temperature", [0.1, 0.7, 2.0])
+def test_kernels_on_large_logits(temperature: float, dtype: torch.dtype) -> None:
+    """On logits up to ±50 the kernels are the float64 formulas, up to what float32 can say about z = 500."""
+    draw = torch.Generator().manual_seed(2)
+    logits = (torch.randn(64, VOCABULARY, generator=draw) * 12).clamp(-50, 50).to(GPU, dtype)
+    labels = torch.randint(0, VOCABULARY, (64,), generator=draw).to(GPU)
+    labels[:16] = logits[:16].argmax(1)  # certain, or nearly
+    inv_t = torch.full((64,), 1 / temperature, device=GPU)
+    want = lm_head.stats(logits.double(), labels, inv_t.double())
+    got = lm_head.stats(logits, labels, inv_t)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=1e-6)
+    upstream = torch.randn(2, 64, generator=draw).to(GPU)
+    exactly = lm_head.dlogits_(logits.double(), labels, inv_t.double(), want[0], want[2], *upstream.double())
+    d = lm_head.dlogits_(logits, labels, inv_t, got[0], got[2], *upstream)
+    assert d is logits
+    assert error(d, exactly) < (1e-4 if dtype == torch.float32 else 6e-3)
+
+
+def test_rows_beyond_32_bits() -> None:
+    """A chunk of more than 2^31 logits: its last row is what it is alone, statistics and gradient."""
+    size = 2**31 // VOCABULARY + 10
+    row = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3)).to(GPU, torch.bfloat16)
+    logits = torch.zeros(size, VOCABULARY, device=GPU, dtype=torch.bfloat16)
+    logits[-1] = row
+    labels, inv_t, one = torch.full((size,), 5, device=GPU), torch.ones(size, device=GPU), torch.ones((), device=GPU)
+    got, want = lm_head.stats(logits, labels, inv_t), lm_head.stats(row[None].clone(), labels[:1], inv_t[:1])
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a[-1], b[0])
+    d = lm_head.dlogits_(logits, labels, inv_t, got[0], got[2], one.expand(size), one.expand(size))
+    alone = lm_head.dlogits_(row[None], labels[:1], inv_t[:1], want[0], want[2], one.expand(1), one.expand(1))
+    assert torch.equal(d[-1], alone[0])
+
+
+def test_no_tokens(random_head: tuple[Tensor, Tensor]) -> None:
+    """A micro-batch without loss tokens has loss 0 and zero gradients, in both modes."""
+    head, streams = inputs(random_head, 0)
+    loss, sums = fused_token_loss(*head, streams, GRPO, 1024, compiled=True)
+    assert loss.item() == 0
+    assert not sums.any()
+    loss = loss + sum(values.sum() for values in logprob_entropy(*head, 1024))
+    assert not torch.autograd.grad(loss, head[1])[0].any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_never_hidden(bad: float, random_head: tuple[Tensor, Tensor]) -> None:
+    """One hidden state that is not finite makes the loss and the weight's gradient NaN."""
+    head, streams = inputs(random_head, 100)
+    with torch.no_grad():
+        head[0][70, 3] = bad
+    loss, sums = fused_token_loss(*head, streams, GRPO, 64, compiled=True)
+    assert loss.isnan()
+    assert sums[0].isnan()
+    assert torch.autograd.grad(loss, head[1])[0].isnan().any()
+
+
+def test_nothing_is_compiled_twice(random_head: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first micro-batch, others of any length and alignment compile no kernel and no graph."""
+    import triton
+
+    torch._dynamo.reset()
+    lm_head._differentiated.cache_clear()
+    compiled = []
+
+    def step(tokens: int) -> None:
+        head, streams = inputs(random_head, tokens)
+        fused_token_loss(*head, streams, GRPO, 96, compiled=True)[0].backward()
+        sum(logprob_entropy(*head, 33)).sum().backward()
+
+    step(300)
+    graphs = counters["stats"]["unique_graphs"]
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **kw: compiled.append(kw["repr"]))
+    for tokens in (96, 1000, 97, 1, 0, 551):
+        step(tokens)
+    assert compiled == []
+    assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_nothing_waits_for_the_device(random_head: tuple[Tensor, Tensor]) -> None:
+    """Forward and backward of the one-pass head run without a host sync."""
+    head, streams = inputs(random_head, 300)
+    run = partial(fused_token_loss, *head, streams, GRPO, 96, compiled=True)
+    run()[0].backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()[0].backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_memory() -> None:
+    """The one-pass head needs no more than two chunks of logits and its gradients."""
+    tokens, width, chunk = 8192, 1024, 1024
+    hidden = torch.randn(tokens, width, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(VOCABULARY, width, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(tokens, dtype=torch.long, device=GPU)
+    head = hidden, weight, labels, torch.ones(tokens, device=GPU)
+    streams = torch.zeros(len(STREAMS), tokens, device=GPU)
+    run = partial(fused_token_loss, *head, streams, GRPO, chunk, compiled=True)
+    torch.autograd.grad(run()[0], (hidden, weight))  # compiles, and takes the matrix products' workspace
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(run()[0], (hidden, weight))
+    used = torch.cuda.max_memory_allocated() - before
+    assert used < 1.2 * (2 * chunk * VOCABULARY * 2 + weight.numel() * 4 + 2 * hidden.numel() * 2)
