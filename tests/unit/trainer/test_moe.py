@@ -1,0 +1,229 @@
+"""Experts: routed in float32, computed in groups, and counted; the same as transformers' own block, which loops over them."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
+
+from conftest import make_tiny_model
+from prime_rl.errors import UserError
+from prime_rl.trainer import moe
+from prime_rl.trainer.batch import to_device
+from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.names import named_parameters
+from prime_rl.trainer.packing import Document, collate
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+
+CPU = torch.device("cpu")
+LENGTHS = (17, 2, 40, 1, 9)
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("moe"), experts=5)
+
+
+def make_block(experts: int = 6, k: int = 2, normalized: bool = True) -> Qwen3MoeSparseMoeBlock:
+    """transformers' block, random, computing expert by expert."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "moe_intermediate_size": 8, "num_experts": experts, "num_experts_per_tok": k}
+    block = Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**shape, norm_topk_prob=normalized, experts_implementation="eager"))
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return block
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def with_gradients(block: nn.Module, hidden: Tensor) -> dict[str, Tensor]:
+    """A block's output and all its gradients, for one and the same gradient of the output."""
+    block.zero_grad()
+    inputs = hidden.detach().requires_grad_()
+    out = block(inputs)
+    out.backward(random(*out.shape, seed=2).to(out.dtype))
+    gradients = {name: p.grad for name, p in block.named_parameters() if p.grad is not None}
+    assert inputs.grad is not None
+    return {"out": out.detach(), "hidden": inputs.grad, **gradients}
+
+
+def gradients(policy: Policy, groups: list[list[Document]]) -> dict[str, Tensor]:
+    policy.zero_grad()
+    for group in groups:
+        policy(to_device(collate(group, 1), CPU), cross_entropy)[0].backward()
+    return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_router_is_float32(normalized: bool) -> None:
+    """From bfloat16 inputs the router makes float32 probabilities, exactly those of transformers' router in float32."""
+    block = make_block(normalized=normalized)
+    hidden = random(50, 16, dtype=torch.bfloat16)
+    router = block.gate
+    assert isinstance(router, Qwen3MoeTopKRouter)
+    weight, chosen = moe.route(hidden, router.weight, 2, normalized)
+    _, want_weight, want_chosen = router(hidden.float())
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight, want_weight)
+    assert torch.equal(chosen, want_chosen)
+
+
+def test_router_tells_apart_what_bfloat16_cannot() -> None:
+    """Two experts whose logits differ by less than a rounding of bfloat16 are still two."""
+    weight = torch.tensor([[1.0, 0.0], [1.0 + 2**-12, 0.0], [0.0, 1.0]])
+    _, chosen = moe.route(torch.ones(1, 2, dtype=torch.bfloat16), weight, 1, True)
+    assert chosen.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "normalized"), [(37, 6, 2, True), (30, 6, 3, False), (2, 16, 4, True)], ids=str
+)
+def test_equals_the_loop_over_experts(tokens: int, experts: int, k: int, normalized: bool, compiled: bool) -> None:
+    """Outputs and every gradient are those of transformers' loop over the experts, also where experts get no token."""
+    block = make_block(experts, k, normalized)
+    ours = moe.SparseBlock(copy.deepcopy(block))
+    if compiled:
+        ours.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    hidden = random(1, tokens, 16)
+    got, want = with_gradients(ours, hidden), with_gradients(block, hidden)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
+    _, chosen = moe.route(hidden[0], block.gate.weight, k, normalized)
+    assert ours.load.tolist() == torch.bincount(chosen.flatten(), minlength=experts).tolist()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_bfloat16_experts(compiled: bool) -> None:
+    """In bfloat16 (inputs, experts) with a float32 router, results are within a few of its roundings (2^-8) of float32's."""
+    block = make_block()
+    block.experts.to(torch.bfloat16)
+    ours = moe.SparseBlock(copy.deepcopy(block))
+    if compiled:
+        ours.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    hidden = random(1, 64, 16, dtype=torch.bfloat16)
+    got, want = with_gradients(ours, hidden), with_gradients(block.float(), hidden.float())
+    for name, tensor in want.items():
+        error = (got[name].float() - tensor).norm() / tensor.norm()
+        assert error < 2e-2, f"{name}: {error:.1e}"
+
+
+def test_policy_equals_transformers(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+    """Packed documents give transformers' log-probabilities of one document at a time, and their gradients."""
+    policy = make_policy(moe_model, head_chunk=7)
+    documents = support.random_documents(LENGTHS)
+    packed = policy(to_device(collate(documents, 1), CPU))[0]
+    theirs = AutoModelForCausalLM.from_pretrained(moe_model, dtype=torch.float32)
+    logprobs = []
+    for document in documents:
+        ids = torch.tensor(document.input_ids)
+        logp = torch.log_softmax(theirs(ids[None]).logits[0, :-1] / document.temperature, -1)
+        logprobs.append(logp.gather(1, ids[1:, None]).squeeze(1)[torch.tensor(document.loss_mask[1:])])
+    torch.testing.assert_close(packed, torch.cat(logprobs), atol=2e-5, rtol=1e-5)
+    together, apart = gradients(policy, [documents]), gradients(policy, [[d] for d in documents])
+    assert "model.layers.0.mlp.gate.weight" in together
+    for name, gradient in together.items():
+        torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"activation_checkpointing": "full"},
+        {"reshard_after_forward": False},
+        {"compile": True},
+    ],
+    ids=str,
+)
+def test_settings_change_no_number(
+    settings: dict[str, object], moe_model: Path, make_policy: Callable[..., Policy]
+) -> None:
+    """Compiling, recomputing and resharding change neither gradients, nor how evenly experts are seen to be loaded."""
+    groups = [support.random_documents((17, 30)), support.random_documents((25,))]
+    plain, other = make_policy(moe_model), make_policy(moe_model, **settings)
+    want, got = gradients(plain, groups), gradients(other, groups)
+    for name, gradient in want.items():
+        torch.testing.assert_close(got[name], gradient, atol=1e-5, rtol=1e-4, msg=name)
+    loads = [moe.load_sums(policy) for policy in (plain, other)]
+    assert loads[0] is not None
+    assert loads[1] is not None
+    assert torch.equal(loads[0] / loads[0].sum(), loads[1] / loads[1].sum())
+
+
+def test_router_keeps_float32_under_fsdp(
+    moe_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks compute in bfloat16, the router's matrix is gathered in float32, micro-batch after micro-batch, and has gradients."""
+    seen = []
+    route = moe.route
+
+    def look(hidden: Tensor, weight: Tensor, k: int, normalized: bool) -> tuple[Tensor, Tensor]:
+        seen.append((hidden.dtype, weight.dtype, weight.detach().clone()))
+        return route(hidden, weight, k, normalized)
+
+    monkeypatch.setattr(moe, "route", look)
+    policy = make_policy(moe_model, dtype="bfloat16")
+    masters = [block.gate.weight.full_tensor().clone() for block in moe.sparse_blocks(policy)]
+    for last in (False, True):
+        policy.set_reshard_after_backward(last)
+        policy(to_device(collate(support.random_documents((17, 30)), 1), CPU), cross_entropy)[0].backward()
+    assert all(block.gate.weight.grad.full_tensor().any() for block in moe.sparse_blocks(policy))
+    assert len(seen) == 4
+    for (hidden, weight, values), master in zip(seen, 2 * masters, strict=True):
+        assert (hidden, weight) == (torch.bfloat16, torch.float32)
+        assert torch.equal(values, master)
+
+
+def test_one_graph_for_every_length(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+    """Blocks compile without a break; once two lengths were seen, no other one compiles anything again."""
+    torch._dynamo.reset()
+    counters.clear()
+    policy = make_policy(moe_model, compile=True, dtype="bfloat16", activation_checkpointing="attention")
+    graphs = []
+    for lengths in ((17, 30), (25,), (9, 60, 3), (2,), (64,)):
+        gradients(policy, [support.random_documents(lengths)])
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] == graphs[-1], graphs
+    assert not counters["graph_break"]
+
+
+def test_load_metrics(moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+    """Counts begin anew with every read; what they say is worked out by hand."""
+    policy = make_policy(moe_model)
+    policy(to_device(collate(support.random_documents((10, 20)), 1), CPU))
+    first, second = moe.load_sums(policy), moe.load_sums(policy)
+    assert first is not None
+    assert second is not None
+    assert first.view(2, 5).sum(1).tolist() == [60.0, 60.0]  # 30 tokens, 2 experts each
+    assert not second.any()
+    values = [10.0, 10.0, 10.0, 10.0, 10.0, 40.0, 10.0, 0.0, 0.0, 0.0]
+    cv = (30**2 + 3 * 10**2) ** 0.5 / 5**0.5 / 10
+    assert moe.metrics(policy, values) == pytest.approx({"moe/load_max": 4, "moe/load_cv": cv / 2, "moe/unused": 0.3})
+
+
+def test_dense_models_have_no_experts(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """Nothing is counted, and there is nothing to gather."""
+    policy = make_policy(make_tiny_model(tmp_path))
+    assert moe.load_sums(policy) is None
+    assert moe.metrics(policy, []) == {}
+    assert policy.routers == []
+
+
+def test_unknown_experts_are_refused(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """A model whose experts the trainer would name and route wrongly is refused."""
+    shape = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 32, "num_experts": 4}
+    model = AutoModelForCausalLM.from_config(Qwen2MoeConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="experts of a family that the trainer does not know"):
+        make_policy(tmp_path)
