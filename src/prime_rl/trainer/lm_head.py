@@ -165,7 +165,7 @@ def _multiply(d_CV: Tensor, s: slice, hidden: Tensor, weight: Tensor, gradients:
     d_hidden, d_weight = gradients
     if d_hidden is not None:
         torch.mm(d_CV, weight, out=d_hidden[s])
-    if d_weight is None:
+    if d_weight is None or not len(d_CV):
         return
     if d_CV.dtype == d_weight.dtype:
         d_weight.addmm_(d_CV.t(), hidden[s])
