@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 
 # Rates of an H200 inside a step (matrix products, attention forward, pointwise kernels, host link each way); on other GPUs their ratios hold roughly.
 PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 50e9
-GATHER = 300e9
-"""Bytes per second of gathering weights over NVLink, and the share of that time for which computation does not make up."""
-GATHER_EXPOSED = 0.25
+GATHER, GATHER_EXPOSED = 300e9, 0.25
+"""Bytes per second of gathering weights over NVLink, and the share of that time for which computation does not make up (an assumption)."""
 CHUNK_OVERHEAD = 1e-4
 """Seconds that each of the head's chunks takes to begin and end."""
 EAGER_NONE = 1.6
@@ -189,7 +188,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             "head": 4 * hidden + min(settings.head_chunk, tokens) * s.vocabulary * size + 4 * weight,
         },
         "the head's gradient": {"activations": everything, "head": 4 * hidden + (4 + size) * weight},
-        "the embedding's gradient": {"head": 2 * size * weight, "reduction": 4 * s.root_parameters},
+        "the reduction of embedding and head": {"reduction": 8 * s.root_parameters},  # float32, before and after
     }
     plain = tokens * kept_bytes(s, "none", size, job.compiled)
     done = 0
@@ -202,7 +201,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             - kept[level]
             + 2 * hidden
             + 4 * tokens * s.query,  # attention sums dq in float32
-            "reduction": (size + (4 if job.ranks == 1 else 8)) * s.layer_parameters,
+            "reduction": (size + 8) * s.layer_parameters,
         }
     return Estimate({name: held | parts for name, parts in moments.items()})
 

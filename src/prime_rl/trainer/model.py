@@ -115,11 +115,11 @@ def build_policy(
         fully_shard(layer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
     # Embedding, final norm and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            # The loss is already divided by the global token count, so gradients are summed, not averaged. Gloo knows no pre-multiplied sum.
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
+    units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    for unit in units if world.size > 1 else ():  # one rank sums nothing, but would divide by 1 all the same
+        # The loss is already divided by the global token count, so gradients are summed, not averaged. Gloo knows no pre-multiplied sum.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
     policy.to_empty(device=world.device)
     lm.tie_weights()
     initialize_buffers(lm, source.name)
