@@ -304,11 +304,14 @@ class Bench:
 
 
 def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
-    """Run a case: warm-up, the measured steps, and one more in which the host's waits are counted. The row of a table."""
+    """Run a case: the warm-up, in whose last step the host's waits are counted, and the measured steps. The row of a table."""
     with Bench(case, device, scratch) as bench:
-        begun = [time.perf_counter()]
-        for _ in range(case.warm):
-            bench.step()
+        begun, waits = [time.perf_counter()], None
+        for number in range(case.warm):
+            if number + 1 < case.warm:
+                bench.step()
+            else:
+                waits = count_waits(bench)
             bench.finish_steps()
             begun.append(time.perf_counter())
         perf.reset_peak_memory(bench.world.device)
@@ -319,7 +322,6 @@ def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         here = [perf.peak_allocated_gib(bench.world.device), perf.peak_memory_gib(bench.world.device)]
         peaks = [max(values) for values in zip(*gather(bench.world, here), strict=True)]
-        waits = count_waits(bench)
         bench.drain()
         return _row(bench, seconds, begun, peaks, waits)
 
@@ -370,7 +372,7 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], w
 
 
 def count_waits(bench: Bench) -> float | None:
-    """How often the host waits for the device in one more step, as far as torch notices. The profiler sees every kind of wait."""
+    """How often the host waits for the device in a step, as far as torch notices. The profiler sees every kind of wait."""
     with HostSyncs(bench.world.device, count=True) as syncs:
         bench.step()
         return syncs.take().get("perf/host_syncs")

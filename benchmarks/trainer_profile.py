@@ -24,23 +24,25 @@ from steps import Bench, Case, parse_case
 Span = tuple[float, float, str]
 """Start and end in microseconds, and the name of a kernel or copy."""
 
-# The first group of which a part occurs in the kernel's name, in lower case. Kernels that inductor fused are `pointwise`.
+# The first group of which a part occurs in the kernel's name, in lower case. What inductor fused has `triton_` in front and is pointwise.
 GROUPS = {
+    "pointwise": ("triton_",),
     "nccl": ("nccl",),
+    "copies": ("memcpy", "memset", "direct_copy", "copyfunctor", "chunk_cat", "split_with_sizes"),
     "optimizer and clipping": ("multi_tensor", "lpnorm", "adam"),
     "head": ("_stats", "_dlogits"),
     "attention": ("flash", "fmha", "sdpa", "attention", "attn"),
     "matmul": ("gemm", "nvjet", "cutlass", "splitk", "cublas", "grouped_mm"),
-    "copies": ("memcpy", "memset", "direct_copy", "chunk_cat", "split_with_sizes"),
-    "pointwise": ("",),
 }
+_LAST = ("copies", "nccl")  # credited with time only where nothing else runs
+_ANNOTATIONS = ("FSDP::", "ProfilerStep", "Optimizer.")  # of regions: no kernels
 # Runtime calls by which the host waits for the device.
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
 def group_of(name: str) -> str:
     """The group that a kernel belongs to."""
-    return next(group for group, parts in GROUPS.items() if any(part in name.lower() for part in parts))
+    return next((group for group, parts in GROUPS.items() if any(part in name.lower() for part in parts)), "pointwise")
 
 
 def breakdown(kernels: Sequence[Span], steps: int) -> dict[str, Any]:
@@ -66,7 +68,7 @@ def breakdown(kernels: Sequence[Span], steps: int) -> dict[str, Any]:
 
 
 def _alone(spans: Iterable[Span]) -> dict[str, float]:
-    order = [group for group in GROUPS if group not in ("nccl", "copies")] + ["nccl", "copies"]
+    order = [group for group in GROUPS if group not in _LAST] + list(_LAST)
     changes = []
     for start, end, group in spans:
         changes += [(start, 1, group), (end, -1, group)]
@@ -109,7 +111,11 @@ def profile(case: Case, device: str, scratch: Path, steps: int = 2) -> dict[str,
         chosen = bench.chosen()
     kind = torch.autograd.DeviceType.CUDA if device == "cuda" else torch.autograd.DeviceType.CPU
     events = list(seen.events())
-    kernels = [(e.time_range.start, e.time_range.end, e.name) for e in events if e.device_type == kind]
+    kernels = [
+        (e.time_range.start, e.time_range.end, e.name)
+        for e in events
+        if e.device_type == kind and not e.name.startswith(_ANNOTATIONS)
+    ]
     waits = {name: count / steps for name, count in Counter(e.name for e in events if e.name in WAITS).items()}
     return {**breakdown(kernels, steps), "host_waits": waits, "longest": longest(kernels, steps), "chosen": chosen}
 
