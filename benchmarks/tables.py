@@ -229,11 +229,11 @@ def _trainer_part() -> list[str]:
 def _profile_part() -> list[str]:
     found = _read("profile_h200.json")
     parts = [
-        f"`trainer_profile.py`. One step under the profiler. {'Measured: ' + _machine(found) + '.' if found else 'Not measured.'}"
+        f"`trainer_profile.py`. A step under the profiler, by groups of kernels (`alone`: every instant credited once). {'Measured: ' + _machine(found) + '.' if found else 'Not measured.'}"
     ]
     for name, row in found.get("rows", {}).items():
         if "failed" in row:
-            parts.append(f"{name}: failed: {row['failed']}")
+            parts.append(f"`{name}`: failed: {row['failed']}")
             continue
         groups = sorted(row["groups"].items(), key=lambda item: -item[1]["ms"])
         lines = [["", "ms", "of it alone", "kernels"]]
@@ -242,7 +242,7 @@ def _profile_part() -> list[str]:
         ]
         lines.append(["idle", f"{row['idle_ms']:.1f}", "", ""])
         lines.append(["**the step**", f"{row['span_ms']:.1f}", "", f"{row['kernels']:.0f}"])
-        parts += [f"{name}:", markdown(lines)]
+        parts += [f"`{name}` ({row['chosen']}):", markdown(lines)]
     return parts
 
 

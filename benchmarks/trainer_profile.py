@@ -124,8 +124,10 @@ def show(name: str, row: dict[str, Any]) -> str:
     """A case's table."""
     if "failed" in row:
         return f"{name}: FAILED: {row['failed']}"
+    waits = ", ".join(f"{wait} {count:g}" for wait, count in row["host_waits"].items()) or "none"
     lines = [
-        f"{name}: {row['span_ms']:.1f} ms, idle {row['idle_ms']:.1f} ms, {row['kernels']} kernels, host waits {row['host_waits']}"
+        f"{name} ({row['chosen']})",
+        f"  {row['span_ms']:.1f} ms a step, {row['idle_ms']:.1f} of it idle, {row['kernels']:.0f} kernels; host waits: {waits}",
     ]
     lines += [f"  {'':<24}{'ms':>10}{'alone':>10}{'kernels':>9}"]
     for group, part in sorted(row["groups"].items(), key=lambda item: -item[1]["ms"]):
