@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -117,8 +117,19 @@ def one_of(ranks: int, rank: int, replicas: int) -> Iterator[World]:
         dist.destroy_process_group()
 
 
+class Holder(nn.Module):
+    """What a policy is to those who ask for its parameters."""
+
+    def __init__(self, lm: nn.Module) -> None:
+        super().__init__()
+        self.lm = lm
+
+    def forward(self) -> None:
+        """FSDP asks for one."""
+
+
 def pieces(
-    model: Path, fill: Callable[[Policy, World], None], ranks: int, replicas: int = 1
+    model: Path, fill: Callable[[nn.Module, World], None], ranks: int, replicas: int = 1
 ) -> dict[str, list[tuple[int, Tensor]]]:
     """Of every stored tensor the rows that ranks which write give for it, each with its first row, in the order of the ranks."""
     found: dict[str, list[tuple[int, Tensor]]] = {}
@@ -126,7 +137,7 @@ def pieces(
         with one_of(ranks, rank, replicas) as here:
             with torch.device("meta"):
                 lm = AutoModelForCausalLM.from_config(find_model(str(model)).config, dtype=torch.float32)
-            policy = Policy(lm, 64, False, False)
+            policy = Holder(lm)
             fully_shard(policy, mesh=here.mesh)
             policy.to_empty(device="cpu")
             fill(policy, here)
