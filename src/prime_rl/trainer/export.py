@@ -137,12 +137,13 @@ class Staging:
 
     def bytes_of(self, piece: Piece) -> npt.NDArray[np.uint8]:
         """A piece's bytes, a view of the buffer."""
-        return self.allocate()[piece.start : piece.end].view(torch.uint8).numpy()
+        assert self._buffer is not None, "nothing was copied"
+        return self._buffer[piece.start : piece.end].view(torch.uint8).numpy()
 
     def close(self) -> None:
         """Give the buffer back. Nothing may be copying into it any more."""
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self.allocate().data_ptr())
+        if self._buffer is not None and self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
         self._buffer, self._locked = None, False
 
 

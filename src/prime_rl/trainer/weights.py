@@ -138,31 +138,32 @@ class Versions:
         if self._pending is None and not self._others:
             return
         began = time.perf_counter()
-        (pending, self._pending), (others, self._others) = (self._pending, None), (self._others, [])
-        times = agree(self.world, lambda: self._results(pending, others))
-        if pending is not None:
+        version, times = agree(self.world, self._take_results)
+        if version is not None:
             times["time/export"] = self._waited + time.perf_counter() - began
             self._waited = 0.0
-            self._on_committed(pending[0], times)
+            self._on_committed(version, times)
 
     def close(self) -> None:
         """Let the thread finish what it is at, for at most `timeout`; whatever becomes of it."""
         self._thread.shutdown(wait=False)
-        if not self._unfinished(self._pending, self._others):
-            self._staging.close()
+        if self._finished():
+            self._staging.close()  # else it may still be read
 
-    def _results(self, pending: tuple[int, Future[Times]] | None, others: list[Future[object]]) -> Times:
-        if self._unfinished(pending, others):
-            subject = f"weights/step_{pending[0]}" if pending else "end of pruning"
+    def _take_results(self) -> tuple[int | None, Times]:
+        if not self._finished():
+            subject = f"weights/step_{self._pending[0]}" if self._pending else "end of pruning"
             raise WaitTimeout(subject, "the thread that writes it", self._timeout)
+        (pending, self._pending), (others, self._others) = (self._pending, None), (self._others, [])
         times = {} if pending is None else pending[1].result(timeout=0)
         for other in others:
             other.result(timeout=0)
-        return times
+        return pending and pending[0], times
 
-    def _unfinished(self, pending: tuple[int, Future[Times]] | None, others: list[Future[object]]) -> bool:
-        futures: list[Future[Any]] = [*others, *([] if pending is None else [pending[1]])]
-        return bool(wait_for_futures(futures, timeout=self._timeout).not_done)
+    def _finished(self) -> bool:
+        """Whether the thread has done all, after waiting for it."""
+        futures: list[Future[Any]] = [*self._others, *([] if self._pending is None else [self._pending[1]])]
+        return not wait_for_futures(futures, timeout=self._timeout).not_done
 
     def _commit(self, version: int, copied: Copy, check: Callable[[], object]) -> Times:
         """In the thread."""

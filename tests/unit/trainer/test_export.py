@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.errors import UserError
@@ -122,6 +124,22 @@ def test_transformers_loads_what_was_trained(
     assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(directory).chat_template
 
 
+def test_chunks_of_the_device(world: World, make_policy: Callable[..., Policy], untied_model: Path) -> None:
+    """Casting piece by piece through a small buffer, which tensors begin and end anywhere in, gives what casting at once does."""
+    policy = make_policy(untied_model)
+    whole, pieces = Staging(policy, world, torch.bfloat16), Staging(policy, world, torch.bfloat16)
+    whole.copy()
+    rows = [piece.tensor.local(world)[0].reshape(-1) for piece in pieces.pieces]
+    size, found = 1000, []
+    pieces._chunk = torch.empty(size, dtype=torch.bfloat16)
+    for first in range(0, pieces.elements, size):
+        last = min(first + size, pieces.elements)
+        pieces._cast(rows, first, last)
+        found.append(pieces._chunk[: last - first].clone())
+    assert len(found) > 100
+    assert torch.equal(torch.cat(found), whole.allocate())
+
+
 def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) -> None:
     """`auto` keeps the dtype that the base model was published in."""
     AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.bfloat16).save_pretrained(tmp_path)
@@ -231,3 +249,58 @@ def test_prune(versions: Callable[[], Versions], tmp_path: Path) -> None:
     life.prune(1, 0, lambda: [2])
     life.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 5, 6]
+
+
+def test_weights_may_change_meanwhile(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """What is committed are the weights at the time of `commit`, whatever becomes of them until they are written."""
+    life = versions()
+    life.open(0)
+    parameter = life._staging.tensors[0].parameter
+    name, before = life._staging.tensors[0].name, parameter.full_tensor().detach().clone()
+    go_on = threading.Event()
+    life.commit(1, lambda: go_on.wait(10))
+    with torch.no_grad():
+        parameter.to_local().add_(1.0)
+    assert list_steps(tmp_path / "weights") == [0]
+    go_on.set()
+    life.settle()
+    assert torch.equal(load_file(tmp_path / "weights" / "step_1" / "model.safetensors")[name], before)
+    verify_weights(tmp_path / "weights" / "step_1")
+
+
+def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """A version that its check refuses is not committed; the next call says why, and what comes after goes on."""
+    told: list[int] = []
+    life = versions()
+    life._on_committed = lambda version, times: told.append(version)
+    life.open(0)
+
+    def refuse() -> None:
+        raise UserError("not finite")
+
+    life.commit(1, refuse)
+    with pytest.raises(UserError, match="not finite"):
+        life.commit(2)
+    life.settle()
+    life.commit(3)
+    life.settle()
+    assert list_steps(tmp_path / "weights") == [0, 3]
+    assert told == [3]
+    assert [path.name for path in (tmp_path / "weights").glob(".*")] == []
+
+
+def test_a_version_that_takes_too_long(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
+    life = versions()
+    life.open(0)
+    life.settle()
+    go_on = threading.Event()
+    life.commit(1, lambda: go_on.wait(10))
+    life._timeout = 0.05
+    for _ in range(2):
+        with pytest.raises(UserError, match="no weights/step_1 from the thread that writes it"):
+            life.commit(2)
+    go_on.set()
+    life._timeout = 60
+    life.settle()
+    assert list_steps(tmp_path / "weights") == [0, 1]

@@ -1,0 +1,256 @@
+"""The RL trainer's loop on a GPU: the host does not wait, nothing is compiled again, versions are what was trained, a resumed run goes on as it was."""
+
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch._dynamo.utils import counters
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from conftest import make_tiny_model
+from prime_rl.config import TrainerConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor import read_metrics
+from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer import batch, export
+from prime_rl.trainer.bench import HostSyncs
+from prime_rl.trainer.loss import STREAMS
+from prime_rl.trainer.names import stored_tensors
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.report import Report
+from prime_rl.trainer.rl import train as loop
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.rollouts import write_batch
+from prime_rl.transport.weights import verify_weights
+from support import trainer as support
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+DEVICE = "cuda"
+run_training = support.run_training
+Run = Callable[[TrainerConfig], None]
+SEQ_LEN, STEPS, LR = 2048, 6, 1e-4
+# Tokens of every sample of a step. Several micro-batches, of many documents or of a single one, full or nearly empty.
+LENGTHS = [
+    [300, 1500, 700, 40, 900, 1200, 333],
+    [800, 17, 1900, 650, 64, 64],
+    [1024, 1000, 5, 2040],
+    [2048, 700],
+    [64] * 40,
+    [9, 30],
+]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers as wide as Qwen3-0.6B's, with the bytes as vocabulary, in float32."""
+    directory = make_tiny_model(tmp_path_factory.mktemp("model"))
+    shape = Qwen3Config.from_pretrained(directory)
+    shape.update({"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "head_dim": 128})
+    shape.update({"num_attention_heads": 16, "num_key_value_heads": 8, "max_position_embeddings": 4096})
+    shape.layer_types = ["full_attention"] * 4
+    shape.initializer_range = 0.02
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(shape).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def compile_anew() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def write_rollouts(output_dir: Path, steps: int = STEPS) -> None:
+    rng = np.random.default_rng(1)
+    for step, lengths in enumerate(LENGTHS[:steps]):
+        samples = [support.make_sample(rng, f"{step}-{i}", tokens) for i, tokens in enumerate(lengths)]
+        write_batch(output_dir / "rollouts", step, samples)
+
+
+def config(output_dir: Path, directory: Path, **settings: Any) -> TrainerConfig:
+    base = {"device": DEVICE, "seq_len": SEQ_LEN, "max_steps": STEPS, "async_level": STEPS, "optim": {"lr": LR}}
+    model = {"name": str(directory), **settings.pop("model", {})}
+    rest = {"output_dir": output_dir, "weights": {"keep": None}, "rollout_timeout": 5.0}
+    return TrainerConfig.model_validate({**base, **rest, "model": model, **settings})
+
+
+def rows(output_dir: Path) -> list[dict[str, float]]:
+    return read_metrics(metrics_path(output_dir, "trainer"))
+
+
+def version(output_dir: Path, number: int) -> dict[str, Tensor]:
+    return load_file(output_dir / "weights" / f"step_{number}" / "model.safetensors")
+
+
+class Watch:
+    """What a run does: graphs compiled until each step begins, and the weights after each update, cloned on the device without waiting for it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.graphs: list[int] = []
+        self.weights: list[dict[str, Tensor]] = []
+        step, update = Report.step, loop.optimizer_step
+
+        def begin(report: Report, number: int) -> None:
+            self.graphs.append(counters["stats"]["unique_graphs"])
+            step(report, number)
+
+        def change(policy: torch.nn.Module, *rest: Any) -> Tensor:
+            norm = update(policy, *rest)
+            with torch.no_grad():
+                self.weights.append({t.name: t.parameter.to_local().clone() for t in stored_tensors(policy)})
+            return norm
+
+        patch.setattr(Report, "step", begin)
+        patch.setattr(loop, "optimizer_step", change)
+        patch.setattr(loop, "HostSyncs", lambda device, count: HostSyncs(device, count=True))
+
+
+@pytest.fixture(scope="session")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Watch]:
+    """A run of six steps, watched. Copying a version takes longer than the step after it would, did that not wait."""
+    output_dir = tmp_path_factory.mktemp("whole")
+    write_rollouts(output_dir)
+    cast = export.Staging._cast
+
+    def slow(staging: export.Staging, *rest: Any) -> None:
+        torch.cuda._sleep(300_000_000)  # cycles: some 0.15 s
+        cast(staging, *rest)
+
+    torch._dynamo.reset()
+    counters.clear()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        watch = Watch(patch)
+        patch.setattr(export.Staging, "_cast", slow)
+        loop.train(config(output_dir, model))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return output_dir, watch
+
+
+def test_the_host_does_not_wait(whole: tuple[Path, Watch]) -> None:
+    """Once it is warm, a step waits for the device once: to read the outcome of the step before."""
+    assert [row["perf/host_syncs"] for row in rows(whole[0])][2:] == [1] * (STEPS - 2)
+
+
+def test_nothing_is_compiled_again(whole: tuple[Path, Watch]) -> None:
+    """Whatever comes after the first two steps: one document, forty, a few tokens, a full micro-batch."""
+    graphs = whole[1].graphs
+    assert len(graphs) == STEPS
+    assert graphs[2] > 0, "nothing was compiled"
+    assert graphs[2:] == [graphs[2]] * (STEPS - 2)
+
+
+def test_versions_are_what_was_trained(whole: tuple[Path, Watch]) -> None:
+    """Every version verifies and holds the bytes of the weights after its step, though the next step was under way while they were copied."""
+    output_dir, watch = whole
+    assert list_steps(output_dir / "weights") == list(range(STEPS + 1))
+    for step, weights in enumerate(watch.weights):
+        verify_weights(output_dir / "weights" / f"step_{step + 1}")
+        committed = version(output_dir, step + 1)
+        assert committed.keys() == weights.keys()
+        for name, tensor in weights.items():
+            assert torch.equal(committed[name], tensor.cpu()), (step, name)
+    assert not torch.equal(*(version(output_dir, number)["model.embed_tokens.weight"] for number in (1, 2)))
+
+
+def test_rows_are_whole(whole: tuple[Path, Watch]) -> None:
+    """Rows come one step late, but all of them, in order, with times of the device that add up."""
+    found = rows(whole[0])
+    assert [row["step"] for row in found] == list(range(STEPS))
+    for row in found:
+        parts = row["time/forward_backward"] + row["time/optimizer"]
+        assert 0 < parts < row["time/step"] + 0.01
+        assert {
+            "time/export",
+            "time/export_cast",
+            "time/export_copy",
+            "time/export_write",
+            "perf/throughput",
+        } <= row.keys()
+        assert row["optim/grad_norm"] > 0
+
+
+def test_resume_equals_uninterrupted(whole: tuple[Path, Watch], run_training: Run, model: Path, tmp_path: Path) -> None:
+    """Three steps, and three more after a resume, lead to where six lead at once.
+
+    Not bit for bit: attention's backward adds up in an order that changes. The distance must be small against the way that was made, which it would
+    not be without the optimizer's states.
+    """
+    write_rollouts(tmp_path)
+    run_training(config(tmp_path, model, max_steps=3, ckpt={"interval": None}))
+    torch._dynamo.reset()
+    run_training(config(tmp_path, model, ckpt={"resume_step": 3}))
+    base = load_file(model / "model.safetensors")
+    ends = [version(directory, STEPS) for directory in (whole[0], tmp_path)]
+    apart = sum((ends[0][name] - ends[1][name]).square().sum().item() for name in ends[0])
+    moved = sum((ends[0][name] - base[name]).square().sum().item() for name in ends[0])
+    assert (apart / moved) ** 0.5 < 0.1
+    for first, second in zip(rows(whole[0]), rows(tmp_path), strict=True):
+        assert second["loss/mean"] == pytest.approx(first["loss/mean"], rel=0.05, abs=0.01)
+        assert second["progress/total_tokens"] == first["progress/total_tokens"]
+
+
+def test_diverged_step_is_not_committed(run_training: Run, model: Path, tmp_path: Path) -> None:
+    """A gradient that is not finite is noticed late on a GPU, but before anything of its step is committed."""
+    write_rollouts(tmp_path, 2)
+    broken = support.make_sample(np.random.default_rng(0), "broken", 6)
+    broken.logprobs = [0.0, 0.0, 0.0, -500.0, -500.0, -500.0]
+    broken.advantages = [0.0, 0.0, 0.0, -1.0, -1.0, -1.0]
+    write_batch(tmp_path / "rollouts", 2, [broken])
+    write_batch(tmp_path / "rollouts", 3, [support.make_sample(np.random.default_rng(1), "never", 30)])
+    settings = {"max_steps": 4, "ckpt": {"interval": 3}, "model": {"compile": False}}
+    with pytest.raises(UserError, match="step 2: the gradient norm is (nan|inf)"):
+        run_training(config(tmp_path, model, **settings))
+    assert list_steps(tmp_path / "weights") == [0, 1, 2]
+    assert list_steps(tmp_path / "checkpoints") == []
+    assert [row["step"] for row in rows(tmp_path)] == [0, 1]
+
+
+def test_two_copies_that_nobody_waits_for() -> None:
+    """A micro-batch lies in page-locked memory, and goes to the device without a wait."""
+    documents = support.random_documents((700, 1, 1347), len(STREAMS))
+    (host,) = batch.pinned([collate(documents, len(STREAMS), 128)], torch.device(DEVICE))
+    assert host.ints.is_pinned()
+    assert host.floats.is_pinned()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        placed = batch.to_device(host, torch.device(DEVICE))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = batch.to_device(host, torch.device("cpu"))
+    for name in ("input_ids", "position_ids", "cu_seqlens", "loss_index", "labels", "inv_temperature", "streams"):
+        assert torch.equal(getattr(placed, name).cpu(), getattr(expected, name)), name
+
+
+def test_bench(
+    run_training: Run, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table has both counts of MFU, both peaks of memory and the host's waits."""
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    caplog.set_level(logging.INFO, "prime_rl")
+    settings = {"bench": True, "data": {"fake": {"batch_size": 16, "lengths": "lognormal"}}}
+    run_training(config(tmp_path, model, max_steps=None, **settings))
+    table = caplog.text[caplog.text.index("benchmark:") :]
+    for label in (
+        "tokens/s",
+        "step (ms)",
+        "as causal",
+        "as PRIME-RL",
+        "in tensors",
+        "reserved",
+        "host syncs",
+        "compiling",
+    ):
+        assert label in table
+    assert rows(tmp_path)[-1]["perf/host_syncs"] == 1
