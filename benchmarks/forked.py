@@ -91,7 +91,7 @@ def _run(job: Callable[[], Any], sender: Connection | None, log: Path, environme
         result: tuple[Any, str | None] = (job(), None)
     except BaseException as error:  # noqa: BLE001  whatever it is, it is the outcome of this job
         traceback.print_exc()
-        result, status = (None, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"), 1
+        result, status = (None, f"{type(error).__name__}: {' '.join(str(error).split())[:1500]}"), 1
     if sender is not None:
         sender.send(result)
     sys.stdout.flush()

@@ -348,6 +348,7 @@ def _row(bench: Bench, seconds: float, begun: list[float], peaks: list[float], w
     export = ("cast", "copy", "write", "hash", "commit")
     return {
         "case": asdict(case),
+        "device": torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "cpu",
         "tokens_per_second": sum(lengths) / seconds / world.size,
         "tokens_per_step": sum(lengths) / len(steps),
         "step_ms": {

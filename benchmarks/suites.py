@@ -73,6 +73,9 @@ RANKS = tuple(
     replace(case, name=case.name.replace("1 rank", f"{ranks} ranks" if ranks > 1 else "1 rank"), ranks=ranks)
     for case in (_ONE, _FOUR)
     for ranks in (1, 2, 4)
+) + tuple(
+    replace(case, name=case.name.replace("1 rank", "2 ranks, replicas"), ranks=2, settings={"dp_replicate": 2})
+    for case in (_ONE, _FOUR)
 )
 
 TINY = (

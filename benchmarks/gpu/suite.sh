@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the trainer on a GPU host, in the order in which scarce time is best spent.
 #
-#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto attention neutrality profile ranks mismatch bench
+#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto attention neutrality profile ranks mismatch bench oom
 #
 # Needs Python with torch and the trainer's packages (PYTHON, default python3); `src` is put on PYTHONPATH. Writes trainer.json, neutrality.json,
 # profile.json, mismatch.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no
@@ -44,7 +44,7 @@ trainer() {
 
 for part in $parts; do
     case $part in
-        check) run check 240 -m pytest -q -m gpu "$here/../tests/gpu" ;;
+        check) run check 240 -m pytest -q -m gpu -W ignore::pytest.PytestConfigWarning "$here/../tests/gpu" ;;
         bars) trainer bars 500 ;;
         auto) trainer auto 300 ;;
         attention) trainer attention 150 ;;
@@ -58,6 +58,9 @@ for part in $parts; do
         bench) # the trainer's own command, without any option, beside the same case of `bars`
             run bench 120 -m prime_rl.entrypoints.trainer --bench --output-dir "$(mktemp -d)" --seq-len 16384 \
                 --data.fake.micro-batch-size 1 --data.fake.batch-size 2
+            ;;
+        oom) # an error that says what took the memory and what would help
+            run oom 90 "$here/trainer.py" --case "4B 16x4096 activation_checkpointing=none steps=1 warm=1" --json "$out/oom.json" --log "$out/suite.log"
             ;;
         *) echo "unknown part $part" && exit 2 ;;
     esac
