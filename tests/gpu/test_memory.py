@@ -1,6 +1,8 @@
 """Memory on the GPU: the estimate against what is really allocated, offload against none, and running out."""
 
+import gc
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from prime_rl.trainer import memory
 from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.footprint import estimate
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.memory import GIB
+from prime_rl.trainer.memory import GIB, MemoryPlan
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
@@ -43,53 +45,67 @@ def source() -> Source:
     return known
 
 
-def batches(tokens: int = TOKENS) -> list[HostBatch]:
-    """Two micro-batches of four documents, every token but the first trained on; streams of one whole step."""
+def batches() -> list[HostBatch]:
+    """Two micro-batches of four documents, every token but the first trained on."""
     draw = torch.Generator().manual_seed(0)
 
     def document(length: int) -> Document:
         ids = torch.randint(0, 151_936, (length,), generator=draw).numpy()
-        mask, stream = torch.ones(length, dtype=torch.bool).numpy(), torch.full((1, length), 0.5 / tokens).numpy()
-        return Document(ids, mask, 1.0, stream)
+        mask, weight = torch.ones(length, dtype=torch.bool).numpy(), torch.full((1, length), 0.5 / TOKENS).numpy()
+        return Document(ids, mask, 1.0, weight)
 
-    return [collate([document(tokens // 4) for _ in range(4)], 1) for _ in range(2)]
+    return [collate([document(TOKENS // 4) for _ in range(4)], 1) for _ in range(2)]
 
 
-def train(policy: Policy, world: World, tokens: int = TOKENS, steps: int = 2) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step; the peak is that of the last."""
+Results = list[tuple[float, float]]
+
+
+def train(policy: Policy, world: World, steps: int = 2) -> Results:
+    """Loss and gradient norm of each step; the peak that torch knows afterwards is the last one's."""
     optimizer, results = build_optimizer(policy, AdamW()), []
     for _ in range(steps):
         torch.cuda.reset_peak_memory_stats()
-        sums = forward_backward(policy, batches(tokens), cross_entropy, world)
+        sums = forward_backward(policy, batches(), cross_entropy, world)
         norm = optimizer_step(policy, optimizer, 1e-5, 1.0)
         results.append((sums[0].item(), norm.item()))
     return results
 
 
-def build(source: Source, world: World, tokens: int = TOKENS, **settings: object) -> Policy:
-    return build_policy(source, TrainerModel.model_validate(settings), world, tokens=tokens, optim=AdamW())
+def build(source: Source, world: World, **settings: object) -> Policy:
+    config = TrainerModel.model_validate(settings)
+    return build_policy(source, config, world, tokens=TOKENS, optim=AdamW())
+
+
+def measured(source: Source, world: World, **settings: object) -> tuple[float, Results, MemoryPlan, list[int]]:
+    """GiB at the peak, results, plan, and chunks of host memory (all, free) of a policy that is given up again."""
+    gc.collect()
+    torch._dynamo.reset()
+    before = torch.cuda.memory_allocated()
+    policy = build(source, world, **settings)
+    results = train(policy, world)
+    peak = (torch.cuda.max_memory_allocated() - before) / GIB
+    host = getattr(policy.lm.model.layers[0], "host", None)
+    return peak, results, policy.memory, [host.chunks, len(host._free)] if host else []
 
 
 def test_estimate_of_every_level(source: Source, world: World) -> None:
     """What is allocated at most is within 10 % of the estimate, and each level takes less than the one before; no level changes a number."""
     peaks, results = [], []
     for level in LEVELS:
-        policy = build(source, world, activation_checkpointing=level, activation_offload=False)
-        results.append(train(policy, world))
-        peaks.append(torch.cuda.max_memory_allocated() / GIB)
-        plan = policy.memory
+        peak, result, plan, _ = measured(source, world, activation_checkpointing=level, activation_offload=False)
         assert plan.job is not None
         expected = estimate(plan.shape, plan.job, plan.settings)
-        print(f"{level:10} {peaks[-1]:6.2f} GiB, estimated {expected.total / GIB:6.2f} in {expected.moment}")
-        assert expected.total / GIB == pytest.approx(peaks[-1], rel=0.1)
-        del policy
-    assert peaks == sorted(peaks, reverse=True)
-    assert len(set(peaks)) == len(LEVELS)
+        print(f"{level:10} {peak:6.2f} GiB, estimated {expected.total / GIB:6.2f} in {expected.moment}")
+        peaks.append((peak, expected.total / GIB))
+        results.append(result)
+    for peak, estimated in peaks:
+        assert estimated == pytest.approx(peak, rel=0.1)
+    assert all(more > less for (more, _), (less, _) in pairwise(peaks)), peaks
     for result in results[1:]:
         assert_near(result, results[0])
 
 
-def assert_near(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> None:
+def assert_near(a: Results, b: Results) -> None:
     """Equal but for bfloat16: what is computed again may be rounded at other places, and attention's backward adds in any order."""
     for (loss, norm), (expected_loss, expected_norm) in zip(a, b, strict=True):
         assert loss == pytest.approx(expected_loss, rel=1e-3)
@@ -98,28 +114,35 @@ def assert_near(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> N
 
 @pytest.mark.parametrize("level", ["none", "attention"])
 def test_offload_changes_no_number_and_frees(level: str, source: Source, world: World) -> None:
-    """Loss and gradient norm of two steps; the peak falls, and the host's memory goes round."""
-    results, peaks = [], []
-    for offloaded in (False, True):
-        policy = build(source, world, activation_checkpointing=level, activation_offload=offloaded)
-        results.append(train(policy, world, steps=3))
-        peaks.append(torch.cuda.max_memory_allocated() / GIB)
-        if offloaded:
-            host = policy.lm.model.layers[0].host
-            assert 0 < host.chunks == len(host._free)
-        del policy
-    print(f"{level}: {peaks[0]:.2f} GiB, offloaded {peaks[1]:.2f}")
-    assert_near(results[0], results[1])
-    assert peaks[1] < peaks[0]
+    """Loss and gradient norm of two steps; the peak falls (where it is not that of a single block), and the host's memory goes round."""
+    kept, expected, _, _ = measured(source, world, activation_checkpointing=level, activation_offload=False)
+    parked, results, _, chunks = measured(source, world, activation_checkpointing=level, activation_offload=True)
+    print(f"{level}: {kept:.2f} GiB, offloaded {parked:.2f}, {chunks[0] / 64:.2f} GiB of host memory")
+    assert 0 < chunks[0] == chunks[1]
+    assert_near(results, expected)
+    assert parked < kept
+
+
+def test_automatic_settings_keep_a_limit(source: Source, world: World) -> None:
+    """The fastest settings where there is room; with a limit, settings that keep it."""
+    _, expected, plan, _ = measured(source, world)
+    assert set(plan.settings.levels) == {"none"}
+    peak, results, plan, _ = measured(source, world, memory_limit=20)
+    print(f"{peak:.2f} GiB of 20: {plan.settings}")
+    assert set(plan.settings.levels) != {"none"}
+    assert peak <= 20
+    assert_near(results, expected)
 
 
 def test_out_of_memory_is_explained(source: Source, world: World) -> None:
     """A step that finds too little memory ends in one line that says what took it and what would help."""
+    gc.collect()
+    torch._dynamo.reset()
     policy = build(source, world, activation_checkpointing="none", activation_offload=False)
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
     # Room for the optimizer's states, the gathered weights and the first blocks' activations.
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 11 * GIB) / total)
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 11 * GIB) / total)
     try:
         with pytest.raises(UserError) as caught:
             with memory.watched(policy.memory, world.device):
@@ -129,16 +152,3 @@ def test_out_of_memory_is_explained(source: Source, world: World) -> None:
     print(caught.value)
     for part in ("the GPU is out of memory", "were asked for", "activations", "what would help most"):
         assert part in str(caught.value)
-
-
-def test_automatic_settings_keep_a_limit(source: Source, world: World) -> None:
-    """The fastest setting for the memory there is, then one for 20 GiB, which must be kept."""
-    free = build(source, world)
-    assert set(free.memory.settings.levels) == {"none"}
-    del free
-    policy = build(source, world, memory_limit=20)
-    train(policy, world)
-    peak = torch.cuda.max_memory_allocated() / GIB
-    print(f"{peak:.2f} GiB of 20: {policy.memory.settings}")
-    assert policy.memory.settings.levels != ("none",) * 4
-    assert peak <= 20
