@@ -98,7 +98,7 @@ def build_policy(
     itemsize = dtype.itemsize
     memory = plan_memory(config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim)
     settings = memory.settings
-    blocks = checkpoint_layers(lm.model.layers, settings.levels, kept, wide_products(source.config))
+    blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
     final_norm = [module for name, module in lm.model.named_children() if name == "norm"]
     for module in [*blocks, *final_norm] if compiled else ():
         module.compile(fullgraph=True)

@@ -4,7 +4,7 @@ transformers' block is replaced by ours, which keeps its modules and thereby the
 weights. Letters: T tokens, K experts of each, S = T·K, E experts, I rows of an expert's hidden layer, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,11 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from prime_rl.errors import UserError
+
+Named = Callable[[list[float]], Mapping[str, float]]
+KEPT = {torch.ops.aten.topk.default}
+"""The operators whose outputs checkpointed blocks keep. Were the choice of experts made again from logits that another kernel rounded otherwise,
+rows that were kept would belong to other experts than backward takes them for."""
 
 
 class SparseBlock(nn.Module):
@@ -88,6 +93,20 @@ def load_sums(model: nn.Module) -> Tensor | None:
     sums = torch.stack(loads).flatten().float()
     torch._foreach_zero_(loads)
     return sums
+
+
+def join_loads(sums: Tensor, model: nn.Module) -> Tensor:
+    """A step's metric sums [M], and after them the loads, so that all of them are added up over the ranks and read at once."""
+    loads = load_sums(model)
+    return sums if loads is None else torch.cat([sums, loads])
+
+
+def with_loads(named: Named, model: nn.Module) -> Named:
+    """What names a step's sums, for those that `join_loads` made longer."""
+    count = sum(block.load.numel() for block in sparse_blocks(model))
+    if count == 0:
+        return named
+    return lambda sums: {**named(sums[:-count]), **metrics(model, sums[-count:])}
 
 
 def metrics(model: nn.Module, values: Sequence[float]) -> dict[str, float]:

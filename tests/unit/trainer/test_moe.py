@@ -3,11 +3,13 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock, Qwen3MoeTopKRouter
 
@@ -137,6 +139,23 @@ def test_policy_equals_transformers(moe_model: Path, make_policy: Callable[..., 
         torch.testing.assert_close(gradient, apart[name], atol=1e-5, rtol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("level", ["pointwise", "wide", "attention"])
+def test_experts_are_chosen_once(level: str, moe_model: Path, make_policy: Callable[..., Policy]) -> None:
+    """What a checkpointed block keeps lies in the order of its experts: backward takes their choice as it was, it never makes it again."""
+
+    class Choices(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.made += operator is torch.ops.aten.topk.default
+            return operator(*args, **(kwargs or {}))
+
+    policy = make_policy(moe_model, activation_checkpointing=level)
+    with Choices() as choices:
+        policy(to_device(collate(support.random_documents(LENGTHS), 1), CPU), cross_entropy)[0].backward()
+    assert choices.made == 2
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -209,13 +228,21 @@ def test_load_metrics(moe_model: Path, make_policy: Callable[..., Policy]) -> No
     assert not second.any()
     values = [10.0, 10.0, 10.0, 10.0, 10.0, 40.0, 10.0, 0.0, 0.0, 0.0]
     cv = (30**2 + 3 * 10**2) ** 0.5 / 5**0.5 / 10
-    assert moe.metrics(policy, values) == pytest.approx({"moe/load_max": 4, "moe/load_cv": cv / 2, "moe/unused": 0.3})
+    expected = {"moe/load_max": 4, "moe/load_cv": cv / 2, "moe/unused": 0.3}
+    assert moe.metrics(policy, values) == pytest.approx(expected)
+
+    joined = moe.join_loads(torch.tensor([7.0]), policy)
+    assert joined.tolist() == [7.0] + 10 * [0.0]
+    named = moe.with_loads(lambda sums: {"loss": sum(sums)}, policy)
+    assert named([7.0, *values]) == pytest.approx({"loss": 7.0, **expected})
 
 
 def test_dense_models_have_no_experts(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
     """Nothing is counted, and there is nothing to gather."""
     policy = make_policy(make_tiny_model(tmp_path))
     assert moe.load_sums(policy) is None
+    assert moe.join_loads(torch.tensor([7.0]), policy).tolist() == [7.0]
+    assert moe.with_loads(lambda sums: {"loss": sum(sums)}, policy)([7.0]) == {"loss": 7.0}
     assert moe.metrics(policy, []) == {}
     assert policy.routers == []
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
-from prime_rl.trainer import perf, weights
+from prime_rl.trainer import moe, perf, weights
 from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import SUMS, make_token_loss
@@ -116,7 +116,7 @@ def run(
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
         versions.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-        outcome = Outcome(step, world, sums, norm, (begun, graded, now(world.device)))
+        outcome = Outcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
         progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + len(batch.lengths))
         known = {
             "optim/lr": lr,
@@ -128,7 +128,7 @@ def run(
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-        rows.put(Row(outcome, partial(means, batch.loss_tokens), known, batch.tokens, ideal))
+        rows.put(Row(outcome, moe.with_loads(partial(means, batch.loss_tokens), policy), known, batch.tokens, ideal))
 
         if fake is None:
             versions.commit(step + 1, outcome.read)

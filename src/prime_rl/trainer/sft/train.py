@@ -11,7 +11,7 @@ import torch
 from prime_rl.config import SFTConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.trainer import ConstantScheduler
-from prime_rl.trainer import perf, weights
+from prime_rl.trainer import moe, perf, weights
 from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import cross_entropy
@@ -99,7 +99,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         graded = now(world.device)
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-        outcome = Outcome(step, world, sums, norm, (begun, graded, now(world.device)))
+        outcome = Outcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
         progress = Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
         known = {
             "optim/lr": lr,
@@ -115,7 +115,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-        rows.put(Row(outcome, means, known, batch.tokens, ideal))
+        rows.put(Row(outcome, moe.with_loads(means, policy), known, batch.tokens, ideal))
 
         if checkpoints.due(step + 1):
             rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
