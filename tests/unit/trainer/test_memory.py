@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from prime_rl.config import TrainerConfig
 from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
@@ -28,10 +30,11 @@ from prime_rl.trainer.footprint import (
 )
 from prime_rl.trainer.memory import GIB, MemoryPlan, choose
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.rl import train
 from prime_rl.trainer.source import find_model
 from support import trainer as support
 
-world = support.world
+world, tied_model, run_training = support.world, support.tied_model, support.run_training
 
 # ---- against measurements
 
@@ -425,3 +428,21 @@ def test_out_of_memory_becomes_a_user_error(shapes: dict[str, Shape], monkeypatc
     with pytest.raises(ValueError, match="other"):
         with memory.watched(plan, torch.device("cuda")):
             raise ValueError("other")
+
+
+def test_the_loop_is_watched(
+    tied_model: Path, tmp_path: Path, run_training: Callable[[TrainerConfig], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory inside a step of the real loop: the run ends with the explanation, also in its status."""
+
+    def step(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
+
+    monkeypatch.setattr(memory, "_figures", lambda device: FIGURES)
+    monkeypatch.setattr(train, "forward_backward", step)
+    fake = {"batch_size": 2, "micro_batch_size": 1}
+    config = support.make_config(tmp_path, tied_model, max_steps=1, data={"fake": fake})
+    with pytest.raises(UserError, match="the GPU is out of memory"):
+        run_training(config)
+    status = (tmp_path / "status" / "trainer.json").read_text()
+    assert "the GPU is out of memory" in status

@@ -17,6 +17,7 @@ from prime_rl.trainer import moe, perf, weights
 from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import SUMS, make_token_loss
+from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
@@ -94,6 +95,7 @@ def run(
 
     rows = ends.enter_context(Rows(report, world.device))
     syncs = ends.enter_context(HostSyncs(world.device, count=config.bench))
+    ends.enter_context(watched(policy.memory, world.device))
     step = start
     while config.max_steps is None or step < config.max_steps:
         report.step(step)

@@ -15,6 +15,7 @@ from prime_rl.trainer import moe, perf, weights
 from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
@@ -81,6 +82,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
 
     rows = ends.enter_context(Rows(report, world.device))
     syncs = ends.enter_context(HostSyncs(world.device, count=config.bench))
+    ends.enter_context(watched(policy.memory, world.device))
     step = start
     while config.max_steps is None or step < config.max_steps:
         if sum_over_ranks(world, [stop()])[0]:
