@@ -120,18 +120,18 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """A run of six steps, watched. Copying a version takes longer than the step after it would, did that not wait."""
     output_dir = tmp_path_factory.mktemp("whole")
     write_rollouts(output_dir)
-    cast = export.Staging._cast
+    moment = export.Staging._moment
 
-    def slow(staging: export.Staging, *rest: Any) -> None:
-        torch.cuda._sleep(300_000_000)  # cycles: some 0.15 s
-        cast(staging, *rest)
+    def slow(staging: export.Staging) -> torch.cuda.Event:
+        torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s, on the stream that copies; several times a version
+        return moment(staging)
 
     torch._dynamo.reset()
     counters.clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch)
-        patch.setattr(export.Staging, "_cast", slow)
+        patch.setattr(export.Staging, "_moment", slow)
         loop.train(config(output_dir, model))
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -242,10 +242,13 @@ def _layout(staging: Staging) -> tuple[dict[str, bytes], dict[str, Slot]]:
     """The safetensors header of every file with its length, and the place of every tensor."""
     size_of = {tensor.name: math.prod(tensor.shape) * staging.dtype.itemsize for tensor in staging.tensors}
     groups: list[list[StoredTensor]] = [[]]
+    taken = 0  # bytes of the last group
     for tensor in staging.tensors:
-        if groups[-1] and sum(size_of[other.name] for other in groups[-1]) + size_of[tensor.name] > FILE_BYTES:
+        if groups[-1] and taken + size_of[tensor.name] > FILE_BYTES:
             groups.append([])
+            taken = 0
         groups[-1].append(tensor)
+        taken += size_of[tensor.name]
     headers, slots = {}, {}
     for number, group in enumerate(groups, 1):
         file = FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"

@@ -124,22 +124,6 @@ def test_transformers_loads_what_was_trained(
     assert AutoTokenizer.from_pretrained(final).chat_template == AutoTokenizer.from_pretrained(directory).chat_template
 
 
-def test_chunks_of_the_device(world: World, make_policy: Callable[..., Policy], untied_model: Path) -> None:
-    """Casting piece by piece through a small buffer, which tensors begin and end anywhere in, gives what casting at once does."""
-    policy = make_policy(untied_model)
-    whole, pieces = Staging(policy, world, torch.bfloat16), Staging(policy, world, torch.bfloat16)
-    whole.copy()
-    rows = [piece.tensor.local(world)[0].reshape(-1) for piece in pieces.pieces]
-    size, found = 1000, []
-    pieces._chunk = torch.empty(size, dtype=torch.bfloat16)
-    for first in range(0, pieces.elements, size):
-        last = min(first + size, pieces.elements)
-        pieces._cast(rows, first, last)
-        found.append(pieces._chunk[: last - first].clone())
-    assert len(found) > 100
-    assert torch.equal(torch.cat(found), whole.allocate())
-
-
 def test_auto_dtype_is_the_source_checkpoints(tied_model: Path, tmp_path: Path) -> None:
     """`auto` keeps the dtype that the base model was published in."""
     AutoModelForCausalLM.from_pretrained(tied_model, dtype=torch.bfloat16).save_pretrained(tmp_path)

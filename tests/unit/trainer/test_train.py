@@ -15,12 +15,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from conftest import make_tiny_model
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor import read_metrics
+from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer import memory
 from prime_rl.trainer.bench import BENCH_STEPS, WARM_UP
+from prime_rl.trainer.rl import train as loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import Sample, write_batch
@@ -329,6 +332,38 @@ def test_broken_tokenizer(run_training: Run, tied_model: Path, tmp_path: Path) -
     with pytest.raises(UserError, match="the tokenizer in .* cannot be loaded"):
         run_training(support.make_config(tmp_path / "run", tmp_path / "model"))
     assert not (tmp_path / "run" / "weights").exists()
+
+
+def test_experts_loads_are_reported(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """A model with experts says in each step's row how evenly they are used, over all its micro-batches; a dense one says nothing of it."""
+    experts = make_tiny_model(tmp_path / "model", experts=4)
+    support.write_rollouts(tmp_path, 2)
+    run_training(support.make_config(tmp_path, experts, max_steps=2))
+    for row in metrics(tmp_path):
+        assert 1 <= row["moe/load_max"] <= 2  # each token goes to 2 of the 4
+        assert 0 <= row["moe/load_cv"] <= 1
+        assert 0 <= row["moe/unused"] <= 0.5
+    support.write_rollouts(tmp_path / "dense", 1)
+    run_training(support.make_config(tmp_path / "dense", tied_model, max_steps=1))
+    assert not [key for key in metrics(tmp_path / "dense")[0] if key.startswith("moe/")]
+
+
+def test_out_of_memory(run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU whose memory does not suffice for a step ends the run with one line that says so, wherever it happens; the versions before stay."""
+    support.write_rollouts(tmp_path, 2)
+    train_step = loop.forward_backward
+
+    def second_fails(*arguments: Any) -> torch.Tensor:
+        if len(metrics(tmp_path)) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return train_step(*arguments)
+
+    monkeypatch.setattr(memory, "_figures", lambda device: memory.Figures(1, 2, 3, 4, 5))
+    monkeypatch.setattr(loop, "forward_backward", second_fails)
+    with pytest.raises(UserError, match=r"the GPU is out of memory \(2.00 GiB more were asked for\)"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=2, async_level=0))
+    assert list_steps(tmp_path / "weights") == [0, 1]
+    assert (read_status(tmp_path)["trainer"].outcome or "").startswith("failed: the GPU is out of memory")
 
 
 def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
