@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.errors import UserError
-from prime_rl.trainer import moe
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.lm_head import TokenLoss
 from prime_rl.trainer.model import Policy
@@ -37,12 +36,6 @@ def forward_backward(policy: Policy, batches: Sequence[HostBatch], token_loss: T
         total = sums if total is None else total + sums
     assert total is not None, "a step has at least one micro-batch on every rank"
     return total
-
-
-def with_loads(sums: Tensor, policy: Policy) -> Tensor:
-    """A step's metric sums, and behind them how many tokens each expert was given (nothing in a dense model); `moe.metrics` reads them."""
-    loads = moe.load_sums(policy)
-    return sums if loads is None else torch.cat([sums, loads.to(sums.dtype)])
 
 
 def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, max_norm: float | None) -> Tensor:

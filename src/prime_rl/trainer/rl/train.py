@@ -18,18 +18,14 @@ from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import SUMS, make_token_loss
 from prime_rl.trainer.memory import watched
-<<<<<<< Updated upstream
 from prime_rl.trainer.model import build_policy
-=======
-from prime_rl.trainer.model import Policy, build_policy
->>>>>>> Stashed changes
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world
 from prime_rl.trainer.report import Report, Row, Rows
 from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
-from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step, with_loads
+from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
@@ -71,7 +67,6 @@ def run(
         checkpoints.check_model(source)
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
     policy = build_policy(source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim)
-    ends.enter_context(watched(policy.memory, world.device))
     optimizer = build_optimizer(policy, config.optim)
     token_loss = make_token_loss(config.loss)
     progress = checkpoints.load(policy, optimizer)
@@ -123,11 +118,7 @@ def run(
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
         versions.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-<<<<<<< Updated upstream
         outcome = Outcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
-=======
-        outcome = Outcome(step, world, with_loads(sums, policy), norm, (begun, graded, now(world.device)))
->>>>>>> Stashed changes
         progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + len(batch.lengths))
         known = {
             "optim/lr": lr,
@@ -139,11 +130,7 @@ def run(
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-<<<<<<< Updated upstream
         rows.put(Row(outcome, moe.with_loads(partial(means, batch.loss_tokens), policy), known, batch.tokens, ideal))
-=======
-        rows.put(Row(outcome, partial(named, policy, batch.loss_tokens), known, batch.tokens, ideal))
->>>>>>> Stashed changes
 
         if fake is None:
             versions.commit(step + 1, outcome.read)
@@ -174,13 +161,8 @@ def run(
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
 
 
-def named(policy: Policy, loss_tokens: int, sums: list[float]) -> dict[str, float]:
-    """The metrics that a step's sums are: those of the loss, and behind them the experts' loads."""
-    return {**means(loss_tokens, sums[: len(SUMS)]), **moe.metrics(policy, sums[len(SUMS) :])}
-
-
 def means(loss_tokens: int, sums: list[float]) -> dict[str, float]:
-    """The metrics that the sums of an RL loss are."""
+    """The metrics that an RL step's sums are."""
     per_token = dict(zip(SUMS, sums, strict=True))
     loss = per_token.pop("loss")  # divided by the global count already
     return {"loss/mean": loss, **{f"{name}/mean": value / max(loss_tokens, 1) for name, value in per_token.items()}}

@@ -5,7 +5,6 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`
 
 import time
 from contextlib import ExitStack
-from functools import partial
 
 import torch
 
@@ -17,11 +16,7 @@ from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import watched
-<<<<<<< Updated upstream
 from prime_rl.trainer.model import build_policy
-=======
-from prime_rl.trainer.model import Policy, build_policy
->>>>>>> Stashed changes
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
@@ -29,7 +24,7 @@ from prime_rl.trainer.report import Report, Row, Rows
 from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
-from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step, with_loads
+from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 
 
@@ -61,7 +56,6 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     dtype = weights.export_dtype(config.weights.dtype, source)  # before transformers writes its own into the config
     tokens = config.data.seq_len * config.data.micro_batch_size
     policy = build_policy(source, config.model, world, config.seed, tokens=tokens, optim=config.optim)
-    ends.enter_context(watched(policy.memory, world.device))
     optimizer = build_optimizer(policy, config.optim)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step
@@ -107,11 +101,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         graded = now(world.device)
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
-<<<<<<< Updated upstream
         outcome = Outcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
-=======
-        outcome = Outcome(step, world, with_loads(sums, policy), norm, (begun, graded, now(world.device)))
->>>>>>> Stashed changes
         progress = Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
         known = {
             "optim/lr": lr,
@@ -127,11 +117,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-<<<<<<< Updated upstream
         rows.put(Row(outcome, moe.with_loads(means, policy), known, batch.tokens, ideal))
-=======
-        rows.put(Row(outcome, partial(named, policy), known, batch.tokens, ideal))
->>>>>>> Stashed changes
 
         if checkpoints.due(step + 1):
             rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
@@ -156,13 +142,8 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
 
 
-def named(policy: Policy, sums: list[float]) -> dict[str, float]:
-    """The metrics that a step's sums are: those of the loss, and behind them the experts' loads."""
-    return {**means(sums[:2]), **moe.metrics(policy, sums[2:])}
-
-
 def means(sums: list[float]) -> dict[str, float]:
-    """The metrics that the sums of cross-entropy are: they are divided by the step's loss tokens already."""
+    """The metrics that a step's sums are: they are divided by its loss tokens already."""
     loss, entropy = sums
     return {"loss/mean": loss, "entropy/mean": entropy}
 
