@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.monitor import log
-from prime_rl.trainer import attention, footprint, memory, perf
+from prime_rl.trainer import attention, footprint, memory, moe, perf
 from prime_rl.trainer.bench import HostSyncs
 from prime_rl.trainer.loss import cross_entropy, make_token_loss
 from prime_rl.trainer.model import build_policy, compute_dtype
@@ -275,9 +275,9 @@ class Bench:
         self.rows.flush()
         self.versions.before_update()
         norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
-        outcome = Outcome(step, world, sums, norm, (begun, graded, now(world.device)))
+        outcome = Outcome(step, world, moe.join_loads(sums, self.policy), norm, (begun, graded, now(world.device)))
         ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
-        named = partial(self.means, batch.loss_tokens)
+        named = moe.with_loads(partial(self.means, batch.loss_tokens), self.policy)
         self.rows.put(Row(outcome, named, {"time/wait_for_batch": waited}, batch.tokens, ideal))
         if self.case.export:
             self.versions.commit(step + 1, outcome.read)
