@@ -57,8 +57,8 @@ class Case:
 
     Args:
         model: 0.6B, 1.7B, 4B, 8B, 30B-A3B, tiny or tiny-moe; random weights.
-        documents: Of a micro-batch: `16x4096` (number x tokens), or `lognormal:16384` (lengths of rollouts, in as many micro-batches of so
-            many tokens as 32 of them need).
+        documents: Of a micro-batch: `16x4096` (number x tokens), or `lognormal:16384` (128 samples a step and rank with the
+            lengths of rollouts, in as many micro-batches of so many tokens as they need).
         loss: `rl` or `sft`.
         layers: The model's first layers alone.
         micro_batches: Per rank and step.
@@ -293,9 +293,8 @@ class Bench:
         """Wait until the device has done every step, and their rows are written. What is being exported goes on."""
         self.rows.flush()
         if self.world.device.type == "cuda":
-            torch.cuda.current_stream(
-                self.world.device
-            ).synchronize()  # not the stream that exports: it has the next step's time
+            # Not the stream that exports: it has the next step's time.
+            torch.cuda.current_stream(self.world.device).synchronize()
 
     def drain(self) -> None:
         """The same, and wait for the export."""

@@ -18,7 +18,7 @@ BARS = (
         steps=10,
     ),
     Case("Qwen3-0.6B, 64k packed from 4k documents", "0.6B", "16x4096", bar=97_000, steps=6),
-    Case("Qwen3-0.6B, 16k packed from real RL lengths", "0.6B", "lognormal:16384", bar=95_000, steps=12, warm=4),
+    Case("Qwen3-0.6B, 16k packed from real RL lengths", "0.6B", "lognormal:16384", bar=95_000, steps=5),
     Case("Qwen3-0.6B, one 64k document", "0.6B", "1x65536", bar=19_900, peer=17_800, steps=3, warm=2),
     Case("SFT Qwen3-0.6B, one 16k document", "0.6B", "1x16384", loss="sft", export=False, bar=53_000, peer=41_100, steps=10),
     Case(
@@ -80,7 +80,7 @@ RANKS = tuple(
 
 TINY = (
     Case("tiny, packed", "tiny", "4x64", steps=2, warm=2, bar=1.0),
-    Case("tiny experts, spread lengths", "tiny-moe", "lognormal:2048", steps=1, warm=2, mfu_bar=40.0),
+    Case("tiny experts", "tiny-moe", "8x32", steps=2, warm=2, mfu_bar=40.0),
     Case("tiny, SFT", "tiny", "2x64", loss="sft", export=False, steps=2, warm=2),
 )
 
