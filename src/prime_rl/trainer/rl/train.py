@@ -155,7 +155,7 @@ def run(
             versions.ensure(step)  # on fake data it is the only one
         versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
         versions.settle()
-    if config.bench:
+    if config.bench and world.is_main:  # it alone keeps the rows
         peer = perf.peer_flops(matmul, source.config, 1, config.seq_len)
         report.text(bench_table(report.history, world, peer))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")

@@ -136,7 +136,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         checkpoints.finish(progress)
         versions.prune(0, 0, checkpoints.needed)
         versions.settle()
-    if config.bench:
+    if config.bench and world.is_main:  # it alone keeps the rows
         peer = perf.peer_flops(matmul, source.config, 1, config.data.seq_len)
         report.text(bench_table(report.history, world, peer))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
