@@ -74,7 +74,10 @@ def error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("chunk", [96, 4096])
 @pytest.mark.parametrize("mode", ["one pass", "two passes"])
 def test_bfloat16_against_float64(mode: str, chunk: int, random_head: tuple[Tensor, Tensor]) -> None:
-    """Loss within 1e-3 and gradients within 6e-3 of float64 on the same bfloat16 inputs, entropy's gradient included."""
+    """Loss within 1e-3 and gradients within 1e-2 of float64 on the same bfloat16 inputs, entropy's gradient included.
+
+    bfloat16 rounds a logit of 4 by up to 0.008: a token's probability ratio, and with it all of its gradient, is off by up to that share.
+    """
     head, streams = inputs(random_head, 1000)
     if mode == "one pass":
         token_loss = ratio_and_entropy
@@ -88,7 +91,7 @@ def test_bfloat16_against_float64(mode: str, chunk: int, random_head: tuple[Tens
     gradients = torch.autograd.grad(loss, head[:2]), torch.autograd.grad(want, leaves[:2])
     for got, gradient in zip(*gradients, strict=True):
         assert got.dtype == torch.bfloat16
-        assert error(got, gradient) < 6e-3
+        assert error(got, gradient) < 1e-2
 
 
 def test_float32_against_float64(random_head: tuple[Tensor, Tensor]) -> None:

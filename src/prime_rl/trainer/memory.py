@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 logger = log.get(__name__)
 
 GIB = 1 << 30
-OUTSIDE = GIB
-"""What libraries will take beside torch's allocator, once they are used: NCCL's buffers, kernels, workspaces."""
+OUTSIDE = 3 * GIB
+"""What libraries will take beside torch's allocator, once they are used: NCCL's buffers, kernels, workspaces. On an H200 1 GiB was too little: NCCL
+found none left for its own."""
 RESERVE = 0.03
 """Of the estimate: gaps between tensors, and the estimate's own error."""
 HEAD_CHUNK = 4096

@@ -128,6 +128,7 @@ def _known_config(name: str) -> PretrainedConfig:
         tie_word_embeddings=tied,
         max_position_embeddings=131_072,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        architectures=["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],  # engines choose their model by it
         **({**experts, "norm_topk_prob": True} if experts else {}),
     )
     return shape
