@@ -231,8 +231,7 @@ def _cudnn_call(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     arguments = _cudnn_arguments(mask, *q.shape[:2])
-    # Packed documents are only right in rows that lie one after the other; of others it makes something else, without a word.
-    q, k, v = (x.contiguous() for x in (q, k, v))
+    q, k, v = (x.contiguous() for x in (q, k, v))  # for backward's sake, see there
     out, lse_TH1 = _cudnn_call(torch.ops.cudnn.sdpa_fwd, q, k, v, mask.scale, **arguments, return_lse=True)
     return out, lse_TH1[..., 0].t()
 
@@ -240,7 +239,9 @@ def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor,
 def _cudnn_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
     arguments = _cudnn_arguments(mask, *q.shape[:2])
     statistics = _by_document(lse, arguments["cu_seqlens_q"], arguments["max_seqlen_q"])
-    dq, dk, dv = _cudnn_call(torch.ops.cudnn.sdpa_bwd, d_out, q, k, v, out, statistics, mask.scale, **arguments)
+    # Of a q that is laid out by head, as the compiler may have it, the front end makes a wrong dq, without a word (1.32, seen on an H200).
+    tensors = *(x.contiguous() for x in (d_out, q, k, v, out)), statistics
+    dq, dk, dv = _cudnn_call(torch.ops.cudnn.sdpa_bwd, *tensors, mask.scale, **arguments)
     return dq, dk, dv
 
 
