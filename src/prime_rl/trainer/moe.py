@@ -26,8 +26,8 @@ rows that were kept would belong to other experts than backward takes them for."
 class SparseBlock(nn.Module):
     """In place of transformers' block: each token goes to its K experts, whose outputs are summed with the router's weights.
 
-    `load` [E] counts the tokens that experts were given, padding included. A block that is computed again without being compiled counts twice,
-    which changes no ratio.
+    `load` [E] counts the tokens that experts were given, padding included. Where a block is computed again they may count again, which
+    changes no ratio.
     """
 
     load: Tensor
