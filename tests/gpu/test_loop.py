@@ -89,7 +89,8 @@ def rows(output_dir: Path) -> list[dict[str, float]]:
 
 
 def version(output_dir: Path, number: int) -> dict[str, Tensor]:
-    return load_file(output_dir / "weights" / f"step_{number}" / "model.safetensors")
+    files = (output_dir / "weights" / f"step_{number}").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 class Watch:
