@@ -66,6 +66,8 @@ def bench_table(history: Sequence[Mapping[str, float]], world: World, peer_flops
     Args:
         peer_flops: PRIME-RL's count of a token's FLOP (`perf.peer_flops`).
     """
+    if not history:
+        return "benchmark: stopped before a step was measured"
     warm = min(WARM_UP, len(history) - 1)
     measured = history[warm:]
     usual = median(row["time/step"] for row in measured)

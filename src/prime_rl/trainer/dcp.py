@@ -81,7 +81,10 @@ def load(state: State, directory: Path, world: World) -> None:
     """
     metadata = agree(world, lambda: read_metadata(directory))
     if problem := misfit(metadata, state):
-        raise UserError(f"{directory} does not fit this model: {problem}")
+        hint = "; if the model is the same, so must be optim.type, optim.state and whether there is momentum"
+        raise UserError(
+            f"{directory} does not fit this model: {problem}{hint if problem.startswith('optimizer.') else ''}"
+        )
     try:
         checkpoint.load(
             state, storage_reader=_Reader(directory, metadata), planner=_Planner(), process_group=world.group

@@ -93,7 +93,7 @@ def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: in
     """The learning rate of step `step` (0-based).
 
     Warm-up rises linearly and reaches `lr` at step `warmup_steps` - 1 (its first step is lr / warmup_steps, never zero). All but `constant` end:
-    the last step, max_steps - 1, runs at `min_lr`, so that they need `max_steps` (the config checks it). The share of the way from `min_lr` to
+    where they have steps to fall over, the last one, max_steps - 1, runs at `min_lr`, so that they need `max_steps` (the config checks it). The share of the way from `min_lr` to
     `lr`, as a function of the decay's progress t in [0, 1]: 1 - t (linear), 1 - sqrt(t) (Hägele et al. 2024), or (1 + cos πt) / 2.
     """
     if step < config.warmup_steps:
