@@ -110,7 +110,7 @@ def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path)
     one, many = tmp_path / "one", tmp_path / "many"
     settings: dict[str, Any] = {"async_level": 5, "dist_timeout": 60.0}
     for directory in (one, many):
-        support.write_rollouts(directory, 5)
+        support.write_rollouts(directory, 5, samples=(20,))  # several micro-batches on every rank
     run_training(support.make_config(one, model, max_steps=5, weights={"keep": None}, **settings))
 
     config = write_config(many, model, weights={"keep": "None"}, ckpt={"interval": 1}, **settings)

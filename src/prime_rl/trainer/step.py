@@ -31,6 +31,7 @@ def forward_backward(policy: Policy, batches: Sequence[HostBatch], token_loss: T
     for i, host in enumerate(batches):
         # Where weights stay gathered after forward, they stay until the step's last backward.
         policy.set_reshard_after_backward(policy.frees_weights or i == len(batches) - 1)
+        policy.set_requires_all_reduce(i == len(batches) - 1)  # replicas exchange what all micro-batches add up to
         loss, sums = policy(to_device(host, world.device), token_loss)
         loss.backward()
         total = sums if total is None else total + sums
