@@ -75,10 +75,10 @@ def find_model(
     Raises:
         UserError: not found, or not a model directory, or `layers` of a model that has weights.
     """
-    source = _find(name, trust_remote_code, random_weights)
     if layers is None:
-        return source
-    if source.directory is not None:
+        return _find(name, trust_remote_code, random_weights)
+    source = _find(name, trust_remote_code, random_weights) if random_weights else None
+    if source is None or source.directory is not None:
         raise UserError(f"model.layers needs random weights: fake data, and a model without files, unlike {name}")
     text: Any = source.config.get_text_config()
     if layers > text.num_hidden_layers:
