@@ -113,7 +113,7 @@ def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path)
         support.write_rollouts(directory, 5, samples=(20,))  # several micro-batches on every rank
     run_training(support.make_config(one, model, max_steps=5, weights={"keep": None}, **settings))
 
-    config = write_config(many, model, weights={"keep": "None"}, ckpt={"interval": 1}, **settings)
+    config = write_config(many, model, weights={"keep": "None"}, ckpt={"interval": 1, "save_async": True}, **settings)
     runs = []
     for start, end, ranks, replicas in [(0, 1, 4, 2), (1, 2, 2, 2), (2, 4, 4, 1)]:
         resume = ["--ckpt.resume-step", str(start)] if start else []
