@@ -12,10 +12,10 @@ import secrets
 import shutil
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ import xxhash
 from torch import Tensor, nn
 
 from prime_rl.monitor import log
-from prime_rl.trainer.names import StoredTensor, stored_tensors
+from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import Stage, disk_errors
@@ -70,8 +70,13 @@ class Staging:
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.world, self.dtype = world, dtype
         self.tensors = list(stored_tensors(policy))
-        self.pieces = list(self._lay_out()) if world.writes else []
-        self.elements = self.pieces[-1].end if self.pieces else 0
+        self.headers, self.slots = _layout(self.tensors, dtype)
+        self.pieces: list[Piece] = []
+        self.parameters: list[nn.Parameter] = []
+        self.ends: list[int] = []  # of this rank's rows of each parameter in the buffer, in elements
+        if world.writes:
+            self._lay_out()
+        self.elements = self.ends[-1] if self.ends else 0
         self._buffer: Tensor | None = None
         self._locked = False
         if world.device.type == "cuda":
@@ -79,12 +84,19 @@ class Staging:
             self._chunk = torch.empty(0, dtype=dtype, device=world.device)
             self._shares: list[list[Share]] = []
 
-    def _lay_out(self) -> Iterator[Piece]:
+    def _lay_out(self) -> None:
+        """The tensors of a parameter lie there one after the other, as their rows do in the parameter: it is copied as a whole."""
         start = 0
-        for tensor in self.tensors:
-            rows, first = tensor.local(self.world)
-            yield Piece(tensor, start, rows.numel(), first)
-            start += rows.numel()
+        for _, tensors in groupby(self.tensors, key=lambda tensor: id(tensor.parameter)):
+            for tensor in tensors:
+                rows, first = tensor.local(self.world)
+                self.pieces.append(Piece(tensor, start, rows.numel(), first))
+                start += rows.numel()
+            self.parameters.append(tensor.parameter)
+            self.ends.append(start)
+
+    def _local(self, parameter: nn.Parameter) -> Tensor:
+        return local_rows(parameter, self.world)[0].reshape(-1)
 
     def allocate(self) -> Tensor:
         """The buffer. Page-locking gigabytes takes seconds the first time: a thread may do it beforehand."""
@@ -108,22 +120,22 @@ class Staging:
         buffer = self.allocate()
         if self.world.device.type != "cuda":
             began = time.perf_counter()
-            for piece in self.pieces:
-                buffer[piece.start : piece.end].copy_(piece.tensor.local(self.world)[0].reshape(-1))
+            for parameter, start, end in zip(self.parameters, [0, *self.ends], self.ends, strict=False):
+                buffer[start:end].copy_(self._local(parameter))
             return Copy(time.perf_counter() - began)
         size = min(CHUNK_BYTES // self.dtype.itemsize, self.elements)
         self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):
             if self._chunk.numel() < size:
                 self._chunk = torch.empty(size, dtype=self.dtype, device=self.world.device)
-                self._shares = chunk_shares(self.pieces, size)
-            rows = [piece.tensor.local(self.world)[0].reshape(-1) for piece in self.pieces]
+                self._shares = chunk_shares(self.ends, size)
+            rows = [self._local(parameter) for parameter in self.parameters]
             moments = [self._moment()]
             for first, shares in zip(range(0, self.elements, max(size, 1)), self._shares, strict=True):
                 last = min(first + size, self.elements)
                 torch._foreach_copy_(
                     [self._chunk[share.start - first : share.end - first] for share in shares],
-                    [rows[share.piece][share.offset : share.offset + share.end - share.start] for share in shares],
+                    [rows[share.parameter][share.offset : share.offset + share.end - share.start] for share in shares],
                 )
                 moments.append(self._moment())
                 buffer[first:last].copy_(self._chunk[: last - first], non_blocking=True)
@@ -148,22 +160,22 @@ class Staging:
 
 
 class Share(NamedTuple):
-    """What a chunk of the staging buffer holds of one piece: elements `start` to `end` of the buffer, from `offset` of the piece on."""
+    """What a chunk of the staging buffer holds of one parameter: elements `start` to `end` of the buffer, from `offset` of the parameter's rows on."""
 
-    piece: int
+    parameter: int
     start: int
     end: int
     offset: int
 
 
-def chunk_shares(pieces: Sequence[Piece], size: int) -> list[list[Share]]:
-    """For every chunk of `size` elements of the staging buffer, what it holds. In time that grows with what there is, not with its square."""
-    shares: list[list[Share]] = [[] for _ in range(-(-pieces[-1].end // size))]
-    for index, piece in enumerate(pieces):
-        start = piece.start
-        while start < piece.end:
-            end = min((start // size + 1) * size, piece.end)
-            shares[start // size].append(Share(index, start, end, start - piece.start))
+def chunk_shares(ends: Sequence[int], size: int) -> list[list[Share]]:
+    """For every chunk of `size` elements of the staging buffer, what it holds of the parameters that end at `ends`."""
+    shares: list[list[Share]] = [[] for _ in range(-(-ends[-1] // size))]
+    for index, (first, last) in enumerate(zip([0, *ends], ends, strict=False)):
+        start = first
+        while start < last:
+            end = min((start // size + 1) * size, last)
+            shares[start // size].append(Share(index, start, end, start - first))
             start = end
     return shares
 
@@ -218,7 +230,7 @@ def write_version(
     stage = agree(world, lambda: Stage(final, nonce))
     directory = stage.path
     try:
-        headers, slots = _layout(staging)
+        headers, slots = staging.headers, staging.slots
         began = time.perf_counter()
         on_main(world, lambda: _allocate(directory, headers, slots))
         written = agree(world, lambda: _write_rows(staging, world, directory, slots))
@@ -230,20 +242,23 @@ def write_version(
         dtype = DTYPE_NAMES[staging.dtype]
         tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
         extra = manifest_extra(version, incarnation, tensors)
-        files = {file: version_hash({n: t for n, t in tensors.items() if t.file == file}) for file in headers}
-        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=files).step)
+        files: dict[str, dict[str, TensorEntry]] = {}
+        for name, entry in tensors.items():
+            files.setdefault(entry.file, {})[name] = entry
+        known = {file: version_hash(entries) for file, entries in files.items()}
+        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=known).step)
     except BaseException:
         stage.abort()
         raise
     return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
 
 
-def _layout(staging: Staging) -> tuple[dict[str, bytes], dict[str, Slot]]:
+def _layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, Slot]]:
     """The safetensors header of every file with its length, and the place of every tensor."""
-    size_of = {tensor.name: math.prod(tensor.shape) * staging.dtype.itemsize for tensor in staging.tensors}
+    size_of = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
     groups: list[list[StoredTensor]] = [[]]
     taken = 0  # bytes of the last group
-    for tensor in staging.tensors:
+    for tensor in tensors:
         if groups[-1] and taken + size_of[tensor.name] > FILE_BYTES:
             groups.append([])
             taken = 0
@@ -253,7 +268,7 @@ def _layout(staging: Staging) -> tuple[dict[str, bytes], dict[str, Slot]]:
     for number, group in enumerate(groups, 1):
         file = FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         ends = list(accumulate(size_of[tensor.name] for tensor in group))
-        headers[file] = header = _header(staging.dtype, group, ends)
+        headers[file] = header = _header(dtype, group, ends)
         for tensor, end in zip(group, ends, strict=True):
             size = size_of[tensor.name]
             slots[tensor.name] = Slot(file, tensor.shape, len(header) + end - size, size)
@@ -274,11 +289,12 @@ def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[
 
 
 def _allocate(directory: Path, headers: dict[str, bytes], slots: dict[str, Slot]) -> None:
+    sizes = {slot.file: slot.start + slot.size for slot in slots.values()}  # the last tensor of a file ends it
     for file, header in headers.items():
         path = directory / file
         with disk_errors(path), open(path, "wb") as opened:
             opened.write(header)
-            opened.truncate(len(header) + sum(slot.size for slot in slots.values() if slot.file == file))
+            opened.truncate(sizes[file])
 
 
 def _write_rows(staging: Staging, world: World, directory: Path, slots: dict[str, Slot]) -> dict[str, str]:
