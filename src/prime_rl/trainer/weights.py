@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from prime_rl.transport.lives import Seen, next_life, open_life, read_lease, rea
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.weights import version_dir, write_base_version
 from prime_rl.wait import WaitTimeout
+
+if TYPE_CHECKING:
+    from prime_rl.config import SFTConfig, TrainerConfig
 
 logger = log.get(__name__)
 
@@ -207,3 +210,22 @@ class Versions:
                 prune(version_dir(self.root, version))
             elif (aside := give_up(version_dir(self.root, version), life)) is not None:
                 logger.warning("version %d is given up; it lies in %s now", version, aside)
+
+
+def make_versions(
+    config: "TrainerConfig | SFTConfig",
+    policy: Policy,
+    source: Source,
+    world: World,
+    tell: Callable[[int, Times], None],
+) -> Versions:
+    """The versions of a run. `tell` gets the step that made a version, and the times that committing it took."""
+    return Versions(
+        config.output_dir,
+        policy,
+        source,
+        world,
+        export_dtype(config.weights.dtype, source),
+        timeout=config.dist_timeout,
+        on_committed=lambda version, times: tell(version - 1, times),
+    )

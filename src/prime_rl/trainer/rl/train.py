@@ -75,16 +75,7 @@ def run(
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     ends.callback(data.close)
-    dtype = weights.export_dtype(config.weights.dtype, source)
-    versions = weights.Versions(
-        config.output_dir,
-        policy,
-        source,
-        world,
-        dtype,
-        timeout=config.dist_timeout,
-        on_committed=lambda version, times: report.more_metrics(version - 1, times),
-    )
+    versions = weights.make_versions(config, policy, source, world, report.more_metrics)
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:

@@ -53,7 +53,6 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     source = locate_model(config.model, world, random_weights=config.data.fake is not None)
     if not config.bench:
         checkpoints.check_model(source)
-    dtype = weights.export_dtype(config.weights.dtype, source)  # before transformers writes its own into the config
     tokens = config.data.seq_len * config.data.micro_batch_size
     policy = build_policy(source, config.model, world, config.seed, tokens=tokens, optim=config.optim)
     optimizer = build_optimizer(policy, config.optim)
@@ -64,15 +63,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
     ends.callback(data.close)
-    versions = weights.Versions(
-        config.output_dir,
-        policy,
-        source,
-        world,
-        dtype,
-        timeout=config.dist_timeout,
-        on_committed=lambda version, times: report.more_metrics(version - 1, times),
-    )
+    versions = weights.make_versions(config, policy, source, world, report.more_metrics)
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:
