@@ -71,7 +71,7 @@ def train(directory: Path, model: Path, ranks: int, replicas: int = 1) -> list[d
     env = {"NCCL_NVLS_ENABLE": "0"}
     with Command("torchrun", *command, log=directory / "log", module="torch.distributed.run", env=env) as running:
         running.succeed(SECONDS)
-    return read_metrics(metrics_path(directory, "trainer"))
+    return read_metrics(metrics_path(directory / "bench", "trainer"))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -75,7 +75,8 @@ class OrchestratorConfig(BaseConfig, Environments):
         default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
     )
     bench: bool = Field(
-        default=False, description="Make rollouts for a few steps without a trainer and print throughput."
+        default=False,
+        description="Make rollouts for a few steps without a trainer and print throughput. Writes to output_dir/bench.",
     )
 
     @model_validator(mode="after")

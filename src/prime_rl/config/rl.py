@@ -26,7 +26,8 @@ class RLConfig(BaseConfig):
     ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
     wandb: WandbConfig | None = Field(default=None, description="Weights & Biases.")
     bench: bool = Field(
-        default=False, description="Measure trainer and orchestrator, each by itself, over a few steps."
+        default=False,
+        description="Measure trainer and orchestrator, each by itself, over a few steps. Writes to output_dir/bench.",
     )
     clean: bool = Field(
         default=False,

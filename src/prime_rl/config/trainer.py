@@ -127,7 +127,7 @@ class TrainingConfig(BaseConfig):
         default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
     )
     bench: bool = Field(
-        default=False, description="Run a few steps and print throughput, MFU, step time and peak memory."
+        default=False, description="Measure a few steps: speed, MFU, memory. Writes to output_dir/bench."
     )
     dist_timeout: PositiveFloat = Field(default=600.0, description="Seconds that a collective may take.")
 

@@ -8,9 +8,12 @@ from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_environment, check_model
 from prime_rl.monitor import log
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import agree
+
+logger = log.get(__name__)
 
 
 def main() -> None:
@@ -32,6 +35,10 @@ def run(config: OrchestratorConfig) -> None:
     check_model(config.model.name)
     for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
         check_environment(env)
+    if config.bench:
+        from prime_rl.launcher.bench import apart
+
+        config = apart(config, logger.info)
     if not (config.dry_run or config.bench):
         progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over
@@ -44,6 +51,8 @@ def run(config: OrchestratorConfig) -> None:
         print(f"config: {path}")
         return
     agree(config, "orchestrator")
+    if config.bench:
+        metrics_path(config.output_dir, "orchestrator").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.orchestrator.orchestrator import orchestrate
 
     asyncio.run(orchestrate(config))

@@ -8,7 +8,10 @@ from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_dataset, check_model
 from prime_rl.monitor import log
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
+
+logger = log.get(__name__)
 
 
 def main() -> None:
@@ -30,6 +33,10 @@ def run(config: SFTConfig, rank: int) -> None:
     check_model(config.model.name, weights=config.data.fake is None)
     if config.data.fake is None:
         check_dataset(config.data.name)
+    if config.bench:
+        from prime_rl.launcher.bench import apart
+
+        config = apart(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:
         if rank == 0:
             path = config.output_dir / "configs" / "sft.toml"
@@ -38,6 +45,8 @@ def run(config: SFTConfig, rank: int) -> None:
             print(f"sft: {config.model.name} on {config.device}, {data}, weights to {config.output_dir / 'weights'}")
             print(f"config: {path}")
         return
+    if config.bench and rank == 0:
+        metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.trainer.sft.train import train
 
     with disk_errors(config.output_dir):

@@ -8,8 +8,11 @@ from prime_rl.config import TrainerConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_model
 from prime_rl.monitor import log
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.settings import agree
+
+logger = log.get(__name__)
 
 
 def main() -> None:
@@ -29,6 +32,10 @@ def main() -> None:
 def run(config: TrainerConfig, rank: int) -> None:
     """Check what can be checked before torch is imported, then train; the resolved config is written once the run is not refused."""
     check_model(config.model.name, weights=config.data.fake is None)
+    if config.bench:
+        from prime_rl.launcher.bench import apart
+
+        config = apart(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:
         if rank == 0:
             path = config.output_dir / "configs" / "trainer.toml"
@@ -41,6 +48,8 @@ def run(config: TrainerConfig, rank: int) -> None:
         return
     if rank == 0:
         agree(config, "trainer")
+        if config.bench:
+            metrics_path(config.output_dir, "trainer").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.trainer.rl.train import train
 
     with disk_errors(config.output_dir):

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.launcher import checks, doctor, rundir
+from prime_rl.launcher.bench import run_apart
 from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.gpus import visible_gpus
@@ -25,6 +26,8 @@ def run(config: RLConfig) -> int:
     """Run to the end; returns the exit status. Raises UserError for what cannot work, before anything is started."""
     if (warning := checks.public_key(sys.argv)) is not None:
         print(warning, file=sys.stderr)
+    if config.bench:
+        config = run_apart(config, print)
     machine = Machine(visible_gpus(os.environ), len(os.sched_getaffinity(0)), os.environ)
     if config.recover and not rundir.recoverable(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
@@ -43,7 +46,7 @@ def run(config: RLConfig) -> int:
         _check_port(plan)
         if _goes_on(config):
             rundir.forget_status(config.output_dir)
-        else:  # asked for, or nothing but the remains of a run that failed at its start
+        else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             rundir.clean(config.output_dir)
         _write_configs(plan, config)
         with Console(config.output_dir, config.max_steps) as console:
@@ -147,7 +150,7 @@ def _check_port(plan: Plan) -> None:
 
 
 def _check_directory(config: RLConfig) -> None:
-    if not config.clean and not _goes_on(config):
+    if not config.clean and not config.bench and not _goes_on(config):
         rundir.refuse_results(config.output_dir)
 
 

@@ -1,0 +1,139 @@
+"""A benchmark touches no run: whatever `--bench` writes lies in a directory of its own."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
+from prime_rl.config.base import BaseConfig
+from prime_rl.config.shared import CkptConfig, EnvConfig, MonitorConfig, WandbConfig
+from prime_rl.entrypoints import orchestrator, sft, trainer
+from prime_rl.errors import UserError
+from prime_rl.launcher import run as rl
+from prime_rl.launcher.bench import apart, bench_dir, run_apart
+from prime_rl.monitor import read_metrics
+from prime_rl.monitor.monitor import metrics_path
+from prime_rl.transport.commit import stage
+from support import trainer as support
+
+tied_model = support.tied_model
+
+FAKE: dict[str, dict[str, Any]] = {
+    "trainer": {"seq_len": 32, "data": {"fake": {"batch_size": 2}}},
+    "sft": {"data": {"fake": {}, "seq_len": 32, "batch_size": 2}},
+}
+RUN: dict[str, Callable[[Any, int], None]] = {"trainer": trainer.run, "sft": sft.run}
+KIND: dict[str, type[TrainerConfig] | type[SFTConfig]] = {"trainer": TrainerConfig, "sft": SFTConfig}
+
+
+def files(directory: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def start(tied_model: Path, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """The entrypoint, as rank 0, in this process."""
+    import signal
+
+    import torch
+
+    from prime_rl.trainer.parallel import close_world
+
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    torch.set_num_threads(1)
+
+    def start(process: str, **settings: Any) -> None:
+        base = {"output_dir": tmp_path, "model": {"name": str(tied_model)}, "device": "cpu", **FAKE[process]}
+        try:
+            RUN[process](KIND[process].model_validate({**base, **settings}), 0)
+        finally:
+            close_world()
+
+    yield start
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("process", ["trainer", "sft"])
+def test_a_benchmark_beside_a_run(
+    process: str,
+    start: Callable[..., None],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every file of the run stays as it is; the benchmark says where its own go, and each replaces the rows of the one before."""
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    caplog.set_level(logging.INFO, "prime_rl")
+    start(process, max_steps=1)
+    before = files(tmp_path)
+    assert metrics_path(tmp_path, process) in before
+    assert "what it writes goes to" not in caplog.text
+    for steps in (3, 2):
+        start(process, bench=True, max_steps=steps)
+        assert len(read_metrics(metrics_path(tmp_path / "bench", process))) == steps
+    assert f"what it writes goes to {tmp_path / 'bench'}, no run is touched" in caplog.text
+    assert (tmp_path / "bench" / "configs" / f"{process}.toml").is_file()
+    after = files(tmp_path)
+    assert {path: after.get(path) for path in before} == before
+    assert all(path.is_relative_to(tmp_path / "bench") for path in after.keys() - before.keys())
+
+
+@pytest.mark.parametrize("process", ["trainer", "sft"])
+def test_a_dry_run_of_a_benchmark(process: str, start: Callable[..., None], tmp_path: Path) -> None:
+    """Its config does not replace that of a run either, and run again it stays where it is."""
+    start(process, bench=True, dry_run=True)
+    start(process, bench=True, dry_run=True, output_dir=tmp_path / "bench")
+    assert list(files(tmp_path)) == [tmp_path / "bench" / "configs" / f"{process}.toml"]
+
+
+def environment() -> dict[str, Any]:
+    return {"environments": [EnvConfig(id="reverse-text")]}
+
+
+def test_the_orchestrators_benchmark(tmp_path: Path) -> None:
+    """The same for an orchestrator."""
+    orchestrator.run(OrchestratorConfig(output_dir=tmp_path, bench=True, dry_run=True, **environment()))
+    assert list(files(tmp_path)) == [tmp_path / "bench" / "configs" / "orchestrator.toml"]
+
+
+def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`rl --bench` beside a run starts all processes in the other directory, again and again, and goes on from nothing."""
+    with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator") as path:
+        (path / "samples").touch()
+    metrics_path(tmp_path / "bench", "trainer").parent.mkdir(parents=True)
+    metrics_path(tmp_path / "bench", "trainer").write_text('{"step": 0}\n')  # of an earlier benchmark
+    before = files(tmp_path)
+    settings: dict[str, Any] = {"bench": True, "dry_run": True, "ckpt": CkptConfig(resume_step=-1)}
+    given = RLConfig(output_dir=tmp_path, orchestrator=OrchestratorConfig(**environment()), **settings)
+    assert rl.run(given) == 0
+    assert f"run directory  {tmp_path / 'bench'}" in capsys.readouterr().out
+    after = files(tmp_path)
+    assert {path: after.get(path) for path in before} == before
+    configs = {tmp_path / "bench" / "configs" / f"{name}.toml" for name in ("rl", "trainer", "orchestrator")}
+    assert after.keys() - before.keys() == configs
+    for process in (inner := run_apart(given, print)).trainer, inner.orchestrator:
+        assert apart(process, pytest.fail).output_dir == tmp_path / "bench"  # as the processes do that it starts
+
+
+def test_a_run_that_is_called_bench(tmp_path: Path) -> None:
+    """It is refused rather than measured over."""
+    with stage(tmp_path / "bench" / "weights" / "step_1", step=1, producer="trainer") as path:
+        (path / "x").touch()
+    for directory in (tmp_path, tmp_path / "bench"):
+        with pytest.raises(UserError, match=r"bench is the place of benchmarks, and holds a run"):
+            bench_dir(directory)
+
+
+@pytest.mark.parametrize("kind", [TrainerConfig, SFTConfig, OrchestratorConfig])
+def test_a_run_in_wandb(kind: type[BaseConfig], tmp_path: Path) -> None:
+    """Nor is a run in W&B gone on with."""
+    monitor = MonitorConfig(wandb=WandbConfig(name="mine", id="abc"))
+    needed = environment() if kind is OrchestratorConfig else {}
+    given: Any = kind(output_dir=tmp_path, bench=True, monitor=monitor, **needed)
+    wandb = apart(given, print).monitor.wandb
+    assert wandb is not None
+    assert (wandb.name, wandb.id) == ("mine", None)
