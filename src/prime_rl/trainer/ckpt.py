@@ -67,7 +67,7 @@ class Checkpoints:
 
     Args:
         alone: Whether no other process takes part in the checkpoints, so that this one joins them.
-        recover: Go on from whatever was committed last.
+        recover: Go on from whatever was committed last; where no run has begun, as the config says.
         recovery_interval: Steps between two recovery checkpoints; they are always written in the background.
     """
 
@@ -221,13 +221,28 @@ class Checkpoints:
     def _choose(self) -> str | None:
         resume = None if self.config is None else self.config.resume_step
         refuse_foreign(self.output_dir / "weights", self.root)
-        if self.recover:
+        if self.recover and (resume is None or self._recover_decides(resume)):
             return self._newest_whole()
         if resume is not None:
             step = checkpoints.find(self.root, resume, PART, self.max_steps)
             return str(checkpoints.part_dir(self.root, step, PART))
         refuse_earlier(self.output_dir, self.root)
         return None
+
+    def _recover_decides(self, resume: int) -> bool:
+        """Of --recover and ckpt.resume_step, given both. The launcher adds --recover when it starts a trainer again that was told to resume."""
+        lives, versions = read_lives(self.output_dir), list_steps(self.output_dir / "weights")
+        if lives or list_steps(self.recovery) or max(versions, default=0) > 0:
+            now = current_life(lives)
+            life = f"life {now.number}, from step {now.start}" if lives else "its life files are lost"
+            logger.info("--recover decides, not ckpt.resume_step %d: this run has begun already (%s)", resume, life)
+            return True
+        logger.warning(
+            "ckpt.resume_step %d decides, not --recover: no run has begun in %s that could be recovered",
+            resume,
+            self.output_dir,
+        )
+        return False
 
     def _newest_whole(self) -> str | None:
         lives, damaged = read_lives(self.output_dir), []
