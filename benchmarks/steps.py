@@ -241,7 +241,8 @@ class Bench:
         levels = [(level, len(list(run))) for level, run in groupby(settings.levels)]
         recomputed = ", ".join(level + (f" × {count}" if len(levels) > 1 else "") for level, count in levels)
         words = [backend, f"recompute {recomputed}", f"head {settings.head_chunk}"]
-        return "; ".join(words + ["weights freed"] * settings.reshard + ["activations parked"] * settings.offload)
+        words += ["weights freed"] * settings.reshard
+        return "; ".join(words + [f"parked {settings.parked / 1e9:.2f} GB a layer"] * (settings.parked > 0))
 
     def estimated_gib(self) -> float | None:
         """The peak that the choice was based on; None where nothing was planned."""

@@ -4,7 +4,6 @@ Formulas over the model's shape, checked against measured peaks on an H200 and a
 (`tests/unit/trainer/test_memory.py`). What is counted of activations is what compiled blocks keep.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.activations import LEVELS
+from prime_rl.trainer.offload import parking_layers
 
 if TYPE_CHECKING:
     from prime_rl.config.optim import OptimConfig
@@ -106,13 +106,13 @@ class Settings:
         levels: What each layer computes again in backward.
         head_chunk: Tokens whose logits exist at the same time.
         reshard: Whether gathered parameters are freed between forward and backward.
-        offload: Whether what blocks keep is parked in host memory.
+        parked: Bytes of what a block keeps that are parked in host memory, on average at most (0: nothing, inf: everything).
     """
 
     levels: "tuple[Recompute, ...]"
     head_chunk: int
     reshard: bool
-    offload: bool
+    parked: float
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,14 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     }
     hidden, weight = tokens * s.hidden * size, s.head_parameters
     kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
-    everything = _on_gpu(settings.levels, kept, settings.offload)
+    parks, slack = _parks(s, job, settings), _slack(s, job, settings)
+
+    def on_gpu(blocks: int) -> int:
+        """What so many blocks keep, less what of it is away: that of the last one is used or about to leave, that of the one before comes."""
+        away = sum(parks[: max(blocks - 2, 0)])
+        return sum(kept[level] for level in settings.levels[:blocks]) - max(away - slack, 0)
+
+    everything = on_gpu(s.layers)
     moments = {
         "the head": {
             "activations": everything,
@@ -195,7 +202,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     for level, run in groupby(settings.levels):
         done += len(list(run))
         moments[f"backward of a block ({level})"] = {
-            "activations": _on_gpu(settings.levels[:done], kept, settings.offload),
+            "activations": on_gpu(done),
             "head": size * weight,
             "block in backward": plain
             - kept[level]
@@ -206,16 +213,31 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     return Estimate({name: held | parts for name, parts in moments.items()})
 
 
-def _on_gpu(levels: "Sequence[Recompute]", kept: "dict[Recompute, int]", offload: bool) -> int:
-    """What blocks keep; of parked ones three: the last, which stays, the one that leaves or is used, and the one that comes."""
-    sizes = [kept[level] for level in levels]
-    return sum(sorted(sizes)[-3:]) if offload else sum(sizes)
+def _parks(shape: Shape, job: Job, settings: Settings) -> list[int]:
+    """Bytes that each of the first layers parks, on average; the others nothing."""
+    parkable = {level: _parkable(shape, job, level) for level in set(settings.levels)}
+    parking = settings.levels[: parking_layers(shape.layers, settings.parked)]
+    return [int(min(settings.parked, parkable[level])) for level in parking]
+
+
+def _parkable(shape: Shape, job: Job, level: "Recompute") -> int:
+    """What a block could park: where it is not compiled, what a checkpoint keeps inside of it cannot be reached."""
+    if job.compiled or level == "none":
+        return job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled)
+    return job.tokens * shape.hidden * job.itemsize
+
+
+def _slack(shape: Shape, job: Job, settings: Settings) -> int:
+    """Bytes that may be on the device though they count as parked: tensors go whole, so the widest may wait for credit, or a block is late."""
+    s = shape
+    widest = max(s.query, s.chosen * s.hidden, s.feed_forward * (2 if s.experts else 1))
+    block = max(_parkable(s, job, level) for level in set(settings.levels))
+    return int(min(block, max(settings.parked, job.tokens * widest * job.itemsize)))
 
 
 def parked_bytes(shape: Shape, job: Job, settings: Settings) -> int:
     """What is in host memory meanwhile."""
-    levels = settings.levels[:-1] if settings.offload else ()
-    return sum(job.tokens * kept_bytes(shape, level, job.itemsize, job.compiled) for level in levels)
+    return sum(_parks(shape, job, settings))
 
 
 def added_seconds(shape: Shape, job: Job, settings: Settings) -> float:
@@ -231,15 +253,32 @@ def added_seconds(shape: Shape, job: Job, settings: Settings) -> float:
         weights = s.parameters - s.root_parameters
         local, foreign = weights / job.shards, size * weights * (job.shards - 1) / job.shards
         seconds += 2 * ((4 + size) * local / POINTWISE + GATHER_EXPOSED * foreign / GATHER)
-    if (
-        settings.offload
-    ):  # what takes longer to leave than its block to compute; and both ways it takes memory bandwidth from that
-        products = s.hidden * (2 * s.query + 2 * s.key_value + 3 * s.feed_forward)
-        forward = 2 * tokens * products / PRODUCTS + _attention_seconds(s, tokens)
-        for level in settings.levels[:-1]:
-            parked = tokens * kept_bytes(s, level, size, job.compiled)
-            seconds += max(parked / HOST_LINK - forward, 0) + 2 * parked / POINTWISE
-    return seconds
+    return seconds + _parking_seconds(s, job, parked_bytes(s, job, settings))
+
+
+def _parking_seconds(shape: Shape, job: Job, parked: int) -> float:
+    """What the link cannot carry beside the computation; and both ways it takes memory bandwidth from that.
+
+    In one micro-batch of a step the exported weights (of two bytes) leave as well. Of what is computed only the products are counted, as
+    attention takes the less time the shorter the documents are.
+    """
+    if not parked:
+        return 0.0
+    forward = shape.layers * products_seconds(shape, job.tokens)
+    out, back = (parked + 2 * shape.parameters / job.shards) / HOST_LINK, parked / HOST_LINK
+    return max(out - forward, 0) + max(back - 2 * forward, 0) + 2 * parked / POINTWISE
+
+
+def products_seconds(shape: Shape, tokens: int) -> float:
+    """Of one layer's matrix products in forward, attention's apart."""
+    s = shape
+    return 2 * tokens * s.hidden * (2 * s.query + 2 * s.key_value + 3 * s.feed_forward) / PRODUCTS
+
+
+def batch_seconds(shape: Shape, job: Job) -> float:
+    """A micro-batch's products, forward and backward, with nothing computed again. Attention is left out, as in all that parking is measured by."""
+    head = 2 * job.tokens * shape.head_parameters / PRODUCTS
+    return 3 * (shape.layers * products_seconds(shape, job.tokens) + head)
 
 
 def _recompute_seconds(shape: Shape, level: "Recompute", job: Job) -> float:

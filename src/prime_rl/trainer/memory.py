@@ -1,5 +1,6 @@
 """Which settings are the fastest that fit into a GPU's memory, decided before the first step; and what to do when they did not."""
 
+import math
 import os
 import re
 import warnings
@@ -7,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,15 +17,19 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.footprint import (
+    HOST_LINK,
     Estimate,
     Job,
     Settings,
     Shape,
     added_seconds,
+    batch_seconds,
     estimate,
     parked_bytes,
+    products_seconds,
     state_bytes,
 )
+from prime_rl.trainer.host_memory import available_bytes
 from prime_rl.trainer.parallel import World, gather
 
 if TYPE_CHECKING:
@@ -42,6 +46,10 @@ RESERVE = 0.03
 """Of the estimate: gaps between tensors, and the estimate's own error."""
 HEAD_CHUNK = 4096
 """Tokens from which on the head gets no faster."""
+HOST_SHARE = 0.5
+"""Of the host's available memory, at most this much is taken for parking unless it is asked for by name."""
+WORTHWHILE = 0.01
+"""Parking a part has to save this share of a micro-batch's time."""
 
 _AGAIN = {
     "none": "nothing",
@@ -88,37 +96,69 @@ def plan_memory(
     settings = choose(config, shape, job, budget, host)
     plan = MemoryPlan(settings, shape, job, budget)
     if world.is_main:
-        (logger.info if _fits(estimate(shape, job, settings), budget) else logger.warning)(describe(plan, config, host))
+        (logger.info if _fits(estimate(shape, job, settings), budget) else logger.warning)(describe(plan, config))
     return plan
 
 
 def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: float) -> Settings:
-    """The fastest settings that fit, those that park activations in host memory last; the leanest when none does.
+    """The fastest settings that fit; the leanest when none does.
+
+    Without a word of `config` about it, part of what blocks keep is parked in host memory where that is worthwhile, and everything where nothing
+    else fits.
 
     Args:
         budget: Bytes that torch may take of the GPU.
         host: Bytes of host memory there are for each rank.
     """
-    options = list(_options(config, shape, job, host))
-    for offload in (False, True):
-        fitting = [s for s in options if s.offload == offload and _fits(estimate(shape, job, s), budget)]
-        if fitting:
-            return min(fitting, key=lambda s: (added_seconds(shape, job, s), estimate(shape, job, s).total))
-    return min(options, key=lambda s: estimate(shape, job, s).total)
+    options = list(_options(config, shape))
+    best = _fastest(options, shape, job, budget)
+    if config.activation_offload is None:
+        partly = _partly_parked(options, shape, job, budget, host)
+        if partly is not None and (best is None or _is_worthwhile(partly, best, shape, job)):
+            best = partly
+        if best is None:
+            parked = (replace(settings, parked=math.inf) for settings in options)
+            options += [settings for settings in parked if parked_bytes(shape, job, settings) <= host]
+            best = _fastest(options, shape, job, budget)
+    return best or min(options, key=lambda s: estimate(shape, job, s).total)
 
 
-def _options(config: "TrainerModel", shape: Shape, job: Job, host: float) -> Iterator[Settings]:
-    """All settings that `config` allows."""
+def _fastest(options: list[Settings], shape: Shape, job: Job, budget: float) -> Settings | None:
+    fitting = [settings for settings in options if _fits(estimate(shape, job, settings), budget)]
+    return min(fitting, key=lambda s: (added_seconds(shape, job, s), estimate(shape, job, s).total), default=None)
+
+
+def _partly_parked(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
+    """The fastest settings that fit because each block parks some of what the host link carries while it computes."""
+    carried = HOST_LINK * products_seconds(shape, job.tokens)
+    best, least = None, math.inf
+    for seconds, plain in sorted(((added_seconds(shape, job, s), s) for s in options), key=lambda option: option[0]):
+        if seconds >= least or _fits(estimate(shape, job, plain), budget):
+            break  # parking makes nothing faster by itself
+        for eighths in range(1, 9):
+            settings = replace(plain, parked=carried * eighths / 8)
+            if parked_bytes(shape, job, settings) > host:
+                break
+            if _fits(estimate(shape, job, settings), budget):  # more takes less of the GPU, and longer
+                if (seconds := added_seconds(shape, job, settings)) < least:
+                    best, least = settings, seconds
+                break
+    return best
+
+
+def _is_worthwhile(partly: Settings, plain: Settings, shape: Shape, job: Job) -> bool:
+    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, partly)
+    return saved >= WORTHWHILE * (batch_seconds(shape, job) + added_seconds(shape, job, partly))
+
+
+def _options(config: "TrainerModel", shape: Shape) -> Iterator[Settings]:
+    """All settings that `config` allows, as far as they park nothing by themselves."""
     chunks = [HEAD_CHUNK >> i for i in range(4)] if config.head_chunk is None else [config.head_chunk]
     reshards = [False, True] if config.reshard_after_forward is None else [config.reshard_after_forward]
-    offloads = [False, True] if config.activation_offload is None else [config.activation_offload]
     for levels in _levels(config, shape.layers):
         for chunk in chunks:
             for reshard in reshards:
-                for offload in offloads:
-                    settings = Settings(levels, chunk, reshard, offload)
-                    if config.activation_offload or parked_bytes(shape, job, settings) <= host:
-                        yield settings
+                yield Settings(levels, chunk, reshard, math.inf if config.activation_offload else 0.0)
 
 
 def _levels(config: "TrainerModel", layers: int) -> "Iterator[tuple[Recompute, ...]]":
@@ -150,7 +190,7 @@ def _unplanned(config: "TrainerModel", shape: Shape, world: World) -> Settings:
         levels=explicit_levels(level, config.checkpointed_layers, shape.layers),
         head_chunk=config.head_chunk or HEAD_CHUNK,
         reshard=world.size > 1 if config.reshard_after_forward is None else config.reshard_after_forward,
-        offload=bool(config.activation_offload),
+        parked=math.inf if config.activation_offload else 0.0,
     )
 
 
@@ -167,10 +207,8 @@ def _budget(config: "TrainerModel", world: World) -> float:
 
 
 def _host_bytes() -> float:
-    """Bytes of host memory for each rank of this host, a fifth of what is available left alone."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return 0.8 * available / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Bytes of host memory that each rank of this host may park in."""
+    return HOST_SHARE * available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def use_expandable_segments() -> None:
@@ -182,7 +220,7 @@ def use_expandable_segments() -> None:
         torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
-def describe(plan: MemoryPlan, config: "TrainerModel", host: float) -> str:
+def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
     """What was chosen, what it takes, and what faster settings would need."""
     assert plan.job is not None
     assert plan.budget is not None
@@ -192,21 +230,23 @@ def describe(plan: MemoryPlan, config: "TrainerModel", host: float) -> str:
     whose = "memory_limit" if config.memory_limit is not None else "free"
     text = [
         f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({whose}) for {job.tokens:,} tokens a micro-batch",
-        f"backward computes again {_in_words(settings, job)}",
+        f"backward computes again {_in_words(settings, shape, job)}",
         f"estimated peak, in {estimated.moment}: {_listed(estimated.parts)}, reserve {_gib(estimated.total * RESERVE)} GiB",
     ]
     if not fits:
         text.append(f"too little, if the estimate holds; what would help most: {_remedies_listed(plan)}")
         return "; ".join(text)
-    fastest = min(_options(config, shape, job, host), key=lambda s: added_seconds(shape, job, s))
+    fastest = min(_options(config, shape), key=lambda s: added_seconds(shape, job, s))
     faster = added_seconds(shape, job, settings) - added_seconds(shape, job, fastest)
     if faster > 0:
         need = _gib(estimate(shape, job, fastest).total * (1 + RESERVE))
-        text.append(f"the fastest way ({_in_words(fastest, job)}) would need {need} GiB and save {faster * 1e3:.0f} ms")
+        text.append(
+            f"the fastest way ({_in_words(fastest, shape, job)}) would need {need} GiB and save {faster * 1e3:.0f} ms"
+        )
     return "; ".join(text)
 
 
-def _in_words(settings: Settings, job: Job) -> str:
+def _in_words(settings: Settings, shape: Shape, job: Job) -> str:
     runs = [(level, len(list(run))) for level, run in groupby(settings.levels)]
     layers = ", ".join(
         _AGAIN[level] + (f" in {count} of {len(settings.levels)} layers" if len(runs) > 1 else "")
@@ -214,7 +254,9 @@ def _in_words(settings: Settings, job: Job) -> str:
     )
     parts = [layers, f"head in chunks of {min(settings.head_chunk, job.tokens)} tokens"]
     parts.append("weights freed after forward" if settings.reshard else "weights stay gathered")
-    return ", ".join(parts + ["activations parked in host memory"] * settings.offload)
+    if settings.parked:
+        parts.append(f"{_gib(parked_bytes(shape, job, settings))} GiB of activations parked in host memory")
+    return ", ".join(parts)
 
 
 def _listed(parts: dict[str, int]) -> str:
@@ -295,7 +337,7 @@ def remedies(plan: MemoryPlan) -> list[tuple[str, int]]:
         (f"--model.activation-checkpointing {level}", at(level)),
         ("--model.head-chunk 1024", freed(head_chunk=min(settings.head_chunk, 1024))),
         ("--model.reshard-after-forward true", freed(reshard=True)),
-        ("--model.activation-offload true", freed(offload=True)),
+        ("--model.activation-offload true", freed(parked=math.inf)),
         ("--optim.offload true", freed(replace(job, state_bytes=0.0))),
         (f"half as many tokens a micro-batch (seq_len), {job.tokens // 2:,}", freed(replace(job, tokens=job.tokens // 2))),
         (f"{2 * job.ranks} GPUs", freed(replace(job, ranks=2 * job.ranks, shards=2 * job.shards))),

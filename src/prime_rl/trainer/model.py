@@ -102,7 +102,9 @@ def build_policy(
     final_norm = [module for name, module in lm.model.named_children() if name == "norm"]
     for module in [*blocks, *final_norm] if compiled else ():
         module.compile(fullgraph=True)
-    lm.model.layers = layers = nn.ModuleList(offload_layers(blocks, world.device) if settings.offload else blocks)
+    if settings.parked:
+        blocks = offload_layers(blocks, world.device, settings.parked)
+    lm.model.layers = layers = nn.ModuleList(blocks)
     policy = Policy(lm, memory, compiled)
     precision = MixedPrecisionPolicy(
         param_dtype=dtype,

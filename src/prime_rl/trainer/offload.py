@@ -1,12 +1,16 @@
-"""Activation offload: what blocks keep for their backward pass is parked in host memory meanwhile.
+"""Activation offload: what blocks keep for their backward pass is parked in host memory meanwhile, all of it or as much as a budget allows.
 
-Everything runs on one side stream beside the computation. After a block's forward its kept tensors are copied out; when the next block has
-run, the copies on the device are given up, so at most two blocks hold theirs. In backward a block's tensors come back while the block after
-it still computes. Host memory is pinned, in equal chunks that go round from block to block and from step to step.
+Everything runs on one side stream beside the computation. After a block's forward its kept tensors, or some of them, are copied out; when
+`LAG` more blocks have run, the copies on the device are given up. In backward a block's tensors come back while the block after it still
+computes. Host memory is pinned, in equal chunks that go round from block to block and from step to step.
+
+The budget is what the host link carries in the time of one block's forward: parking that much costs no time. Tensors go whole, so a block
+parks a little less, and what is left of its budget is the next one's.
 
 On CPU the copies are made at once: the same bookkeeping, nothing to overlap.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,18 +28,43 @@ CHUNK = 1 << 24
 SMALLEST = 1 << 20
 """Bytes below which a tensor stays where it is."""
 
+LAG = 3
+"""Blocks by which the copies of a budget may be late before the computation waits for them: exported weights leave over the same link."""
 
-def offload_layers(layers: Sequence[nn.Module], device: torch.device) -> list[nn.Module]:
-    """The layers, each parking what it keeps."""
-    host = Host(device)
+
+def offload_layers(layers: Sequence[nn.Module], device: torch.device, budget: float = math.inf) -> list[nn.Module]:
+    """The layers, each parking what it keeps: at most `budget` bytes a layer on average, by default all."""
+    host = Host(device, len(layers), budget)
     return [_Parked(layer, host, index, index == len(layers) - 1) for index, layer in enumerate(layers)]
 
 
-class Host:
-    """Where the blocks of one policy park. `chunks` counts what was ever allocated."""
+def parking_layers(layers: int, budget: float) -> int:
+    """How many of the layers park, the first ones. The others would not be given up before backward needs them."""
+    return max(layers - 1 - _lag(budget), 0)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+
+def _lag(budget: float) -> int:
+    """Where everything is parked memory is what matters, and a link that is too slow is so with any lag."""
+    return 1 if budget == math.inf else LAG
+
+
+def affordable(sizes: Sequence[int], credit: float) -> tuple[list[int], float]:
+    """Which storages go out, the largest first as long as they fit into `credit` (bytes); and the credit that is left for the next block."""
+    going = []
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] <= credit:
+            credit -= sizes[index]
+            going.append(index)
+    return going, credit
+
+
+class Host:
+    """Where the blocks of one policy park: `budget` bytes of each on average. `chunks` counts what was ever allocated."""
+
+    def __init__(self, device: torch.device, layers: int, budget: float) -> None:
+        self.device, self.budget = device, budget
+        self.lag, self.parking = _lag(budget), parking_layers(layers, budget)
+        self.credit = 0.0
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.blocks: dict[int, _Block] = {}
         self.chunks = 0
@@ -45,14 +74,25 @@ class Host:
         """Block `index` begins its forward pass. What an earlier pass without a backward one left behind is given up."""
         if index in self.blocks:
             self.blocks.pop(index).close(self)
+        if index == 0:
+            self.credit = 0.0
         self.blocks[index] = _Block()
         return self.blocks[index]
 
-    def sent(self, index: int) -> None:
-        """Block `index` ends its forward pass: copy out what it keeps, and let go of the block before."""
-        self.blocks[index].send(self)
-        if index - 1 in self.blocks:
-            self.blocks[index - 1].release(self)
+    def ran(self, index: int) -> None:
+        """Block `index` ends its forward pass: copy out what it keeps, as far as the budget goes, and let go of an earlier one."""
+        self.blocks[index].send(self, self._going(index))
+        if index - self.lag in self.blocks:
+            self.blocks[index - self.lag].release()
+
+    def _going(self, index: int) -> "list[_Storage]":
+        if index >= self.parking:
+            return []
+        storages = list(self.blocks[index].kept.values())
+        sizes = [storage.size for storage in storages]
+        # A block that keeps less than its budget leaves no credit for others: the link's idle time cannot be saved up.
+        going, self.credit = affordable(sizes, self.credit + min(self.budget, sum(sizes)))
+        return [storages[i] for i in going]
 
     def fetch(self, index: int) -> None:
         """Backward needs what block `index` kept: have it on the device, and begin to fetch the block before."""
@@ -103,31 +143,37 @@ class _Kept:
 
 
 class _Block:
-    """What one block keeps."""
+    """What one block keeps, by address, until it has run; then what of it is parked. The rest is the graph's alone."""
 
     def __init__(self) -> None:
-        self.storages: dict[int, _Storage] = {}
+        self.kept: dict[int, _Storage] = {}
+        self.parked: list[_Storage] = []
         self.arrived = False
         self._copied: torch.cuda.Event | None = None
 
-    def send(self, host: Host) -> None:
+    def send(self, host: Host, going: list[_Storage]) -> None:
+        """Begin to copy out what is `going`."""
+        self.parked = going
+        self.kept.clear()
+        if not going:
+            return
         with _beside(host) as stream:
-            for storage in self.storages.values():
+            for storage in going:
                 assert storage.device is not None
                 storage.chunks = host.take(storage.size)
                 for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
                     chunk[: len(part)].copy_(part, non_blocking=True)
             self._copied = None if stream is None else stream.record_event()
 
-    def release(self, host: Host) -> None:
+    def release(self) -> None:
         """Give up the device's copies, once they have been read."""
         self.await_copy()
-        for storage in self.storages.values():
+        for storage in self.parked:
             storage.device = None
 
     def fetch(self, host: Host) -> None:
         """Begin to copy back what is not on the device."""
-        away = [storage for storage in self.storages.values() if storage.device is None and storage.tensors]
+        away = [storage for storage in self.parked if storage.device is None and storage.tensors]
         for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
             storage.device = torch.empty(storage.size, dtype=torch.uint8, device=host.device)
         if away:
@@ -146,12 +192,13 @@ class _Block:
 
     def close(self, host: Host) -> None:
         self.await_copy()
-        for storage in self.storages.values():
+        for storage in self.parked:
             host.give_back(storage.chunks)
 
 
 class _Parked(ActivationWrapper):
-    """A block whose kept tensors are parked on `host`; not those of the last one, with which backward begins."""
+    """A block whose kept tensors are parked on `host`; not those of the last one, with which backward begins. The last but one and a few more
+    park nothing, but have the first parked ones fetched in time."""
 
     def __init__(self, block: nn.Module, host: Host, index: int, last: bool) -> None:
         super().__init__(block)
@@ -170,13 +217,13 @@ class _Parked(ActivationWrapper):
             size, address = tensor.untyped_storage().nbytes(), _address(tensor)
             if size < SMALLEST or address in shared or tensor.device != self.host.device:
                 return tensor
-            storage = block.storages.setdefault(address, _Storage(size, _bytes(tensor)))
+            storage = block.kept.setdefault(address, _Storage(size, _bytes(tensor)))
             storage.tensors += 1
             return _Kept(self.index, storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
         with saved_tensors_hooks(pack, self._unpack):
             out = self._checkpoint_wrapped_module(*args, **kwargs)
-        self.host.sent(self.index)
+        self.host.ran(self.index)
         return out
 
     def _unpack(self, kept: Tensor | _Kept) -> Tensor:

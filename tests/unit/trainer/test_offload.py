@@ -1,6 +1,7 @@
 """Activation offload: what blocks keep really leaves, comes back unchanged, and its host memory goes round. On CPU, where copies are made at once."""
 
 import gc
+import math
 import weakref
 from typing import ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.trainer import offload
-from prime_rl.trainer.offload import Host, offload_layers
+from prime_rl.trainer.offload import LAG, Host, affordable, offload_layers, parking_layers
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, LAYERS = 64, 16, 5
@@ -67,9 +68,9 @@ def host(layers: list[nn.Module]) -> Host:
 
 
 def away(layers: list[nn.Module]) -> list[bool]:
-    """For each block, whether everything it kept has left."""
-    blocks = [host(layers).blocks.get(i) for i in range(len(layers))]
-    return [block is not None and all(s.device is None for s in block.storages.values()) for block in blocks]
+    """For each block, whether what it kept has left."""
+    parked = [host(layers).blocks[i].parked for i in range(len(layers) - 1)] + [[]]
+    return [bool(storages) and all(storage.device is None for storage in storages) for storages in parked]
 
 
 def test_what_is_kept_leaves_and_comes_back(layers: list[nn.Module]) -> None:
@@ -96,17 +97,17 @@ def test_host_memory_goes_round(layers: list[nn.Module]) -> None:
     """Steps use the same chunks again, and a pass without backward (an evaluation that crashed) loses none."""
     for _ in range(3):
         forward(layers, torch.randn(TOKENS, WIDTH)).sum().backward()
-        assert host(layers).chunks == 5 * (LAYERS - 1)
+        assert host(layers).chunks == 5 * (LAYERS - 2)
         assert len(host(layers)._free) == host(layers).chunks
     forward(layers, torch.randn(TOKENS, WIDTH))
     forward(layers, torch.randn(TOKENS, WIDTH)).sum().backward()
-    assert len(host(layers)._free) == host(layers).chunks == 5 * (LAYERS - 1)
+    assert len(host(layers)._free) == host(layers).chunks == 5 * (LAYERS - 2)
 
 
 def test_what_blocks_share_stays(layers: list[nn.Module]) -> None:
     """Neither weights nor what every block is given, and nothing small or without a backward pass to come."""
     forward(layers, torch.randn(TOKENS, WIDTH))
-    assert all(len(block.storages) == 1 for block in host(layers).blocks.values())
+    assert [len(block.parked) for block in host(layers).blocks.values()] == [1, 1, 1, 0]
     with torch.no_grad():
         host(layers).blocks.clear()
         forward(layers, torch.randn(TOKENS, WIDTH))
@@ -125,3 +126,99 @@ def test_a_second_backward_is_refused(layers: list[nn.Module]) -> None:
     out.backward(retain_graph=True)
     with pytest.raises(AssertionError, match="asked for once"):
         out.backward()
+
+
+# ---- as much as a budget allows
+
+
+@pytest.mark.parametrize(
+    ("sizes", "credit", "going", "left"),
+    [
+        ([5, 9, 3], 0, [], 0),
+        ([5, 9, 3], 8.5, [0, 2], 0.5),  # what is too large waits, what is smaller goes in its place
+        ([5, 9, 3], 7, [0], 2),
+        ([5, 9, 3], 16, [1, 0], 2),
+        ([5, 9, 3], 17, [1, 0, 2], 0),
+        ([], 4, [], 4),
+    ],
+)
+def test_what_a_credit_buys(sizes: list[int], credit: float, going: list[int], left: float) -> None:
+    """The largest first, as long as they fit; what is left is the next block's."""
+    assert affordable(sizes, credit) == (going, left)
+
+
+def test_no_block_parks_that_could_not_let_go() -> None:
+    """The last one, and those whose copies would not be given up before backward."""
+    assert [parking_layers(layers, math.inf) for layers in (1, 2, 3, 36)] == [0, 0, 1, 34]
+    assert [parking_layers(layers, 1e9) for layers in (1, LAG + 1, LAG + 2, 36)] == [0, 0, 1, 35 - LAG]
+
+
+DEEP = 10
+NARROW = 4 * TOKENS * WIDTH
+"""Bytes of a block's input; it keeps three times as much inside."""
+
+
+class Widening(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (
+            nn.Parameter(torch.randn(shape) / 8) for shape in ((WIDTH, 3 * WIDTH), (3 * WIDTH, WIDTH))
+        )
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return torch.tanh(x @ self.up) @ self.down + shift
+
+
+def gradients(layers: list[nn.Module], x: Tensor) -> list[Tensor]:
+    """Of two micro-batches in a row, and of what comes in."""
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    for tensor in (x, *parameters):
+        tensor.grad = None
+    for scale in (1.0, 2.0):
+        forward(layers, scale * x).square().sum().backward()
+    return [tensor.grad.clone() for tensor in (x, *parameters) if tensor.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("budget", "parked"),
+    [
+        (0.5, [[], [1], [], [1], [], [1]]),
+        (2, [[1], [3], [1], [3], [1], [3]]),  # a tensor larger than the budget goes in every second block
+        (3, [[3], [3], [3], [3], [3], [3]]),
+        (3.9, [[3], [3, 1], [3, 1], [3, 1], [3, 1], [3, 1]]),
+        (9, [[3, 1]] * 6),
+        (math.inf, [[3, 1]] * 8),
+    ],
+)
+def test_a_budget_is_spent_over_the_blocks(budget: float, parked: list[list[int]], layers: list[nn.Module]) -> None:
+    """Which tensors go out, in units of the smaller one; they leave the device, every chunk comes back, and the gradients are the same bits."""
+    torch.manual_seed(0)
+    plain = [Widening() for _ in range(DEEP)]
+    x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    want = gradients(plain, x)
+    parking = offload_layers(plain, CPU, budget * NARROW)
+
+    out = forward(parking, x)
+    blocks = [host(parking).blocks[i] for i in range(DEEP - 1)]
+    assert [[storage.size // NARROW for storage in block.parked] for block in blocks if block.parked] == [
+        p for p in parked if p
+    ]
+    assert [[storage.size // NARROW for storage in block.parked] for block in blocks[: len(parked)]] == parked
+    assert all(storage.device is None for block in blocks for storage in block.parked)
+    del out
+
+    for got, expected in zip(gradients(parking, x), want, strict=True):
+        assert torch.equal(got, expected)
+    assert len(host(parking)._free) == host(parking).chunks > 0
+    # 4,096 and 12,288 bytes in chunks of 1,000
+    assert host(parking).chunks == sum({1: 5, 3: 13}[size] for sizes in parked for size in sizes)
+
+
+def test_what_stays_belongs_to_the_graph(layers: list[nn.Module]) -> None:
+    """What a block does not park is gone with the graph, although the block is remembered."""
+    parking = offload_layers([layer._checkpoint_wrapped_module for layer in layers], CPU, 1.0)
+    out = forward(parking, torch.randn(TOKENS, WIDTH, requires_grad=True))
+    assert all(storage() is not None for storage in Keeps.seen)
+    del out
+    gc.collect()
+    assert all(storage() is None for storage in Keeps.seen)
