@@ -152,16 +152,14 @@ def mix(
     sorted_S, order_S = chosen_TK.flatten().to(torch.int32).sort(stable=True)
     numbers = torch.arange(experts, device=sorted_S.device, dtype=torch.int32)
     end_E = torch.searchsorted(sorted_S, numbers, right=True, out_int32=True)
-    token_S = order_S // k
-    place_TK = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(tokens * k, device=order_S.device))
-    place_TK = place_TK.view(tokens, k)
+    place_S = torch.arange(tokens * k, device=order_S.device, dtype=torch.int32)
+    place_TK = torch.empty_like(place_S).scatter_(0, order_S, place_S).view(tokens, k)
 
-    rows_SH = _Spread.apply(hidden_TH, token_S, place_TK)
-    gate_SI, up_SI = grouped_linear(rows_SH, gate_up_EJH, end_E).chunk(2, dim=-1)
-    weight_S1 = weight_TK.flatten()[order_S, None]
+    gate_SI, up_SI = grouped_linear(spread(hidden_TH, place_TK), gate_up_EJH, end_E).chunk(2, dim=-1)
+    weight_S1 = weight_TK.flatten().gather(0, order_S)[:, None]
     hidden_SI = (activation(gate_SI.float()) * up_SI.float() * weight_S1).to(hidden_TH.dtype)
     out_SH = grouped_linear(hidden_SI, down_EHI, end_E)
-    return _Collect.apply(out_SH, token_S, place_TK), torch.diff(end_E, prepend=end_E.new_zeros(1))
+    return collect(out_SH, place_TK), torch.diff(end_E, prepend=end_E.new_zeros(1))
 
 
 def grouped_linear(rows_SI: Tensor, weight_EOI: Tensor, end_E: Tensor) -> Tensor:
@@ -194,32 +192,54 @@ def _product_backward(ctx: Any, grad_SO: Tensor) -> tuple[Tensor, Tensor, None]:
 _product.register_autograd(_product_backward, setup_context=_save)
 
 
-class _Spread(torch.autograd.Function):
-    """Copy each token's row to its K places. Backward gathers as well, where autograd's own would add atomically."""
+# Out of the compiler's sight as well, which would gather row by row, element by element; and each is the other's backward: nothing is added atomically.
+@torch.library.custom_op("prime_rl::spread", mutates_args=())
+def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
+    """Each token's row at its K places [S, H]. `place_TK` (int32) names every place from 0 to S - 1 once."""
+    if _by_kernel(rows_TH):
+        from prime_rl.trainer import moe_kernels
 
-    @staticmethod
-    def forward(ctx: Any, rows_TH: Tensor, token_S: Tensor, place_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(place_TK)
-        return rows_TH[token_S]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (place_TK,), (grad_SH,) = ctx.saved_tensors, grads
-        return grad_SH[place_TK].sum(1), None, None
+        return moe_kernels.spread(rows_TH, place_TK)
+    out_SH = rows_TH.new_empty(place_TK.numel(), rows_TH.shape[1])
+    out_SH[place_TK.flatten()] = rows_TH.repeat_interleave(place_TK.shape[1], 0)
+    return out_SH
 
 
-class _Collect(torch.autograd.Function):
-    """Sum the rows at each token's K places (in float32, rounded once): `_Spread` the other way round.
+@torch.library.custom_op("prime_rl::collect", mutates_args=())
+def collect(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
+    """The sum of the rows at each token's K places [T, H], rounded once."""
+    if _by_kernel(rows_SH):
+        from prime_rl.trainer import moe_kernels
 
-    No `.to` of a tensor's own type may end `forward`: compiled by torch 2.11, such a function has no gradient.
-    """
+        return moe_kernels.collect(rows_SH, place_TK)
+    return rows_SH[place_TK].sum(1)
 
-    @staticmethod
-    def forward(ctx: Any, rows_SH: Tensor, token_S: Tensor, place_TK: Tensor) -> Tensor:
-        ctx.save_for_backward(token_S)
-        return rows_SH[place_TK].sum(1)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (token_S,), (grad_TH,) = ctx.saved_tensors, grads
-        return grad_TH[token_S], None, None
+def _by_kernel(rows: Tensor) -> bool:
+    return rows.is_cuda and rows.dtype != torch.float64  # kernels add in float32
+
+
+@spread.register_fake
+def _(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
+    return rows_TH.new_empty(place_TK.numel(), rows_TH.shape[1])
+
+
+@collect.register_fake
+def _(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
+    return rows_SH.new_empty(place_TK.shape[0], rows_SH.shape[1])
+
+
+def _save_places(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _spread_backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, None]:
+    return collect(grad_SH.contiguous(), *ctx.saved_tensors), None
+
+
+def _collect_backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:
+    return spread(grad_TH.contiguous(), *ctx.saved_tensors), None
+
+
+spread.register_autograd(_spread_backward, setup_context=_save_places)
+collect.register_autograd(_collect_backward, setup_context=_save_places)
