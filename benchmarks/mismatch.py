@@ -47,8 +47,7 @@ def write_model(directory: Path, model: str, layers: int | None, sharpness: floa
         dict(named_parameters(policy))["model.norm.weight"].fill_(sharpness)
     source.config.architectures = [type(policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
     staging = Staging(policy, world, torch.bfloat16)
-    staging.copy().finish()
-    write_version(staging, source, world, directory, version=0, incarnation=0)
+    write_version(staging, staging.copy(), source, world, directory, version=0, incarnation=0)
     for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
         shutil.copy(path, directory)
     close_world()

@@ -43,7 +43,7 @@ _NOT_COPIED = {
 }  # the first is ours when the source is a committed version itself
 _BLOCK = 1 << 24
 FILE_BYTES = 256 << 20  # a file of weights holds more only where one tensor does
-WRITERS = 8  # files that a rank writes at once
+WRITERS = 16  # files that a rank writes at once, at most: more than the cores it has do not help
 CHUNK_BYTES = 128 << 20  # of device memory that casting takes
 
 
@@ -140,7 +140,7 @@ class Staging:
                 moments.append(self._moment())
                 buffer[first:last].copy_(self._chunk[: last - first], non_blocking=True)
                 moments.append(self._moment())
-        return Copy(0.0, moments)
+        return Copy(0.0, moments, size)
 
     def _moment(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -182,18 +182,25 @@ def chunk_shares(ends: Sequence[int], size: int) -> list[list[Share]]:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copying that is done, in so many seconds, or that a stream of the GPU is at: it casts and copies between the moments by turns."""
+    """Copying that is done, in so many seconds, or that a stream of the GPU is at, `chunk` elements after the other: between the moments it casts
+    and copies by turns."""
 
     seconds: float
     moments: Sequence[torch.cuda.Event] = ()
+    chunk: int = 0
 
     def before_update(self) -> None:
         """Let the device change the weights only after they are copied. The host does not wait."""
         if self.moments:
             torch.cuda.current_stream().wait_event(self.moments[-1])
 
+    def arrived(self, end: int) -> None:
+        """Wait until the buffer holds its elements up to `end`, which takes the device what it takes. Any thread may."""
+        if self.moments:
+            self.moments[2 * -(-end // self.chunk)].synchronize()
+
     def finish(self) -> tuple[float, float]:
-        """Wait until the copy is there, which takes the device what it takes. Returns the seconds of casting and of copying."""
+        """Wait until all is there. Returns the seconds of casting and of copying."""
         if not self.moments:
             return self.seconds, 0.0
         self.moments[-1].synchronize()
@@ -212,15 +219,16 @@ class Slot:
 
 
 def write_version(
-    staging: Staging, source: Source, world: World, final: Path, *, version: int, incarnation: int
+    staging: Staging, copied: Copy, source: Source, world: World, final: Path, *, version: int, incarnation: int
 ) -> dict[str, float]:
     """Commit what is staged as `final`, with config and tokenizer of the source. Every rank calls it, perhaps in a thread.
 
     Args:
+        copied: The copy that staged it, which may still be going on: what has arrived is written meanwhile.
         world: The ranks, with the group that the calling thread may use.
 
     Returns:
-        Seconds of writing, hashing and committing.
+        Seconds of writing (and of waiting for what is written), hashing and committing.
 
     Raises:
         UserError: the disk is full (on any rank); nothing is left under the final name.
@@ -233,7 +241,7 @@ def write_version(
         headers, slots = staging.headers, staging.slots
         began = time.perf_counter()
         on_main(world, lambda: _allocate(directory, headers, slots))
-        written = agree(world, lambda: _write_rows(staging, world, directory, slots))
+        written = agree(world, lambda: _write_rows(staging, copied, world, directory, slots))
         wrote = time.perf_counter()
         hashes = written if world.size == 1 else _read_back(world, directory, slots)
         hashed = time.perf_counter()
@@ -297,7 +305,9 @@ def _allocate(directory: Path, headers: dict[str, bytes], slots: dict[str, Slot]
             opened.truncate(sizes[file])
 
 
-def _write_rows(staging: Staging, world: World, directory: Path, slots: dict[str, Slot]) -> dict[str, str]:
+def _write_rows(
+    staging: Staging, copied: Copy, world: World, directory: Path, slots: dict[str, Slot]
+) -> dict[str, str]:
     """Write this rank's rows of every tensor at their place, several files at once: a file has one writer at a time, whatever the disk can do.
 
     Returns:
@@ -311,19 +321,20 @@ def _write_rows(staging: Staging, world: World, directory: Path, slots: dict[str
     first = world.rank * len(files) // world.size  # ranks that start at different files do not wait for each other
 
     def write(file: str) -> dict[str, str]:
-        return _write_file(staging, directory / file, pieces[file], slots, hashing=world.size == 1)
+        return _write_file(staging, copied, directory / file, pieces[file], slots, hashing=world.size == 1)
 
     return {name: value for part in _side_by_side(write, files[first:] + files[:first]) for name, value in part.items()}
 
 
 def _write_file(
-    staging: Staging, path: Path, pieces: Sequence[Piece], slots: dict[str, Slot], *, hashing: bool
+    staging: Staging, copied: Copy, path: Path, pieces: Sequence[Piece], slots: dict[str, Slot], *, hashing: bool
 ) -> dict[str, str]:
     hashes = {}
     with disk_errors(path):
         descriptor = os.open(path, os.O_WRONLY)
         try:
             for piece in pieces:
+                copied.arrived(piece.end)
                 slot, data = slots[piece.tensor.name], staging.bytes_of(piece).data
                 _pwrite(descriptor, data, slot.start + piece.row * (slot.size // slot.shape[0]))
                 if hashing:
@@ -334,13 +345,14 @@ def _write_file(
     return hashes
 
 
-def _side_by_side(work: Callable[[str], dict[str, str]], files: Sequence[str]) -> list[dict[str, str]]:
-    if len(files) < 2:
-        return [work(file) for file in files]
-    with ThreadPoolExecutor(
-        min(WRITERS, len(files)), thread_name_prefix="export"
-    ) as threads:  # bounded: by the disk, as one writer would be
-        return list(threads.map(work, files))
+def _side_by_side(work: Callable[[str], dict[str, str]], names: Sequence[str]) -> list[dict[str, str]]:
+    """The work on each name, in their order; bounded by the disk, as that of one writer would be."""
+    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    at_once = min(max(cores, 2), WRITERS, len(names))
+    if at_once < 2:
+        return [work(name) for name in names]
+    with ThreadPoolExecutor(at_once, thread_name_prefix="export") as threads:  # bounded: see above
+        return list(threads.map(work, names))
 
 
 def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:

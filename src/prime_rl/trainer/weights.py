@@ -49,8 +49,8 @@ def refuse_outlived(output_dir: Path, life: int) -> None:
 class Versions:
     """The policy versions of one life of the trainer, in `output_dir/weights`. Every rank calls every method, at the same point of the run.
 
-    Versions are written, and pruned, by a thread: `commit` and `prune` return at once, `settle` waits. One version at most is under way; what
-    failed is raised by the next `commit` or `settle`, on every rank.
+    Versions are written by one thread and pruned by another: `commit` and `prune` return at once, `settle` waits. One version at most is under way;
+    what failed is raised by the next `commit` or `settle`, on every rank.
 
     Args:
         timeout: Seconds that committing one may take.
@@ -77,9 +77,11 @@ class Versions:
         self._staging = Staging(policy, world, dtype)
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
         self._copied = Copy(0.0)
         self._pending: tuple[int, Future[Times]] | None = None
-        self._others: list[Future[object]] = []  # what the thread does beside
+        self._others: list[Future[object]] = []  # what the first thread does beside
+        self._prunes: list[Future[None]] = []  # of rank 0
         self._waited = 0.0
 
     def open(self, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> tuple[int, str | None]:
@@ -116,7 +118,7 @@ class Versions:
         Raises:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
         """
-        self.settle()
+        self._settle(prunes=1)
         began = time.perf_counter()
         self._copied = self._staging.copy()
         self._pending = version, self._thread.submit(self._commit, version, self._copied, check)
@@ -129,8 +131,9 @@ class Versions:
     def prune(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
         """Remove the versions that no reader, no sampling ahead and none of the `checkpoints` needs any more (`protocol.prunable`), after the
         version that is under way. `checkpoints` is called by the thread."""
-        if keep is not None:
-            self._others.append(self._thread.submit(self._prune, async_level, keep, checkpoints))
+        if keep is not None and self.world.is_main:
+            under_way = self._pending and self._pending[1]
+            self._prunes.append(self._pruner.submit(self._prune, under_way, async_level, keep, checkpoints))
 
     def settle(self) -> None:
         """Wait until the version that is under way is committed, and what it makes superfluous is gone; at most `timeout`.
@@ -138,58 +141,73 @@ class Versions:
         Raises:
             UserError: it failed, or takes longer.
         """
-        if self._pending is None and not self._others:
+        self._settle(prunes=0)
+
+    def _settle(self, prunes: int) -> None:
+        """The same, but let the newest `prunes` go on."""
+        if self._pending is None and not self._others and not on_main(self.world, lambda: len(self._prunes) > prunes):
             return
         began = time.perf_counter()
-        version, times = agree(self.world, self._take_results)
+        version, times = agree(self.world, lambda: self._take_results(prunes))
         if version is not None:
             times["time/export"] = self._waited + time.perf_counter() - began
             self._waited = 0.0
             self._on_committed(version, times)
 
     def close(self) -> None:
-        """Let the thread finish what it is at, for at most `timeout`; whatever becomes of it."""
+        """Let the threads finish what they are at, for at most `timeout`; whatever becomes of it."""
         self._thread.shutdown(wait=False)
-        if self._finished():
+        self._pruner.shutdown(wait=False)
+        if self._finished(prunes=0):
             self._staging.close()  # else it may still be read
 
-    def _take_results(self) -> tuple[int | None, Times]:
-        if not self._finished():
+    def _take_results(self, prunes: int) -> tuple[int | None, Times]:
+        if not self._finished(prunes):
             subject = f"weights/step_{self._pending[0]}" if self._pending else "end of pruning"
             raise WaitTimeout(subject, "the thread that writes it", self._timeout)
         (pending, self._pending), (others, self._others) = (self._pending, None), (self._others, [])
-        times = {} if pending is None else pending[1].result(timeout=0)
         for other in others:
             other.result(timeout=0)
+        while len(self._prunes) > prunes:
+            self._prunes.pop(0).result(timeout=0)
+        times = {} if pending is None else pending[1].result(timeout=0)
         return pending and pending[0], times
 
-    def _finished(self) -> bool:
-        """Whether the thread has done all, after waiting for it."""
-        futures: list[Future[Any]] = [*self._others, *([] if self._pending is None else [self._pending[1]])]
+    def _finished(self, prunes: int) -> bool:
+        """Whether the threads have done all but the newest `prunes`, after waiting for it."""
+        futures: list[Future[Any]] = [*self._others, *self._prunes[: max(len(self._prunes) - prunes, 0)]]
+        if self._pending is not None:
+            futures.append(self._pending[1])
         return not wait_for_futures(futures, timeout=self._timeout).not_done
 
     def _commit(self, version: int, copied: Copy, check: Callable[[], object]) -> Times:
         """In the thread."""
         world = self._background
-        cast, copy = copied.finish()
-        agree(world, check)
-        on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
-        final = version_dir(self.root, version)
-        times = write_version(self._staging, self.source, world, final, version=version, incarnation=self.life)
+        try:
+            agree(world, check)
+            on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
+            final = version_dir(self.root, version)
+            times = write_version(
+                self._staging, copied, self.source, world, final, version=version, incarnation=self.life
+            )
+        finally:
+            cast, copy = copied.finish()  # the buffer is free again
         return {f"time/export_{part}": seconds for part, seconds in {"cast": cast, "copy": copy, **times}.items()}
 
-    def _prune(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> None:
-        """In the thread."""
-
-        def prune_superfluous() -> None:
-            versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
-            lease, needed = read_lease(self.output_dir), checkpoints()
-            for version in prunable(
-                versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed
-            ):
-                prune(version_dir(self.root, version))
-
-        on_main(self._background, prune_superfluous)
+    def _prune(
+        self,
+        under_way: Future[Times] | None,
+        async_level: int,
+        keep: int,
+        checkpoints: Callable[[], Collection[int]],
+    ) -> None:
+        """In the other thread, on rank 0."""
+        if under_way is not None and under_way.exception(timeout=self._timeout) is not None:
+            return  # said by whoever takes its result
+        versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
+        lease, needed = read_lease(self.output_dir), checkpoints()
+        for version in prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed):
+            prune(version_dir(self.root, version))
 
     def _open(self, start: int, spares: bool, saved_by: Collection[int]) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)

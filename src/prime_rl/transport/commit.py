@@ -11,7 +11,8 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ logger = log.get(__name__)
 FORMAT = 1
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
+_REMOVERS = 8  # threads
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -349,6 +351,7 @@ def _remove(path: Path) -> None:
     """Remove a directory, a file, or a link but not what it leads to. What cannot be removed is said: it takes room, but is in nobody's way."""
     try:
         if path.is_dir() and not path.is_symlink():
+            _remove_files(path)
             shutil.rmtree(path)
         else:
             path.unlink()
@@ -393,3 +396,17 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _remove_files(directory: Path) -> None:
+    """The files of a directory of many, side by side: one thread frees the memory that holds a file at no more than about 15 GB/s. What cannot be
+    removed is left."""
+    files = [path for path in directory.iterdir() if not path.is_dir() or path.is_symlink()]
+    if len(files) > _REMOVERS:
+        with ThreadPoolExecutor(_REMOVERS, thread_name_prefix="remove") as threads:  # bounded: as rmtree would be
+            list(threads.map(_unlink, files))
+
+
+def _unlink(path: Path) -> None:
+    with suppress(OSError):
+        path.unlink()

@@ -43,8 +43,7 @@ def export(
 ) -> None:
     """Commit the policy's weights, all in this thread."""
     staging = Staging(policy, world, dtype)
-    staging.copy().finish()
-    write_version(staging, source, world, final, version=version, incarnation=incarnation)
+    write_version(staging, staging.copy(), source, world, final, version=version, incarnation=incarnation)
 
 
 def test_chunks_of_the_staging_buffer_hold_every_element_once() -> None:

@@ -41,8 +41,7 @@ def test_files_of_experts(moe_model: Path, world: World, make_policy: Callable[.
     policy = make_policy(moe_model)
     final = tmp_path / "step_1"
     staging = Staging(policy, world, torch.float32)
-    staging.copy().finish()
-    write_version(staging, find_model(str(moe_model)), world, final, version=1, incarnation=0)
+    write_version(staging, staging.copy(), find_model(str(moe_model)), world, final, version=1, incarnation=0)
     verify_weights(final)
     published, exported = (load_file(directory / "model.safetensors") for directory in (moe_model, final))
     assert f"model.layers.1.mlp.experts.{EXPERTS - 1}.up_proj.weight" in exported
