@@ -1,8 +1,8 @@
 """Optimizers, and schedules of their learning rate."""
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, model_validator
 
 from prime_rl.config.base import Problem, Section
 
@@ -37,6 +37,14 @@ class SGD(_Optimizer):
     weight_decay: NonNegativeFloat = Field(default=0.01, description="Weight decay, added to the gradient.")
     momentum: float = Field(default=0.9, ge=0, lt=1, description="Decay of the running sum of gradients (0: none).")
     nesterov: bool = Field(default=True, description="Look ahead along the momentum (Nesterov).")
+
+    @model_validator(mode="after")
+    def _has_states_to_offload(self) -> Self:
+        if self.offload and self.momentum == 0:
+            raise Problem(
+                "offload has no effect: without momentum there are no states to keep elsewhere", "offload", "momentum"
+            )
+        return self
 
 
 class Muon(_Optimizer):
@@ -98,15 +106,31 @@ SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler | WSDSch
 
 
 def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Problem | None:
-    """Warm-up and decay fit into the run, and a decay has an end to be counted back from."""
+    """Warm-up and decay fit into the run, a decay has an end to be counted back from, and a rate that it falls to steps to fall over."""
     if max_steps is None:
         if scheduler.type == "constant":
             return None
         return Problem(f"scheduler.type '{scheduler.type}' needs max_steps, to end at", "scheduler.type", "max_steps")
     decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler | WSDScheduler) else 0
     if scheduler.warmup_steps + decay <= max_steps:
-        return None
+        return _falls(max_steps, scheduler)
     parts = f"scheduler.warmup_steps {scheduler.warmup_steps}" + (f" + scheduler.decay_steps {decay}" if decay else "")
     return Problem(
         f"{parts} exceeds max_steps {max_steps}", "scheduler.warmup_steps", "scheduler.decay_steps", "max_steps"
+    )
+
+
+def _falls(max_steps: int, scheduler: SchedulerConfig) -> Problem | None:
+    if scheduler.type == "constant" or not scheduler.min_lr:
+        return None
+    if scheduler.type == "cosine":
+        steps, reason = max_steps - scheduler.warmup_steps, "scheduler.warmup_steps"
+    else:
+        steps, reason = scheduler.decay_steps, "scheduler.decay_steps"
+    if steps:
+        return None
+    return Problem(
+        f"scheduler.min_lr {scheduler.min_lr} has no effect: {reason} leaves no steps to fall over",
+        "scheduler.min_lr",
+        reason,
     )

@@ -58,6 +58,16 @@ class CkptConfig(Section):
         default=None, description="Directory that holds checkpoints/ (None: the run's output_dir)."
     )
 
+    @model_validator(mode="after")
+    def _removes_what_is_not_kept(self) -> Self:
+        if self.keep_interval is not None and self.keep is None:
+            raise Problem(
+                f"keep_interval {self.keep_interval} has no effect without keep: all checkpoints are kept",
+                "keep_interval",
+                "keep",
+            )
+        return self
+
 
 def _port_to_url(port: Any) -> str:
     return f"http://localhost:{port}/v1"

@@ -49,6 +49,16 @@ class TrainerModel(ModelConfig):
         default=None, description="Layers of a model with random weights (None: its own number)."
     )
 
+    @model_validator(mode="after")
+    def _has_layers_to_checkpoint(self) -> Self:
+        if self.checkpointed_layers is not None and self.activation_checkpointing == "none":
+            raise Problem(
+                f"checkpointed_layers {self.checkpointed_layers} has no effect: activation_checkpointing 'none' checkpoints no layer",
+                "checkpointed_layers",
+                "activation_checkpointing",
+            )
+        return self
+
 
 class DefaultLoss(Section):
     """Importance-weighted policy gradient: tokens whose probability moved too far are masked."""

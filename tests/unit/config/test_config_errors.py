@@ -269,6 +269,62 @@ def test_a_list_needs_values() -> None:
             " (scheduler.decay_steps: --scheduler.decay-steps, max_steps: --max-steps)",
         ),
         (
+            TrainerConfig,
+            [
+                "--max-steps",
+                "9",
+                "--scheduler.type",
+                "wsd",
+                "--scheduler.warmup-steps",
+                "0",
+                "--scheduler.decay-steps",
+                "0",
+                "--scheduler.min-lr",
+                "1e-7",
+            ],
+            "scheduler.min_lr 1e-07 has no effect: scheduler.decay_steps leaves no steps to fall over"
+            " (scheduler.min_lr: --scheduler.min-lr, scheduler.decay_steps: --scheduler.decay-steps)",
+        ),
+        (
+            SFTConfig,
+            [
+                "--max-steps",
+                "9",
+                "--scheduler.type",
+                "cosine",
+                "--scheduler.warmup-steps",
+                "9",
+                "--scheduler.min-lr",
+                "1e-7",
+            ],
+            "scheduler.min_lr 1e-07 has no effect: scheduler.warmup_steps leaves no steps to fall over"
+            " (scheduler.min_lr: --scheduler.min-lr, scheduler.warmup_steps: --scheduler.warmup-steps)",
+        ),
+        (
+            TrainerConfig,
+            ["--optim.type", "sgd", "--optim.momentum", "0", "--optim.offload"],
+            "optim: offload has no effect: without momentum there are no states to keep elsewhere"
+            " (offload: --optim.offload, momentum: --optim.momentum)",
+        ),
+        (
+            TrainerConfig,
+            ["--model.activation-checkpointing", "none", "--model.checkpointed-layers", "4"],
+            "model: checkpointed_layers 4 has no effect: activation_checkpointing 'none' checkpoints no layer"
+            " (checkpointed_layers: --model.checkpointed-layers, activation_checkpointing: --model.activation-checkpointing)",
+        ),
+        (
+            SFTConfig,
+            ["--ckpt.keep-interval", "100"],
+            "ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept"
+            " (keep_interval: --ckpt.keep-interval)",
+        ),
+        (
+            RLConfig,
+            [*ORCH, "--ckpt.keep-interval", "100"],
+            "ckpt: keep_interval 100 has no effect without keep: all checkpoints are kept"
+            " (keep_interval: --ckpt.keep-interval)",
+        ),
+        (
             SFTConfig,
             ["--scheduler.type", "cosine"],
             "scheduler.type 'cosine' needs max_steps, to end at (scheduler.type: --scheduler.type)",

@@ -111,11 +111,13 @@ def test_roles_of_the_mask(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def test_text_without_a_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Without a chat template prompt and completion are joined, and the completion with the end-of-sequence token is trained."""
+    """Without a chat template prompt and completion are joined, and the completion with the end-of-sequence token is trained, as an assistant's."""
     tokenizer.chat_template = None
-    found = tokenize({"prompt": "1 + 1 =", "completion": " 2"}, tokenizer, LossMask())
+    row = {"prompt": "1 + 1 =", "completion": " 2"}
+    found = tokenize(row, tokenizer, LossMask())
     assert found.input_ids.tolist() == [*ids("1 + 1 = 2"), END]
     assert trained(found) == [[*ids(" 2"), END]]
+    assert trained(tokenize(row, tokenizer, LossMask(assistant=False))) == []
 
 
 @pytest.mark.parametrize("as_json", [False, True])

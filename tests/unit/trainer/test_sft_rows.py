@@ -66,6 +66,16 @@ def test_split_of_a_saved_dataset(tmp_path: Path) -> None:
         load_rows(SFTData(name=path, split="validation"))
 
 
+@pytest.mark.parametrize("write", [write_jsonl, write_files, write_saved])
+def test_a_split_of_what_has_none(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    """It is refused: all rows would be trained on. So is a subset of anything local."""
+    path = str(write(tmp_path))
+    with pytest.raises(UserError, match=r"data.split 'test': .* has no splits"):
+        load_rows(SFTData(name=path, split="test"))
+    with pytest.raises(UserError, match=r"data.subset 'en' chooses within a dataset of the hub"):
+        load_rows(SFTData(name=path, subset="en"))
+
+
 def test_tool_arguments_stay_apart(tmp_path: Path) -> None:
     """Rows of a JSON file do not get the keys of each other's tool arguments."""
     rows = [

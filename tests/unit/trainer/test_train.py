@@ -26,6 +26,7 @@ from prime_rl.trainer.bench import BENCH_STEPS, WARM_UP
 from prime_rl.trainer.rl import train as loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.lives import read_lives
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import weights_manifest
 from prime_rl.wait import WaitTimeout
@@ -375,6 +376,15 @@ def test_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
     assert metrics(tmp_path)[1]["progress/total_tokens"] == 2 * 5 * 16
 
 
+def test_recovery_on_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """`recovery_interval` counts there as well, with checkpoints or without, and a run goes on from what it left."""
+    settings: dict[str, Any] = {"data": {"fake": {"batch_size": 2, "seq_len": 16}}, "recovery_interval": 1}
+    for recover, steps in ((False, 2), (True, 3)):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=steps, recover=recover, **settings))
+        assert list_steps(tmp_path / "recovery") == [steps]
+    assert read_lives(tmp_path) == {0: 0, 1: 2}
+
+
 @pytest.mark.parametrize("lengths", ["fixed", "lognormal"])
 def test_bench(
     lengths: str,
@@ -388,7 +398,8 @@ def test_bench(
     monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     caplog.set_level(logging.INFO, "prime_rl")
     fake = {"batch_size": 4, "lengths": lengths}
-    run_training(support.make_config(tmp_path, tied_model, bench=True, data={"fake": fake}))
+    settings: dict[str, Any] = {"bench": True, "data": {"fake": fake}, "recovery_interval": 1}
+    run_training(support.make_config(tmp_path, tied_model, **settings))
     rows = metrics(tmp_path)
     assert len(rows) == BENCH_STEPS
     table = caplog.text[caplog.text.index("benchmark:") :].splitlines()
@@ -398,7 +409,7 @@ def test_bench(
     assert [float(cell.replace(",", "")) for cell in line.split()[2:]] == pytest.approx(
         [statistics.median(measured), min(measured), max(measured)], abs=0.06
     )
-    assert not (tmp_path / "weights").exists()
+    assert not any((tmp_path / name).exists() for name in ("weights", "recovery"))
 
 
 def test_lognormal_fake_data(run_training: Run, tied_model: Path, tmp_path: Path) -> None:

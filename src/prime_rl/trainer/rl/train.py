@@ -27,6 +27,7 @@ from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
+from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
 
@@ -56,7 +57,7 @@ def run(
         world,
         alone=lambda: fake is not None or trainer_is_alone(config.output_dir),
         recover=config.recover,
-        recovery_interval=config.recovery_interval if fake is None or config.ckpt is not None else None,
+        recovery_interval=config.recovery_interval,
     )
     if not config.bench:
         checkpoints.choose()
@@ -68,6 +69,7 @@ def run(
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
     policy = build_policy(source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim)
     optimizer = build_optimizer(policy, config.optim)
+    say_without_effect(config, policy, world)
     token_loss = make_token_loss(config.loss)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step
@@ -165,7 +167,8 @@ def bench_config(config: TrainerConfig) -> TrainerConfig:
     steps = min(config.max_steps or BENCH_STEPS, BENCH_STEPS)
     data = config.data.model_copy(update={"fake": fake})
     scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
-    return config.model_copy(update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler})
+    unsaved = {"ckpt": None, "recovery_interval": None}
+    return config.model_copy(update={"data": data, "max_steps": steps, "scheduler": scheduler, **unsaved})
 
 
 def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs, report: Report) -> Data:

@@ -47,7 +47,7 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask"
     * `messages`: every message of a role that `loss_mask` names is trained; by default the assistant's.
     * `prompt` and `completion` as lists of messages: the same, in the completion only.
     * `prompt` and `completion` as text: a user message and the assistant's answer. Without a chat template: the prompt's tokens, then the
-      completion's with the end-of-sequence token, which are trained.
+      completion's with the end-of-sequence token, which are trained as an assistant's are.
 
     Of an assistant message its content, its tool calls and the token that ends its turn are trained, not the header that the template writes to
     make the assistant speak. Of other roles the whole message is, header included.
@@ -59,7 +59,7 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask"
     if tokenizer.chat_template is None and "messages" not in row:
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
-            return _plain(prompt, completion, tokenizer)
+            return _plain(prompt, completion, tokenizer, trained=loss_mask.assistant)
     conversation = _conversation(row)
     if tokenizer.chat_template is None:
         raise UserError(
@@ -69,7 +69,7 @@ def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask"
     return _masked(conversation, tokenizer, loss_mask)
 
 
-def _plain(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> Tokens:
+def _plain(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, *, trained: bool) -> Tokens:
     if tokenizer.eos_token_id is None:
         raise UserError(
             f"the tokenizer of {tokenizer.name_or_path} has no end-of-sequence token to end a completion with"
@@ -77,7 +77,8 @@ def _plain(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> 
     # Tokenized apart, so that the boundary is where generation would begin.
     before = tokenizer(prompt).input_ids
     after = [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    return Tokens(np.array(before + after, dtype=np.int64), np.arange(len(before) + len(after)) >= len(before))
+    in_completion = np.arange(len(before) + len(after)) >= len(before)
+    return Tokens(np.array(before + after, dtype=np.int64), in_completion & trained)
 
 
 def _conversation(row: Row) -> Conversation:

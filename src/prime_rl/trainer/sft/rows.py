@@ -3,12 +3,10 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
+from prime_rl.config.sft import SFTData
 from prime_rl.errors import UserError
-
-if TYPE_CHECKING:
-    from prime_rl.config.sft import SFTData
 
 ACCEPTED = "a column `messages`, or two columns `prompt` and `completion` (optionally `tools`)"
 Row = Mapping[str, Any]
@@ -22,16 +20,21 @@ class Rows(Protocol):
     def __getitem__(self, index: int, /) -> Row: ...
 
 
-def load_rows(config: "SFTData") -> Rows:
+def load_rows(config: SFTData) -> Rows:
     """The rows of `config.name`: a .jsonl, .json or .parquet file, a directory of them, a saved dataset, or a dataset of the hub.
 
     `split` and `subset` choose within saved and hub datasets; a plain file has neither.
 
     Raises:
-        UserError: it is not there, cannot be read, is empty, or has other columns than the accepted ones.
+        UserError: it is not there, cannot be read, is empty, has other columns than the accepted ones, or has not the split or subset
+            that is asked for.
     """
     path = Path(config.name).expanduser()
     if path.exists():
+        if config.subset is not None:
+            raise UserError(
+                f"data.subset {config.subset!r} chooses within a dataset of the hub, and {path} is a local one"
+            )
         rows = _load_local(path, config.split)
     elif _looks_local(config.name):
         raise UserError(f"dataset {config.name} does not exist")
@@ -55,13 +58,21 @@ def _looks_local(name: str) -> bool:
 
 def _load_local(path: Path, split: str) -> Rows:
     if path.is_file():
+        _refuse_split(path, split)
         return _load_files([path])
     if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
         return _load_saved(path, split)
     files = sorted(file for file in path.rglob("*") if file.suffix in (".jsonl", ".json", ".parquet"))
     if not files:
         raise UserError(f"dataset directory {path} is no saved dataset and holds no .jsonl, .json or .parquet files")
+    _refuse_split(path, split)
     return _load_files(files)
+
+
+def _refuse_split(path: Path, split: str) -> None:
+    """Raise UserError where a split is asked for (`train` is the default) of what has none: all of it would be trained on."""
+    if split != SFTData.model_fields["split"].default:
+        raise UserError(f"data.split {split!r}: {path} has no splits, give the files of that split")
 
 
 def _load_files(files: list[Path]) -> Rows:
@@ -120,13 +131,14 @@ def _load_saved(path: Path, split: str) -> Rows:
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         raise UserError(f"saved dataset {path} cannot be read: {_one_line(error)}") from error
     if not isinstance(saved, DatasetDict):
+        _refuse_split(path, split)
         return saved
     if split not in saved:
         raise UserError(f"saved dataset {path} has no split {split!r}; it has {', '.join(saved)}")
     return saved[split]
 
 
-def _load_hub(config: "SFTData") -> Rows:
+def _load_hub(config: SFTData) -> Rows:
     import httpx
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError

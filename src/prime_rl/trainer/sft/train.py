@@ -26,6 +26,7 @@ from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
+from prime_rl.trainer.without_effect import say_without_effect
 
 
 def train(given: SFTConfig) -> None:
@@ -56,6 +57,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     tokens = config.data.seq_len * config.data.micro_batch_size
     policy = build_policy(source, config.model, world, config.seed, tokens=tokens, optim=config.optim)
     optimizer = build_optimizer(policy, config.optim)
+    say_without_effect(config, policy, world)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step
 
