@@ -5,7 +5,7 @@ Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU.
 """
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entrop
 from prime_rl.trainer.loading import initialize_buffers, load_weights, randomize
 from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
 from prime_rl.trainer.offload import offload_layers
-from prime_rl.trainer.parallel import World, agree
+from prime_rl.trainer.parallel import SingleRankReduction, World, agree
 from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:
@@ -118,7 +118,11 @@ def build_policy(
     # Embedding, final norm and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    for unit in units if world.size > 1 else ():  # one rank sums nothing, but would divide by 1 all the same
+    reduction: Any = SingleRankReduction()
+    for unit in units:
+        if world.size == 1:  # sums nothing, but would divide by 1 all the same
+            unit.set_custom_reduce_scatter(reduction)
+            continue
         # The loss is already divided by the global token count, so gradients are summed, not averaged. Gloo knows no pre-multiplied sum.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)

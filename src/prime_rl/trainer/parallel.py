@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from prime_rl.errors import UserError
@@ -220,3 +221,34 @@ def rows_of_rank(rows: int, world: World) -> tuple[int, int]:
     """The rows [start, end) of a parameter that FSDP2 gives this rank: equal runs of ceil(rows / shards), the last ones short or empty."""
     run = -(-rows // world.shards)
     return min(world.shard_rank * run, rows), min((world.shard_rank + 1) * run, rows)
+
+
+# ---- gradients of a single rank
+
+
+class SingleRankReduction:
+    """In place of FSDP's reduce-scatter where there is no other rank: the gradients that it would send are those it would receive, in the same memory.
+    torch's own copies them from one buffer into another.
+
+    FSDP asks twice for every unit that it reduces: for what is to be sent, then, on the stream on which it reduces, for what is received. (The
+    interface is `ReduceScatter` of `FSDPModule.set_custom_reduce_scatter`.)
+    """
+
+    def __init__(self) -> None:
+        self._sent: Tensor | None = None
+        self._reducing: torch.cuda.Stream | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The same tensor twice."""
+        if self._sent is not None:
+            (buffer, self._sent) = self._sent, None
+            self._reducing = torch.cuda.current_stream(device) if device.type == "cuda" else None
+            return buffer
+        if self._reducing is not None:
+            # The memory that FSDP has just given back may still be read there, where gradients of several micro-batches are added up.
+            torch.cuda.current_stream(device).wait_stream(self._reducing)
+        self._sent = torch.empty(*size, dtype=dtype, device=device)
+        return self._sent
+
+    def __call__(self, *arguments: object, **options: object) -> None:
+        raise AssertionError("a single rank sends nothing")

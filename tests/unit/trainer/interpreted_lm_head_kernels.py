@@ -1,4 +1,4 @@
-"""The head's Triton kernels on the CPU: they are the torch formulas. `test_lm_head_kernels.py` runs this file under Triton's interpreter."""
+"""The head's Triton kernels on the CPU: they are the torch formulas. `test_kernels.py` runs this file under Triton's interpreter."""
 
 import pytest
 import torch
