@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,9 @@ import torch
 from prime_rl.config.optim import AdamW
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer import memory
+from prime_rl.trainer import memory, offload
 from prime_rl.trainer.activations import LEVELS
-from prime_rl.trainer.footprint import estimate
+from prime_rl.trainer.footprint import Settings, estimate
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import GIB, MemoryPlan
 from prime_rl.trainer.model import Policy, build_policy
@@ -121,6 +122,28 @@ def test_offload_changes_no_number_and_frees(level: str, source: Source, world: 
     assert 0 < chunks[0] == chunks[1]
     assert_near(results, expected)
     assert parked < kept
+
+
+def test_a_budget_parks_a_part(source: Source, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of four layers park what a budget allows: no number changes, the peak falls as estimated, and all host memory comes back."""
+    monkeypatch.setattr(offload, "LAG", 1)
+    plain = Settings(("pointwise",) * 4, head_chunk=4096, reshard=False, parked=0.0)
+    peaks, outcomes = [], []
+    for budget in (0.0, 0.6e9):
+        settings = replace(plain, parked=budget)
+        monkeypatch.setattr(memory, "choose", lambda *_, settings=settings: settings)
+        peak, results, plan, chunks = measured(source, world)
+        assert plan.job is not None
+        estimated = estimate(plan.shape, plan.job, plan.settings).total / GIB
+        print(f"{budget / 1e9} GB a layer: {peak:.2f} GiB, estimated {estimated:.2f}, chunks of host memory {chunks}")
+        assert estimated == pytest.approx(peak, rel=0.1)
+        peaks.append(peak)
+        outcomes.append(results)
+    assert (
+        0 < chunks[0] == chunks[1] <= 2 * 0.6e9 / offload.CHUNK + 2 * 10
+    )  # the last chunk of a tensor need not be full
+    assert_near(outcomes[1], outcomes[0])
+    assert peaks[1] < peaks[0]
 
 
 def test_automatic_settings_keep_a_limit(source: Source, world: World) -> None:

@@ -231,7 +231,8 @@ def _slack(shape: Shape, job: Job, settings: Settings) -> int:
     """Bytes that may be on the device though they count as parked: tensors go whole, so the widest may wait for credit, or a block is late."""
     s = shape
     widest = max(s.query, s.chosen * s.hidden, s.feed_forward * (2 if s.experts else 1))
-    block = max(_parkable(s, job, level) for level in set(settings.levels))
+    parking = settings.levels[: parking_layers(s.layers, settings.parked)]
+    block = max((_parkable(s, job, level) for level in set(parking)), default=0)
     return int(min(block, max(settings.parked, job.tokens * widest * job.itemsize)))
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import warnings
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -135,14 +136,13 @@ def _partly_parked(options: list[Settings], shape: Shape, job: Job, budget: floa
     for seconds, plain in sorted(((added_seconds(shape, job, s), s) for s in options), key=lambda option: option[0]):
         if seconds >= least or _fits(estimate(shape, job, plain), budget):
             break  # parking makes nothing faster by itself
-        for eighths in range(1, 9):
-            settings = replace(plain, parked=carried * eighths / 8)
-            if parked_bytes(shape, job, settings) > host:
-                break
-            if _fits(estimate(shape, job, settings), budget):  # more takes less of the GPU, and longer
-                if (seconds := added_seconds(shape, job, settings)) < least:
-                    best, least = settings, seconds
-                break
+        parking = [replace(plain, parked=carried * eighths / 8) for eighths in range(1, 9)]
+        # The more is parked, the less of the GPU and the more time is taken: the first that fits.
+        first = bisect_left(parking, True, key=lambda s: _fits(estimate(shape, job, s), budget))
+        for settings in parking[first : first + 1]:
+            seconds = added_seconds(shape, job, settings)
+            if seconds < least and parked_bytes(shape, job, settings) <= host:
+                best, least = settings, seconds
     return best
 
 

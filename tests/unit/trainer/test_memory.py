@@ -21,6 +21,7 @@ from prime_rl.trainer import memory, moe
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers, wide_products
 from prime_rl.trainer.footprint import (
     HOST_LINK,
+    POINTWISE,
     Estimate,
     Job,
     Settings,
@@ -434,6 +435,21 @@ def test_plan_says_what_and_why(gpu: Callable[..., World], caplog: pytest.LogCap
     assert "\n" not in record.message
 
 
+def test_plan_says_what_is_parked(
+    gpu: Callable[..., World], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How much of a micro-batch is in host memory; it may take half of what this rank's share of the host is."""
+    caplog.set_level("INFO", "prime_rl")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for available, expected in ((8 * 25, 25), (400, 30)):
+        monkeypatch.setattr(memory, "available_bytes", lambda available=available: available * GIB)
+        plan = planned(gpu(138.0), 65536)
+        assert plan.job is not None
+        parked = parked_bytes(plan.shape, plan.job, plan.settings) / GIB
+        assert 0 < parked <= expected
+        assert f"{parked:.1f} GiB of activations parked in host memory" in caplog.records[-1].message
+
+
 def test_plan_keeps_a_limit(gpu: Callable[..., World]) -> None:
     """`memory_limit` is what torch may take, whatever is free."""
     assert planned(gpu(138.0), memory_limit=80).budget == 80 * GIB
@@ -453,6 +469,33 @@ def test_nothing_is_planned_on_cpu_or_without_a_size(gpu: Callable[..., World], 
         plan = planned(where, tokens)
         assert plan.settings == plain
         assert plan.job is None
+
+
+def test_eager_blocks_park_only_what_can_be_reached(shapes: dict[str, Shape]) -> None:
+    """Not compiled, a block that computes again parks its input alone."""
+    shape = shapes["4B"]
+    for compiled, level, kept in ((True, "wide", None), (False, "none", None), (False, "wide", 2 * 2560)):
+        job = Job(16384, compiled=compiled)
+        settings = replace(everywhere(shape, level), parked=math.inf)
+        per_token = kept or kept_bytes(shape, level, compiled=compiled)  # type: ignore[arg-type]
+        assert parked_bytes(shape, job, settings) == 34 * 16384 * per_token
+
+
+def test_exported_weights_take_their_share_of_the_link(shapes: dict[str, Shape]) -> None:
+    """What leaves in a forward pass beside 8 GB of weights costs nothing up to what the link carries, and its time beyond; shards leave less."""
+    shape, settings = shapes["4B"], everywhere(shapes["4B"], "none")
+    for shards in (1, 8):
+        job = Job(16384, shards=shards)
+        plain = added_seconds(shape, job, settings)
+        carried = HOST_LINK * 36 * products_seconds(shape, 16384) - 2 * shape.parameters / shards
+
+        def added(share: float, job: Job = job, plain: float = plain, carried: float = carried) -> float:
+            parking = replace(settings, parked=share * carried / parking_layers(36, 1.0))
+            contended = 2 * parked_bytes(shape, job, parking) / POINTWISE
+            return added_seconds(shape, job, parking) - plain - contended
+
+        assert added(0.99) == pytest.approx(0, abs=1e-9)
+        assert added(1.5) == pytest.approx(0.5 * carried / HOST_LINK)
 
 
 # ---- out of memory

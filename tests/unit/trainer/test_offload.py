@@ -222,3 +222,23 @@ def test_what_stays_belongs_to_the_graph(layers: list[nn.Module]) -> None:
     del out
     gc.collect()
     assert all(storage() is None for storage in Keeps.seen)
+
+
+@pytest.mark.parametrize("budget", [NARROW, math.inf])
+def test_a_block_is_fetched_while_the_one_after_it_is_at_work(budget: float, layers: list[nn.Module]) -> None:
+    """Also the first that comes back, although those after it have parked nothing."""
+    parking = offload_layers([Widening() for _ in range(DEEP)], CPU, budget)
+    blocks, came = host(parking).blocks, []
+
+    def look(index: int) -> None:
+        """Backward is about to begin with block `index`."""
+        came.append([bool(blocks[i].parked) and blocks[i].parked[0].device is not None for i in range(index + 1)])
+
+    x, shift = torch.randn(TOKENS, WIDTH, requires_grad=True), torch.ones(TOKENS, WIDTH)
+    for index, layer in enumerate(parking[:-1]):
+        x = layer(x, shift=shift)
+        x.register_hook(lambda _, index=index: look(index))
+    parking[-1](x, shift=shift).sum().backward()
+    first = parking_layers(DEEP, budget) - 1
+    want = [[False] * index + [index <= first] for index in reversed(range(DEEP - 1))]
+    assert came == want

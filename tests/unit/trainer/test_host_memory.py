@@ -1,0 +1,68 @@
+"""What the host has left for us: the kernel's account, and the limits of cgroups around us. Files as the kernel writes them, under another root."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.trainer.host_memory import available_bytes
+
+GIB = 1 << 30
+V1_UNLIMITED = 9223372036854771712
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def meminfo(gib: int) -> str:
+    return f"MemTotal:       2097152000 kB\nMemFree:        1000 kB\nMemAvailable:   {gib << 20} kB\nHugePages_Total:       0\n"
+
+
+def v2(limit: object, used: int, cached: int) -> dict[str, str]:
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.current": f"{used * GIB}\n",
+        "memory.stat": f"anon 123\nactive_file 9999999\ninactive_file {cached * GIB}\n",
+    }
+
+
+def v1(limit: int, used: int, cached: int) -> dict[str, str]:
+    return {
+        "memory.limit_in_bytes": f"{limit}\n",
+        "memory.usage_in_bytes": f"{used * GIB}\n",
+        "memory.stat": f"inactive_file 1\ntotal_inactive_file {cached * GIB}\n",
+    }
+
+
+def under(folder: str, files: dict[str, str]) -> dict[str, str]:
+    return {f"sys/fs/cgroup/{folder}/{name}": text for name, text in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "left"),
+    [
+        ("0::/", {}, 500),  # version 2 has no limits at its root
+        ("0::/job", under("job", v2("max", 90, 0)), 500),
+        ("0::/job", under("job", v2(100 * GIB, 90, 20)), 30),
+        ("0::/job", under("job", v2(900 * GIB, 90, 20)), 500),
+        ("0::/job", under("job", v2(100 * GIB, 120, 0)), 0),
+        ("0::/job/step", under("job/step", v2("max", 1, 0)) | under("job", v2(64 * GIB, 4, 0)), 60),
+        ("0::/host/path/of/a/container", under(".", v2(64 * GIB, 4, 0)), 60),  # not mounted inside of it
+        ("9:cpu,cpuacct:/job\n4:memory:/job\n0::/", under("memory/job", v1(80 * GIB, 50, 10)), 40),
+        ("4:memory:/job", under("memory/job", v1(V1_UNLIMITED, 50, 10)), 500),
+        ("4:memory:/not/here", under("memory", v1(80 * GIB, 50, 0)), 30),
+        ("4:cpuset:/job\n1:name=systemd:/", under("memory/job", v1(80 * GIB, 50, 10)), 500),
+    ],
+)
+def test_the_tightest_limit_counts(cgroup: str, files: dict[str, str], left: int, tmp_path: Path) -> None:
+    """Of our own group and those around it, in version 1 and 2; cached files that nobody reads can be taken."""
+    write(tmp_path, {"proc/meminfo": meminfo(500), "proc/self/cgroup": cgroup + "\n"} | files)
+    assert available_bytes(tmp_path) == left * GIB
+
+
+def test_this_machine() -> None:
+    """The real files can be read, whatever they are."""
+    assert 0 < available_bytes() < 1 << 50
