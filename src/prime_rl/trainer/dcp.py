@@ -8,7 +8,7 @@ import errno
 import io
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +19,20 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree
-from prime_rl.transport.commit import disk_errors
+from prime_rl.transport.commit import disk_error, disk_errors
 
 State = dict[str, Any]
 
 _METADATA = ".metadata"
 _NO_ROOM_BYTES = 16 << 20
+_ARCHIVE = "inline_container.cc"  # names torch's archive writer in its errors
 _COMPARED = ("model", "optimizer")  # parts of a state that tell one model from another
 _ADMITTED = {
     *(
@@ -55,7 +58,7 @@ def save(state: State, directory: Path, group: dist.ProcessGroup | None = None) 
     The plan of who writes what is made by torch, whose own collectives pickle it between the ranks of this trainer (which trust each other).
 
     Raises:
-        UserError: the disk is full.
+        UserError: the disk is full, fails, or may not be written to.
     """
     try:
         with disk_errors(directory):
@@ -63,14 +66,31 @@ def save(state: State, directory: Path, group: dist.ProcessGroup | None = None) 
             checkpoint.save(state, storage_writer=writer, process_group=group)
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        full = any(isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT) for cause in causes)
-        full = full or any(isinstance(cause, UserError) for cause in causes)
-        # torch's archive writer turns the system's error into one about positions: then ask the file system.
-        if full or shutil.disk_usage(directory.parent).free < _NO_ROOM_BYTES:
-            raise UserError(
-                f"disk full while writing {directory}: nothing was committed; free space and start again"
-            ) from error
+        if (explained := _write_failure(causes, directory)) is not None:
+            raise explained from error
         raise
+
+
+def _write_failure(causes: Sequence[BaseException], directory: Path) -> UserError | None:
+    """What the user can mend of what kept the ranks from writing; None where it is something else."""
+    for cause in causes:
+        if isinstance(cause, OSError) and (explained := disk_error(cause, directory)) is not None:
+            return explained
+    if shutil.disk_usage(directory.parent).free < _NO_ROOM_BYTES:
+        return disk_error(OSError(errno.ENOSPC, ""), directory)
+    if broken := [cause for cause in causes if _ARCHIVE in str(cause)]:
+        return UserError(
+            f"{directory} cannot be written ({_cause(broken[0])}): nothing was committed, and what was committed before is untouched; look "
+            "after the file system and start again"
+        )
+    return None
+
+
+def _behind(error: BaseException) -> Iterator[BaseException]:
+    """The errors that this one was raised in answer to."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        yield before
+        error = before
 
 
 def load(state: State, directory: Path, world: World) -> None:
@@ -191,6 +211,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Writer(checkpoint.FileSystemWriter):
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """torch's archive writer turns an error of the system into one about positions: the system's own is what travels to the other ranks."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            for before in _behind(error):
+                if isinstance(before, OSError):
+                    raise OSError(before.errno, before.strerror, before.filename) from error
+            raise
+
     def storage_meta(self) -> StorageMeta:
         """Where a checkpoint was written is nobody's business when it is read elsewhere."""
         return StorageMeta()

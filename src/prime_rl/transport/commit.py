@@ -34,6 +34,13 @@ _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_0
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
 _IN_THE_WAY = (errno.EEXIST, errno.ENOTDIR, errno.ENOTEMPTY, errno.EISDIR)
+_FAILED = (
+    errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.EREMOTEIO, errno.EBADMSG, errno.EUCLEAN, errno.ENOTCONN, errno.EFBIG,
+)  # fmt: skip
+
+_NOTHING = "nothing was committed"
+_STAYS = "it stays as it is"
+_NOT_DURABLE = "it is committed, but a power cut may undo that"
 
 
 class CommitError(Exception):
@@ -86,7 +93,7 @@ class Stage:
 
         Raises:
             CommitError: something stands under `final` already.
-            UserError: the disk is full, or may not be written to.
+            UserError: the disk is full, fails, or may not be written to.
         """
         known = hashes or {}
         files = {}
@@ -106,6 +113,7 @@ class Stage:
                 _fsync(folder)
             faults.point(f"rename:{subject}")
             self._rename()
+        with disk_errors(self.final, _NOT_DURABLE):
             faults.point(f"renamed:{subject}")
             _fsync(self.final.parent)
         return manifest
@@ -142,21 +150,38 @@ def stage(final: Path, *, step: int, producer: str, extra: dict[str, Any] | None
 
 
 @contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left", "over quota", "not permitted" and "not a directory" into a `UserError` that names the place."""
+def disk_errors(path: Path, outcome: str = _NOTHING) -> Iterator[None]:
+    """Turn what `disk_error` explains into a `UserError`. Everything else, such as FileNotFoundError, stays what it is.
+
+    Args:
+        outcome: What the error leaves.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
-            raise UserError(
-                f"disk full while writing {path}: nothing was committed; free space and start again"
-            ) from error
-        if error.errno in _FORBIDDEN:
-            raise UserError(f"{path} may not be written ({error.strerror}): nothing was committed") from error
-        if error.errno in _IN_THE_WAY:
-            place = error.filename or path
-            raise UserError(f"{path} cannot be written, {place} is in the way ({error.strerror}): move it") from error
+        if (explained := disk_error(error, path, outcome)) is not None:
+            raise explained from error
         raise
+
+
+def disk_error(error: OSError, path: Path, outcome: str = _NOTHING) -> UserError | None:
+    """A full disk, a file system that fails, one that may not be written to, or something in the way, in words that name the place.
+
+    None where it is something else: a missing file, or anything about networks and processes.
+    """
+    number, why = error.errno, error.strerror
+    if number in _FULL:
+        return UserError(f"disk full while writing {path}: {outcome}; free space and start again")
+    if number in _FORBIDDEN:
+        return UserError(f"{path} may not be written ({why}): {outcome}")
+    place = path if error.filename is None or isinstance(error.filename, int) else error.filename
+    if number in _IN_THE_WAY:
+        return UserError(f"{path} cannot be written, {place} is in the way ({why}): move it")
+    if number in _FAILED:
+        return UserError(
+            f"the file system fails at {place} ({why}): {outcome}, and what was committed before is untouched; mend it and start again"
+        )
+    return None
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -271,7 +296,8 @@ def prune(directory: Path) -> None:
     aside = directory.parent / f".{directory.name}.old-{secrets.token_hex(8)}"
     faults.point(f"prune:{subject_of(directory)}")
     try:
-        os.rename(directory, aside)
+        with disk_errors(directory, _STAYS):
+            os.rename(directory, aside)
     except FileNotFoundError:
         return
     faults.point(f"pruned:{subject_of(directory)}")
@@ -291,7 +317,8 @@ def give_up(directory: Path, life: int) -> Path | None:
         aside = directory.parent / f"{name}.{count}"
     faults.point(f"set-aside:{subject_of(directory)}")
     try:
-        os.rename(directory, aside)
+        with disk_errors(directory, _STAYS):
+            os.rename(directory, aside)
     except FileNotFoundError:
         return None
     return aside
@@ -314,10 +341,11 @@ def write_atomically(path: Path, data: bytes) -> None:
             _write_durably(temporary, data)
             faults.point(f"rename:{subject_of(path)}", temporary)
             os.replace(temporary, path)
-            faults.point(f"renamed:{subject_of(path)}")
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+    with disk_errors(path, _NOT_DURABLE):
+        faults.point(f"renamed:{subject_of(path)}")
         _fsync(path.parent)
 
 

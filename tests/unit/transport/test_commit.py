@@ -14,6 +14,7 @@ from prime_rl.transport.commit import (
     CommitError,
     Stage,
     clean_stages,
+    give_up,
     list_steps,
     prune,
     read_manifest,
@@ -73,6 +74,67 @@ def test_a_full_disk_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatc
     with pytest.raises(UserError, match="disk full while writing .*step_3"):
         publish(tmp_path / "step_3")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EROFS])
+def test_a_failing_disk_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
+    """Whatever the file system answers: a UserError with the place, its own words, and what is safe."""
+
+    def failing(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(commit.os, "fsync", failing)
+    with pytest.raises(UserError, match=rf"step_3\S* .*{os.strerror(number)}\): nothing was committed"):
+        publish(tmp_path / "step_3")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("directory", [True, False])
+def test_a_disk_that_fails_after_the_rename_is_told_as_such(tmp_path, monkeypatch, directory):
+    """What stands under its final name is not said to be uncommitted."""
+    fsync = os.fsync
+
+    def failing(descriptor):
+        if os.readlink(f"/proc/self/fd/{descriptor}") == str(tmp_path):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(descriptor)
+
+    monkeypatch.setattr(commit.os, "fsync", failing)
+    with pytest.raises(UserError, match="it is committed, but a power cut may undo that"):
+        publish(tmp_path / "step_3") if directory else write_atomically(tmp_path / "step_3", b"x")
+    assert os.listdir(tmp_path) == ["step_3"]
+    if directory:
+        verify(tmp_path / "step_3")
+
+
+@pytest.mark.parametrize("change", [prune, lambda directory: give_up(directory, 1)], ids=["prune", "give up"])
+def test_a_disk_that_fails_while_a_directory_is_renamed_away(tmp_path, monkeypatch, change):
+    """It stays, and that is said."""
+    directory = publish(tmp_path / "step_3")
+
+    def failing(source, target):
+        raise OSError(errno.EIO, "Input/output error", str(source))
+
+    monkeypatch.setattr(commit.os, "rename", failing)
+    with pytest.raises(UserError, match=r"fails at .*step_3 \(Input/output error\): it stays as it is"):
+        change(directory)
+    verify(directory)
+
+
+@pytest.mark.parametrize(
+    "error", [FileNotFoundError, ConnectionResetError, TimeoutError, InterruptedError, BlockingIOError]
+)
+def test_other_errors_keep_their_meaning(tmp_path, error):
+    """A missing file, a lost connection or a wait that expired are nothing that the disk did."""
+    number = {
+        FileNotFoundError: errno.ENOENT,
+        ConnectionResetError: errno.ECONNRESET,
+        TimeoutError: errno.ETIMEDOUT,
+        InterruptedError: errno.EINTR,
+        BlockingIOError: errno.EAGAIN,
+    }[error]
+    with pytest.raises(error), commit.disk_errors(tmp_path):
+        raise OSError(number, os.strerror(number), "somewhere")
 
 
 def test_a_second_commit_of_the_same_name_is_refused_and_the_first_stays(tmp_path):

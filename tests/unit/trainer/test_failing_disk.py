@@ -1,0 +1,129 @@
+"""A file system that fails while results are written: one clear line, nothing half-written under a final name, and the run goes on later."""
+
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from prime_rl.config import TrainerConfig
+from prime_rl.errors import UserError
+from prime_rl.monitor import read_status
+from prime_rl.trainer import dcp
+from prime_rl.trainer.parallel import World
+from prime_rl.transport.checkpoints import complete_steps
+from prime_rl.transport.commit import list_steps
+from prime_rl.transport.weights import verify_weights
+from support import trainer as support
+
+tied_model, run_training, world = support.tied_model, support.run_training, support.world
+Run = Callable[[TrainerConfig], None]
+FAILS = r"the file system fails at \S* \(Input/output error\): nothing was committed, and what was committed before is untouched"
+
+
+def failing_under(place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, whose first argument is a descriptor, with an error for files under `place`."""
+
+    def fail(descriptor: int, *rest: Any) -> Any:
+        if place in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.EIO, "Input/output error")
+        return call(descriptor, *rest)
+
+    return fail
+
+
+@pytest.mark.parametrize("save_async", [False, True], ids=["in the loop", "in the background"])
+@pytest.mark.parametrize(
+    ("call", "place", "committed"),
+    [
+        ("pwrite", "/weights/.step_2", [0, 1]),
+        ("fsync", "/weights/.step_2", [0, 1]),
+        ("fsync", "/checkpoints/step_2/", [0, 1, 2]),
+        ("fsync", "/recovery/.step_1", [0, 1]),
+    ],
+)
+def test_input_output_error(
+    call: str, place: str, committed: list[int], save_async: bool, run_training: Run, tied_model: Path, tmp_path: Path
+) -> None:
+    """The run ends with the place and the reason; versions that were committed are whole, and --recover goes on to the end."""
+    support.write_rollouts(tmp_path, 2)
+    ckpt = {"interval": 2, "save_async": save_async}
+    settings: dict[str, Any] = {"max_steps": 2, "weights": {"keep": None}, "ckpt": ckpt, "recovery_interval": 1}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, call, failing_under(place, getattr(os, call)))
+        with pytest.raises(UserError, match=FAILS):
+            run_training(support.make_config(tmp_path, tied_model, **settings))
+    assert (read_status(tmp_path)["trainer"].outcome or "").startswith("failed: the file system fails at")
+    versions = list_steps(tmp_path / "weights")
+    assert set(versions) <= {0, 1, 2}
+    assert versions[: len(committed)] == committed
+    for version in versions[1:]:
+        verify_weights(tmp_path / "weights" / f"step_{version}")
+    assert complete_steps(tmp_path / "checkpoints") == []
+    run_training(support.make_config(tmp_path, tied_model, recover=True, **settings))
+    assert complete_steps(tmp_path / "checkpoints") == [2]
+    assert list_steps(tmp_path / "weights") == [0, 1, 2]
+
+
+class Failing(io.FileIO):
+    """A file that takes the first writes only."""
+
+    def __init__(self, path: str | os.PathLike[str], mode: str, writes: int) -> None:
+        super().__init__(path, mode)
+        self.writes = writes
+
+    def write(self, data: Any, /) -> int:
+        self.writes -= 1
+        if self.writes < 0:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(data) or 0
+
+
+@pytest.mark.parametrize("writes", [0, 1, 4, 8])
+def test_archive_that_fails(writes: int, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's archive writer tells of positions instead: the file system's own error is found behind it."""
+
+    @contextmanager
+    def stream(self: FileSystem, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with Failing(path, mode, writes) as file:
+            yield file
+
+    monkeypatch.setattr(FileSystem, "create_stream", stream)
+    state = {"model": {"w": torch.arange(300_000.0)}, "optimizer": {}}
+    with pytest.raises(UserError, match=FAILS):
+        dcp.save(state, tmp_path / "state")
+
+
+def failed_with(cause: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving fails with `cause` on another rank."""
+
+    def fail(*args: object, **settings: object) -> None:
+        raise CheckpointException("write", {1: (cause, None)})  # type: ignore[dict-item]
+
+    monkeypatch.setattr(checkpoint, "save", fail)
+
+
+def test_archive_that_fails_on_another_rank(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is behind it does not travel; that writing failed is said all the same. A disk that has no room left is named."""
+    failed_with(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 30 vs 0"), monkeypatch)
+    with pytest.raises(UserError, match=r"state cannot be written \(.*unexpected pos.*\): nothing was committed"):
+        dcp.save({"model": {}, "optimizer": {}}, tmp_path / "state")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 1 << 30, 0))
+    with pytest.raises(UserError, match=r"disk full while writing \S*state: nothing was committed"):
+        dcp.save({"model": {}, "optimizer": {}}, tmp_path / "state")
+
+
+def test_what_is_no_fault_of_the_disk(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect stays one, with its traceback."""
+    failed_with(RuntimeError("shapes do not match"), monkeypatch)
+    with pytest.raises(CheckpointException):
+        dcp.save({"model": {}, "optimizer": {}}, tmp_path / "state")
