@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from prime_rl.config.base import Problem, Section
+from prime_rl.config.shared import Length
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
 
@@ -34,7 +35,7 @@ class SFTData(Section):
     split: str = Field(default="train", description="Split of a hub or saved dataset.")
     subset: str | None = Field(default=None, description="Subset of a hub dataset (None: its default).")
     shuffle: bool = Field(default=True, description="Shuffle before every epoch.")
-    seq_len: PositiveInt = Field(default=2048, description="Tokens of a packed row; longer samples are dropped.")
+    seq_len: Length = Field(default=2048, description="Tokens of a packed row; longer samples are dropped.")
     batch_size: PositiveInt = Field(default=128, description="Packed rows per step.")
     micro_batch_size: PositiveInt = Field(default=1, description="Packed rows per forward pass of one process.")
     loss_mask: LossMask = Field(default_factory=LossMask, description="Messages whose tokens are trained on.")

@@ -4,13 +4,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import Older, Problem, Section
 from prime_rl.redact import has_password, key_in
 
 Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _trains(tokens: int) -> int:
+    if tokens < 2:
+        raise ValueError("must be at least 2: a token is predicted from those before it, a single one trains nothing")
+    return tokens
+
+
+Length = Annotated[int, AfterValidator(_trains)]
+"""Tokens of what is trained on."""
 
 
 class ModelConfig(Section):

@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from prime_rl.config.base import BaseConfig, Problem, Section, check
 from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
-from prime_rl.config.shared import CkptConfig, Device, Fraction, ModelConfig, MonitorConfig
+from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig
 
 Attention = Literal["auto", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
 Recompute = Literal["none", "pointwise", "wide", "attention", "full"]
@@ -111,7 +111,7 @@ class FakeData(Section):
     micro_batch_size: PositiveInt = Field(
         default=8, description="Samples in one micro-batch (lognormal: as many as fit)."
     )
-    seq_len: PositiveInt | None = Field(
+    seq_len: Length | None = Field(
         default=None, description="Tokens per sample (None: as many as fit); lognormal: the most (None: 4096)."
     )
 
@@ -150,7 +150,7 @@ class TrainingConfig(BaseConfig):
 class TrainerConfig(TrainingConfig):
     """The RL trainer."""
 
-    seq_len: PositiveInt = Field(default=2048, description="Tokens of a packed micro-batch.")
+    seq_len: Length = Field(default=2048, description="Tokens of a packed micro-batch.")
     async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
     loss: DefaultLoss | GRPOLoss = Field(
         default_factory=DefaultLoss, discriminator="type", description="The loss of a token."

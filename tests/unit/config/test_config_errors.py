@@ -107,6 +107,22 @@ def test_wrong_values_on_the_command_line(argv: list[str], line: str) -> None:
     assert problems(TrainerConfig, argv) == [line]
 
 
+@pytest.mark.parametrize(
+    ("cls", "argv", "key"),
+    [
+        (TrainerConfig, ["--seq-len", "1"], "seq_len"),
+        (TrainerConfig, ["--seq-len", "0"], "seq_len"),
+        (TrainerConfig, ["--data.fake.seq-len", "1"], "data.fake.seq_len"),
+        (SFTConfig, ["--data.seq-len", "1"], "data.seq_len"),
+        (RLConfig, [*ORCH, "--seq-len", "1"], "trainer.seq_len"),
+    ],
+)
+def test_too_short_to_train(cls: type[BaseConfig], argv: list[str], key: str) -> None:
+    """One token is predicted from nothing: said at once, rather than as a sample that does not fit."""
+    expected = "must be at least 2: a token is predicted from those before it, a single one trains nothing"
+    assert problems(cls, argv) == [f"{key}: {expected}, got {argv[-1]} ({argv[-2]})"]
+
+
 def test_wrong_types_in_a_file(write: Write) -> None:
     file = write('max_steps = "many"\nmodel = 3\nckpt = true\n[monitor]\nwandb = { offline = "x" }')
     assert problems(TrainerConfig, ["@", file]) == [
