@@ -7,6 +7,7 @@ is a function of the step), committed by rename. Either can be loaded by another
 import secrets
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -62,8 +63,8 @@ Kind = Literal["checkpoint", "recovery checkpoint"]
 class Checkpoints:
     """Everything between the training state and the disk. Every rank calls every method, at the same point of the run.
 
-    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, and `save` where it is `due`; `finish`. One save at most is under
-    way; a failure in the background is raised by the next call, on every rank.
+    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, and `save` where it is `due`; `finish`; however the run ends, `close`.
+    One save at most is under way; a failure in the background is raised by the next call, on every rank.
 
     Args:
         alone: Whether no other process takes part in the checkpoints, so that this one joins them.
@@ -90,6 +91,7 @@ class Checkpoints:
         self.run: str | None = None  # tells this run's states from those of others
         self._timeout = config.dist_timeout
         self._pending: tuple[Path, Future[None]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
         if recovery_interval is not None or (self.config is not None and self.config.save_async):
             self._background = background_world(world, config.dist_timeout)
             self._copy = dcp.HostCopy(self._background)
@@ -155,6 +157,7 @@ class Checkpoints:
         if not asynchronous:
             self._write(state, progress, final, self.world)
             return
+        assert self._thread is not None
         copy = self._copy.take(state)
         faults.point(f"saved-copy:step_{progress.step}")
         self._pending = final, self._thread.submit(self._write, copy, progress, final, self._background)
@@ -197,6 +200,19 @@ class Checkpoints:
         if progress.step not in on_main(self.world, self._own):
             self.save(progress)
             self.settle()
+
+    def close(self) -> None:
+        """Let the thread finish what it is at, for at most `dist_timeout`. What becomes of it is said where it fails: nobody asks any more."""
+        if self._thread is None:
+            return
+        self._thread.shutdown(wait=False)
+        if self._pending is None:
+            return
+        (final, saved), self._pending = self._pending, None
+        if wait_for_futures([saved], timeout=self._timeout).not_done:
+            logger.error("%s was not committed: it takes longer than %.0f s", subject_of(final), self._timeout)
+        elif (error := saved.exception(timeout=0)) is not None:
+            logger.error("%s was not committed: %s", subject_of(final), str(error) or type(error).__name__)
 
     def needed(self) -> set[int]:
         """Steps of the checkpoints that are there or being written, whose weights must stay. Rank 0."""

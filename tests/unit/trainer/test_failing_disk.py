@@ -2,8 +2,10 @@
 
 import errno
 import io
+import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +17,17 @@ import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from prime_rl import faults
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_status
 from prime_rl.trainer import dcp
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.rl import train as loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import verify_weights
+from prime_rl.wait import wait
 from support import trainer as support
 
 tied_model, run_training, world = support.tied_model, support.run_training, support.world
@@ -72,6 +77,48 @@ def test_input_output_error(
     run_training(support.make_config(tmp_path, tied_model, recover=True, **settings))
     assert complete_steps(tmp_path / "checkpoints") == [2]
     assert list_steps(tmp_path / "weights") == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["ends", "fails"])
+def test_a_save_that_is_under_way_when_the_run_fails(
+    fails: bool,
+    run_training: Run,
+    tied_model: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error is the loop's; the save is waited for, and where it fails as well that is said. No thread is left."""
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    support.write_rollouts(tmp_path, 2)
+    over = threading.Event()
+
+    def point(name: str, file: Path | None = None) -> None:
+        if name == "write:checkpoints/step_1/trainer":
+            assert over.wait(60)
+            if fails:
+                raise OSError(errno.EIO, "Input/output error")
+
+    class Loop(loop.Checkpoints):
+        def look(self) -> None:
+            if self._pending is not None:
+                over.set()
+                raise UserError("the second step fails")
+
+    monkeypatch.setattr(faults, "point", point)
+    monkeypatch.setattr(loop, "Checkpoints", Loop)
+    ckpt = {"interval": 1, "save_async": True}
+    with pytest.raises(UserError, match="the second step fails"):
+        run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt=ckpt))
+    lost = "checkpoints/step_1/trainer was not committed: the file system fails at"
+    assert (lost in caplog.text) is fails
+    assert list_steps(tmp_path / "checkpoints") == [1]
+    assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir() is not fails
+    assert wait(lambda: not checkpoint_threads(), subject="end of the thread", owner="the trainer", seconds=10)
+
+
+def checkpoint_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
 
 
 class Failing(io.FileIO):

@@ -59,6 +59,7 @@ def run(
         recover=config.recover,
         recovery_interval=config.recovery_interval,
     )
+    ends.callback(checkpoints.close)
     if not config.bench:
         checkpoints.choose()
 

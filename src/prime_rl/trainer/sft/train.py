@@ -47,6 +47,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     """The run, from top to bottom. `ends` takes what must be closed, however it ends."""
     torch.manual_seed(config.seed)
     checkpoints = Checkpoints(config, world, alone=lambda: True)
+    ends.callback(checkpoints.close)
     if not config.bench:
         checkpoints.choose()
 
