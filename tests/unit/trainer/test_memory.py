@@ -367,6 +367,16 @@ def test_more_parked_takes_less_of_the_gpu_and_more_time(shapes: dict[str, Shape
         assert moments[-1] == 3 * job.tokens * kept_bytes(shape, levels[-1])  # type: ignore[arg-type]
 
 
+def test_backward_has_two_blocks_back(shapes: dict[str, Shape]) -> None:
+    """The one that is used and the one that comes; and one of the largest may be late."""
+    shape, job = shapes["4B"], Job(16384)
+    settings = Settings(("wide",) * 30 + ("pointwise",) * 6, 4096, reshard=False, parked=math.inf)
+    moments = estimate(shape, job, settings).moments
+    wide, pointwise = (job.tokens * kept_bytes(shape, level) for level in ("wide", "pointwise"))  # type: ignore[arg-type]
+    assert moments["backward of a block (wide)"]["activations"] == 2 * wide + pointwise
+    assert moments["backward of a block (pointwise)"]["activations"] == 3 * pointwise
+
+
 @pytest.mark.parametrize("level", ["none", "pointwise", "wide", "attention", "full"])
 def test_what_a_budget_takes_off_the_gpu(level: str, shapes: dict[str, Shape]) -> None:
     """No more is on the GPU, and no more in host memory, than estimated, when whole tensors go out by their credit."""

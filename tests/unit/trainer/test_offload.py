@@ -214,6 +214,15 @@ def test_a_budget_is_spent_over_the_blocks(budget: float, parked: list[list[int]
     assert host(parking).chunks == sum({1: 5, 3: 13}[size] for sizes in parked for size in sizes)
 
 
+def test_blocks_that_keep_little_leave_no_credit(layers: list[nn.Module]) -> None:
+    """A link that was idle carries no more afterwards."""
+    narrow = [layer._checkpoint_wrapped_module for layer in layers[:3]]
+    parking = offload_layers([*narrow, *(Widening() for _ in range(DEEP - 3))], CPU, 2 * NARROW)
+    forward(parking, torch.randn(TOKENS, WIDTH, requires_grad=True))
+    parked = [[storage.size // NARROW for storage in host(parking).blocks[i].parked] for i in range(6)]
+    assert parked == [[1], [1], [1], [1], [3], [1]]
+
+
 def test_what_stays_belongs_to_the_graph(layers: list[nn.Module]) -> None:
     """What a block does not park is gone with the graph, although the block is remembered."""
     parking = offload_layers([layer._checkpoint_wrapped_module for layer in layers], CPU, 1.0)
