@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.config import TrainerConfig
@@ -20,8 +20,6 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import memory, moe
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers, wide_products
 from prime_rl.trainer.footprint import (
-    HOST_LINK,
-    POINTWISE,
     Estimate,
     Job,
     Settings,
@@ -31,17 +29,18 @@ from prime_rl.trainer.footprint import (
     estimate,
     kept_bytes,
     parked_bytes,
-    products_seconds,
     state_bytes,
 )
 from prime_rl.trainer.memory import GIB, MemoryPlan, choose
-from prime_rl.trainer.offload import affordable, parking_layers
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import train
 from prime_rl.trainer.source import find_model
+from support import memory as sizes
 from support import trainer as support
+from support.memory import chosen, everywhere, fits, qwen3, shape_of
 
 world, tied_model, run_training = support.world, support.tied_model, support.run_training
+shapes = sizes.shapes
 
 # ---- against measurements
 
@@ -61,25 +60,6 @@ MEASURED = [
     ("4B", 16, "full", 74.2, 2931.7),
     ("4B", 64, "attention", 105.8, None),
 ]
-
-
-def qwen3(name: str) -> Shape:
-    config = find_model(f"Qwen/Qwen3-{name}", random_weights=True).config
-    return shape_of(config)
-
-
-def shape_of(config: PretrainedConfig) -> Shape:
-    with torch.device("meta"):
-        return Shape.of(AutoModelForCausalLM.from_config(config))
-
-
-@pytest.fixture(scope="module")
-def shapes() -> dict[str, Shape]:
-    return {name: qwen3(name) for name in ("0.6B", "4B", "8B")}
-
-
-def everywhere(shape: Shape, level: str, chunk: int = 4096) -> Settings:
-    return Settings((level,) * shape.layers, chunk, reshard=False, parked=0.0)  # type: ignore[arg-type]
 
 
 def prototype_peak(shape: Shape, estimated: Estimate) -> float:
@@ -259,14 +239,6 @@ def test_shards_divide_states_only(shapes: dict[str, Shape]) -> None:
 MUCH = 10_000 * GIB
 
 
-def chosen(shape: Shape, gib: float, tokens: int = 16384, host: float = 100 * GIB, **config: Any) -> Settings:
-    return choose(TrainerModel(**config), shape, Job(tokens), gib * GIB, host)
-
-
-def fits(shape: Shape, job: Job, settings: Settings, gib: float) -> bool:
-    return 1.03 * estimate(shape, job, settings).total <= gib * GIB
-
-
 @pytest.mark.parametrize(
     ("name", "thousands", "gib", "levels"),
     [
@@ -301,29 +273,6 @@ def test_more_memory_is_never_slower(shapes: dict[str, Shape]) -> None:
     assert chosen(shape, 140) == everywhere(shape, "none")
 
 
-def test_a_part_is_parked_where_it_saves_time(shapes: dict[str, Shape]) -> None:
-    """4B and 64k tokens: what the link carries beside the computation, in place of computing again; nothing with other words or without host memory."""
-    shape, job = shapes["4B"], Job(65536)
-    settings, plain = (chosen(shape, 136, 65536, activation_offload=parks) for parks in (None, False))
-    assert 0 < settings.parked <= HOST_LINK * products_seconds(shape, 65536)
-    assert not plain.parked
-    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, settings)
-    assert saved > 0.01 * batch_seconds(shape, job)
-    assert fits(shape, job, settings, 136)
-    assert chosen(shape, 136, 65536, host=0) == plain
-    some = chosen(shape, 136, 65536, host=20 * GIB)
-    assert 0 < parked_bytes(shape, job, some) <= 20 * GIB
-
-
-def test_parking_that_saves_little_is_left_out(shapes: dict[str, Shape]) -> None:
-    """4B at 125 GiB could spare 7 ms of 620, of which parking takes some; with less to lose nothing is parked."""
-    shape, job = shapes["4B"], Job(16384)
-    plain = chosen(shape, 125)
-    assert not plain.parked
-    partly = memory._partly_parked(list(memory._options(TrainerModel(), shape)), shape, job, 125 * GIB, MUCH)
-    assert partly is None or not memory._is_worthwhile(partly, plain, shape, job)
-
-
 def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
     """What is set stays; what is left open is fitted around it."""
     shape = shapes["4B"]
@@ -337,65 +286,6 @@ def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
     settings = chosen(shape, 118, checkpointed_layers=20)
     assert settings.levels == ("pointwise",) * 20 + ("none",) * 16
     assert set(chosen(shape, 80, activation_checkpointing="attention").levels) == {"attention"}
-
-
-def test_parking_needs_host_memory(shapes: dict[str, Shape]) -> None:
-    """What would be parked has to fit there; asked for by name it is done all the same."""
-    shape, job = shapes["4B"], Job(65536)
-    settings = chosen(shape, 74.3, 65536, host=50 * GIB)
-    assert settings.parked == math.inf
-    assert parked_bytes(shape, job, settings) <= 50 * GIB
-    assert not chosen(shape, 74.3, 65536, host=5 * GIB).parked
-    assert chosen(shape, 74.3, 65536, host=0, activation_offload=True).parked == math.inf
-
-
-def test_more_parked_takes_less_of_the_gpu_and_more_time(shapes: dict[str, Shape]) -> None:
-    """For mixes of levels, up to everything: neither estimate jumps back, and all but a few blocks' worth can leave."""
-    shape, job = shapes["4B"], Job(65536)
-    for levels in (("none",) * 36, ("wide",) * 30 + ("pointwise",) * 6):
-        plain = Settings(levels, 4096, reshard=False, parked=0.0)  # type: ignore[arg-type]
-        parking = [
-            replace(plain, parked=parked) for parked in (0, 1, *(tenths * 1e8 for tenths in range(1, 60)), math.inf)
-        ]
-        totals = [estimate(shape, job, settings).total for settings in parking]
-        assert totals == sorted(totals, reverse=True)
-        seconds = [added_seconds(shape, job, settings) for settings in parking]
-        assert seconds == sorted(seconds)
-        moments = [estimate(shape, job, settings).moments["the head"]["activations"] for settings in parking]
-        away = [moments[0] - activations for activations in moments]
-        assert all(gone <= parked_bytes(shape, job, settings) for gone, settings in zip(away, parking, strict=True))
-        assert moments[-1] == 3 * job.tokens * kept_bytes(shape, levels[-1])  # type: ignore[arg-type]
-
-
-def test_backward_has_two_blocks_back(shapes: dict[str, Shape]) -> None:
-    """The one that is used and the one that comes; and one of the largest may be late."""
-    shape, job = shapes["4B"], Job(16384)
-    settings = Settings(("wide",) * 30 + ("pointwise",) * 6, 4096, reshard=False, parked=math.inf)
-    moments = estimate(shape, job, settings).moments
-    wide, pointwise = (job.tokens * kept_bytes(shape, level) for level in ("wide", "pointwise"))  # type: ignore[arg-type]
-    assert moments["backward of a block (wide)"]["activations"] == 2 * wide + pointwise
-    assert moments["backward of a block (pointwise)"]["activations"] == 3 * pointwise
-
-
-@pytest.mark.parametrize("level", ["none", "pointwise", "wide", "attention", "full"])
-def test_what_a_budget_takes_off_the_gpu(level: str, shapes: dict[str, Shape]) -> None:
-    """No more is on the GPU, and no more in host memory, than estimated, when whole tensors go out by their credit."""
-    shape, job = shapes["4B"], Job(65536)
-    widths = {"full": [2560], "attention": [2560, 4096, 64], "wide": [2560, 4096, 64, 4096, 1024, 1024, 2560]}
-    widths["pointwise"] = widths["none"] = [*widths["wide"], 9728, 9728]
-    if level == "none":
-        widths["none"] = [*widths["none"], 2560, 2560, 9728, 4096, 1024, 64, 16, 2, 2]
-    sizes = [2 * job.tokens * width for width in widths[level]]
-    kept = job.tokens * kept_bytes(shape, level)  # type: ignore[arg-type]
-    assert sum(sizes) == kept
-    for budget in (tenths * 1e8 for tenths in range(1, 60)):
-        settings = replace(everywhere(shape, level), parked=budget)
-        credit, away = 0.0, 0
-        for _ in range(parking_layers(36, budget)):
-            going, credit = affordable(sizes, credit + min(budget, kept))
-            away += sum(sizes[i] for i in going)
-        assert 36 * kept - away <= estimate(shape, job, settings).moments["the head"]["activations"]
-        assert away <= parked_bytes(shape, job, settings)
 
 
 def test_nothing_fits(shapes: dict[str, Shape]) -> None:
@@ -479,33 +369,6 @@ def test_nothing_is_planned_on_cpu_or_without_a_size(gpu: Callable[..., World], 
         plan = planned(where, tokens)
         assert plan.settings == plain
         assert plan.job is None
-
-
-def test_eager_blocks_park_only_what_can_be_reached(shapes: dict[str, Shape]) -> None:
-    """Not compiled, a block that computes again parks its input alone."""
-    shape = shapes["4B"]
-    for compiled, level, kept in ((True, "wide", None), (False, "none", None), (False, "wide", 2 * 2560)):
-        job = Job(16384, compiled=compiled)
-        settings = replace(everywhere(shape, level), parked=math.inf)
-        per_token = kept or kept_bytes(shape, level, compiled=compiled)  # type: ignore[arg-type]
-        assert parked_bytes(shape, job, settings) == 34 * 16384 * per_token
-
-
-def test_exported_weights_take_their_share_of_the_link(shapes: dict[str, Shape]) -> None:
-    """What leaves in a forward pass beside 8 GB of weights costs nothing up to what the link carries, and its time beyond; shards leave less."""
-    shape, settings = shapes["4B"], everywhere(shapes["4B"], "none")
-    for shards in (1, 8):
-        job = Job(16384, shards=shards)
-        plain = added_seconds(shape, job, settings)
-        carried = HOST_LINK * 36 * products_seconds(shape, 16384) - 2 * shape.parameters / shards
-
-        def added(share: float, job: Job = job, plain: float = plain, carried: float = carried) -> float:
-            parking = replace(settings, parked=share * carried / parking_layers(36, 1.0))
-            contended = 2 * parked_bytes(shape, job, parking) / POINTWISE
-            return added_seconds(shape, job, parking) - plain - contended
-
-        assert added(0.99) == pytest.approx(0, abs=1e-9)
-        assert added(1.5) == pytest.approx(0.5 * carried / HOST_LINK)
 
 
 # ---- out of memory
