@@ -1,33 +1,32 @@
 """The way of the weights from the device to the disk, beside the steps that follow.
 
 Nothing is gathered. A safetensors file is a header and byte ranges, and a tensor sharded by rows is one contiguous range per rank. Each rank casts
-its own rows on the device and copies them to the host on a stream of its own (`Staging`); threads write them at their place, several files at
-once, and the ranks share the hashing (`write_version`); rank 0 commits.
+its own rows on the device and copies them to the host on a stream of its own (`Staging`); what has arrived is written at its place, several files
+at once (`row_files.py`), and the ranks share the hashing (`write_version`); rank 0 commits.
 """
 
 import json
 import math
+import mmap
 import os
 import secrets
 import shutil
 import struct
+import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from prime_rl.monitor import log
 from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
+from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import Stage, disk_errors
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
@@ -41,43 +40,32 @@ _NOT_COPIED = {
     "manifest.json",
     "model.safetensors.index.json",
 }  # the first is ours when the source is a committed version itself
-_BLOCK = 1 << 24
 FILE_BYTES = 256 << 20  # a file of weights holds more only where one tensor does
-WRITERS = 16  # files that a rank writes at once, at most: more than the cores it has do not help
 CHUNK_BYTES = 128 << 20  # of device memory that casting takes
 
 
-@dataclass(frozen=True)
-class Piece:
-    """This rank's rows of a tensor: where they are in the staging buffer, in elements, and their first row in the tensor."""
-
-    tensor: StoredTensor
-    start: int
-    count: int
-    row: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-
 class Staging:
-    """This rank's rows of every stored tensor, in the exported type, in one host buffer that is made once (page-locked beside a GPU).
+    """This rank's rows of every stored tensor, in the exported type, in one host buffer that is made once. What it holds is read by one thread at a
+    time; `copy` fills it again.
 
-    What it holds is read by one thread at a time; `copy` fills it again.
+    Args:
+        shared: The buffer is shared with a process that writes it out (None: beside a GPU, where it is page-locked as well).
     """
 
-    def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype) -> None:
+    def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype, *, shared: bool | None = None) -> None:
         self.world, self.dtype = world, dtype
+        self.shared = world.device.type == "cuda" if shared is None else shared
         self.tensors = list(stored_tensors(policy))
         self.headers, self.slots = _layout(self.tensors, dtype)
-        self.pieces: list[Piece] = []
+        self.files: dict[str, list[Row]] = {}  # this rank's rows
         self.parameters: list[nn.Parameter] = []
         self.ends: list[int] = []  # of this rank's rows of each parameter in the buffer, in elements
         if world.writes:
             self._lay_out()
         self.elements = self.ends[-1] if self.ends else 0
+        self.writer: WriterProcess | None = None
         self._buffer: Tensor | None = None
+        self._memory: int | None = None  # file descriptor of the buffer, where it is shared
         self._locked = False
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream(world.device)
@@ -86,11 +74,14 @@ class Staging:
 
     def _lay_out(self) -> None:
         """The tensors of a parameter lie there one after the other, as their rows do in the parameter: it is copied as a whole."""
-        start = 0
+        start, itemsize = 0, self.dtype.itemsize
         for _, tensors in groupby(self.tensors, key=lambda tensor: id(tensor.parameter)):
             for tensor in tensors:
-                rows, first = tensor.local(self.world)
-                self.pieces.append(Piece(tensor, start, rows.numel(), first))
+                (rows, first), slot = tensor.local(self.world), self.slots[tensor.name]
+                if rows.numel():
+                    offset = slot.start + first * (slot.size // slot.shape[0])
+                    row = Row(tensor.name, start * itemsize, rows.numel() * itemsize, offset)
+                    self.files.setdefault(slot.file, []).append(row)
                 start += rows.numel()
             self.parameters.append(tensor.parameter)
             self.ends.append(start)
@@ -101,11 +92,19 @@ class Staging:
     def allocate(self) -> Tensor:
         """The buffer. Page-locking gigabytes takes seconds the first time: a thread may do it beforehand."""
         if self._buffer is None:
-            buffer = torch.empty(self.elements, dtype=self.dtype)
-            if self.world.device.type == "cuda" and self.elements:
+            size = self.elements * self.dtype.itemsize
+            if self.shared and size:
+                self._memory = os.memfd_create("weights")
+                os.ftruncate(self._memory, size)
+                buffer = torch.frombuffer(mmap.mmap(self._memory, size), dtype=self.dtype)
+                self.writer = WriterProcess(self._memory, size)
+                self.writer.start()
+            else:
+                buffer = torch.empty(self.elements, dtype=self.dtype)
+            if self.world.device.type == "cuda" and size:
                 # Exactly so many bytes: torch's own allocator of page-locked memory would round up to a power of two.
                 with torch.cuda.device(self.world.device):  # a thread does not know it
-                    failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+                    failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
                 self._locked = not failed
                 if failed:
                     logger.warning(
@@ -147,16 +146,39 @@ class Staging:
         event.record(self._stream)
         return event
 
-    def bytes_of(self, piece: Piece) -> npt.NDArray[np.uint8]:
-        """A piece's bytes, a view of the buffer."""
+    def write(self, copied: "Copy", directory: Path, *, hashing: bool) -> dict[str, str]:
+        """Write this rank's rows as they arrive, each at its place: several files at once, a file by one writer at a time, whatever the disk can do.
+
+        Returns:
+            With `hashing` the hash of every tensor's rows.
+        """
+        names = list(self.files)
+        first = (
+            self.world.rank * len(names) // self.world.size
+        )  # ranks that start at different files do not wait for each other
+        files = {name: self.files[name] for name in names[first:] + names[:first]}
+        if self.writer is not None:
+            return self.writer.write_rows(directory, files, lambda: copied.arrivals(self.dtype.itemsize), hashing)
         assert self._buffer is not None, "nothing was copied"
-        return self._buffer[piece.start : piece.end].view(torch.uint8).numpy()
+        copied.finish()
+        return write_rows(
+            self._buffer.view(torch.uint8).numpy().data, directory, files, arrived=lambda end: None, hashing=hashing
+        )
+
+    def hash(self, directory: Path, tensors: Sequence[str]) -> dict[str, str]:
+        """The hashes of whole tensors, as they lie in the files."""
+        ranges = [Range(name, self.slots[name].file, self.slots[name].start, self.slots[name].size) for name in tensors]
+        return hash_ranges(directory, ranges) if self.writer is None else self.writer.hash_ranges(directory, ranges)
 
     def close(self) -> None:
         """Give the buffer back. Nothing may be copying into it any more."""
+        if self.writer is not None:
+            self.writer.close()
         if self._buffer is not None and self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
-        self._buffer, self._locked = None, False
+        if self._memory is not None:
+            os.close(self._memory)
+        self._buffer, self._memory, self._locked, self.writer = None, None, False, None
 
 
 class Share(NamedTuple):
@@ -194,10 +216,12 @@ class Copy:
         if self.moments:
             torch.cuda.current_stream().wait_event(self.moments[-1])
 
-    def arrived(self, end: int) -> None:
-        """Wait until the buffer holds its elements up to `end`, which takes the device what it takes. Any thread may."""
-        if self.moments:
-            self.moments[2 * -(-end // self.chunk)].synchronize()
+    def arrivals(self, itemsize: int) -> Iterator[int]:
+        """Wait for one chunk after the other; each time the bytes that the buffer holds, in the end more than any."""
+        for number, moment in enumerate(self.moments[2::2], 1):
+            moment.synchronize()
+            yield number * self.chunk * itemsize
+        yield sys.maxsize
 
     def finish(self) -> tuple[float, float]:
         """Wait until all is there. Returns the seconds of casting and of copying."""
@@ -241,9 +265,9 @@ def write_version(
         headers, slots = staging.headers, staging.slots
         began = time.perf_counter()
         on_main(world, lambda: _allocate(directory, headers, slots))
-        written = agree(world, lambda: _write_rows(staging, copied, world, directory, slots))
+        written = agree(world, lambda: _write(staging, copied, directory))
         wrote = time.perf_counter()
-        hashes = written if world.size == 1 else _read_back(world, directory, slots)
+        hashes = written if world.size == 1 else _read_back(staging, world, directory)
         hashed = time.perf_counter()
         on_main(world, lambda: _copy_model_files(source, directory, staging.dtype))
         on_main(world, lambda: _write_index(directory, slots))
@@ -305,80 +329,15 @@ def _allocate(directory: Path, headers: dict[str, bytes], slots: dict[str, Slot]
             opened.truncate(sizes[file])
 
 
-def _write_rows(
-    staging: Staging, copied: Copy, world: World, directory: Path, slots: dict[str, Slot]
-) -> dict[str, str]:
-    """Write this rank's rows of every tensor at their place, several files at once: a file has one writer at a time, whatever the disk can do.
-
-    Returns:
-        The hashes of the tensors, where this rank holds all rows.
-    """
-    pieces: dict[str, list[Piece]] = {}
-    for piece in staging.pieces:
-        if piece.count:
-            pieces.setdefault(slots[piece.tensor.name].file, []).append(piece)
-    files = sorted(pieces)
-    first = world.rank * len(files) // world.size  # ranks that start at different files do not wait for each other
-
-    def write(file: str) -> dict[str, str]:
-        return _write_file(staging, copied, directory / file, pieces[file], slots, hashing=world.size == 1)
-
-    return {name: value for part in _side_by_side(write, files[first:] + files[:first]) for name, value in part.items()}
+def _write(staging: Staging, copied: Copy, directory: Path) -> dict[str, str]:
+    with disk_errors(directory):
+        return staging.write(copied, directory, hashing=staging.world.size == 1)
 
 
-def _write_file(
-    staging: Staging, copied: Copy, path: Path, pieces: Sequence[Piece], slots: dict[str, Slot], *, hashing: bool
-) -> dict[str, str]:
-    hashes = {}
-    with disk_errors(path):
-        descriptor = os.open(path, os.O_WRONLY)
-        try:
-            for piece in pieces:
-                copied.arrived(piece.end)
-                slot, data = slots[piece.tensor.name], staging.bytes_of(piece).data
-                _pwrite(descriptor, data, slot.start + piece.row * (slot.size // slot.shape[0]))
-                if hashing:
-                    hashes[piece.tensor.name] = xxhash.xxh3_128(data).hexdigest()
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    return hashes
-
-
-def _side_by_side(work: Callable[[str], dict[str, str]], names: Sequence[str]) -> list[dict[str, str]]:
-    """The work on each name, in their order; bounded by the disk, as that of one writer would be."""
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    at_once = min(max(cores, 2), WRITERS, len(names))
-    if at_once < 2:
-        return [work(name) for name in names]
-    with ThreadPoolExecutor(at_once, thread_name_prefix="export") as threads:  # bounded: see above
-        return list(threads.map(work, names))
-
-
-def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:
-    while data:  # one call writes at most 2 GiB
-        written = os.pwrite(descriptor, data, offset)
-        data, offset = data[written:], offset + written
-
-
-def _read_back(world: World, directory: Path, slots: dict[str, Slot]) -> dict[str, str]:
+def _read_back(staging: Staging, world: World, directory: Path) -> dict[str, str]:
     """The hashes of all tensors as they lie there, a share of them read by each rank: this shows that every rank's bytes have arrived."""
-    share = list(slots)[world.rank :: world.size]
-
-    def hash_one(name: str) -> dict[str, str]:
-        slot = slots[name]
-        with open(directory / slot.file, "rb") as file:
-            return {name: _hash_range(file.fileno(), slot.start, slot.size)}
-
-    mine = {name: value for part in _side_by_side(hash_one, share) for name, value in part.items()}
-    return {name: value for part in gather(world, mine) for name, value in part.items()}
-
-
-def _hash_range(descriptor: int, start: int, size: int) -> str:
-    digest = xxhash.xxh3_128()
-    for offset in range(start, start + size, _BLOCK):
-        digest.update(os.pread(descriptor, min(_BLOCK, start + size - offset), offset))
-    return digest.hexdigest()
+    share = list(staging.slots)[world.rank :: world.size]
+    return {name: value for part in gather(world, staging.hash(directory, share)) for name, value in part.items()}
 
 
 def _write_index(directory: Path, slots: dict[str, Slot]) -> None:

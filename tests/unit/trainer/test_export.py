@@ -46,6 +46,22 @@ def export(
     write_version(staging, staging.copy(), source, world, final, version=version, incarnation=incarnation)
 
 
+def test_a_process_of_its_own_writes_the_same(
+    world: World, make_policy: Callable[..., Policy], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As beside a GPU: the files are those that threads write."""
+    monkeypatch.setattr("prime_rl.trainer.export.FILE_BYTES", 60_000)
+    policy, source = make_policy(tiny_model), find_model(str(tiny_model))
+    for name, shared in (("threads", False), ("process", True)):
+        with closing(Staging(policy, world, torch.bfloat16, shared=shared)) as staging:
+            for version in (1, 2):
+                final = tmp_path / name / f"step_{version}"
+                write_version(staging, staging.copy(), source, world, final, version=version, incarnation=0)
+    for path in (tmp_path / "threads" / "step_2").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "process" / "step_2" / path.name).read_bytes()
+    verify_weights(tmp_path / "process" / "step_2")
+
+
 def test_chunks_of_the_staging_buffer_hold_every_element_once() -> None:
     """Laid one after the other, the shares of all chunks are the parameters, however a chunk's end cuts them."""
     ends = [5, 5, 22, 23, 31, 61]  # the second has no rows on this rank

@@ -1,0 +1,130 @@
+"""Rows of weights on their way into files."""
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from prime_rl.errors import UserError
+from prime_rl.trainer.row_files import Range, Row, WriterProcess, write_rows
+
+DATA = os.urandom(50_000)
+FILES = {"b": [Row("x", 0, 20_000, 100), Row("y", 20_000, 10, 20_100)], "a": [Row("z", 30_000, 20_000, 0)]}
+EVERYTHING = 1 << 40
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where the files are, as long as they are to be."""
+    for name, size in (("a", 20_000), ("b", 20_110)):
+        (tmp_path / name).write_bytes(bytes(size))
+    return tmp_path
+
+
+@pytest.fixture
+def writer() -> Iterator[WriterProcess]:
+    memory = os.memfd_create("test")
+    os.ftruncate(memory, len(DATA))
+    with mmap.mmap(memory, len(DATA)) as mapped, closing(WriterProcess(memory, len(DATA))) as made:
+        mapped[:] = DATA
+        yield made
+    os.close(memory)
+
+
+def check(directory: Path, hashes: dict[str, str]) -> None:
+    assert (directory / "a").read_bytes() == DATA[30_000:]
+    assert (directory / "b").read_bytes() == bytes(100) + DATA[:20_010]
+    assert hashes == {
+        row.tensor: xxhash.xxh3_128(DATA[row.start : row.start + row.size]).hexdigest()
+        for rows in FILES.values()
+        for row in rows
+    }
+
+
+def test_rows_arrive_at_their_places(directory: Path, writer: WriterProcess) -> None:
+    """Threads and the process write and hash the same bytes; read back, whole tensors have those hashes."""
+    hashes = write_rows(memoryview(DATA), directory, FILES, lambda end: None, hashing=True)
+    check(directory, hashes)
+    for name, size in (("a", 20_000), ("b", 20_110)):
+        (directory / name).write_bytes(bytes(size))
+    check(directory, writer.write_rows(directory, FILES, lambda: iter([10, 20_000, EVERYTHING]), hashing=True))
+    assert writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=False) == {}
+    ranges = [Range("x", "b", 100, 20_000), Range("z", "a", 0, 20_000)]
+    assert writer.hash_ranges(directory, ranges) == {name: hashes[name] for name in ("x", "z")}
+
+
+def test_nothing_is_written_before_it_has_arrived(directory: Path, writer: WriterProcess) -> None:
+    """Rows beyond what has arrived stay unwritten until it has."""
+    seen = []
+
+    def arrivals() -> Iterator[int]:
+        yield 20_000
+        deadline = time.monotonic() + 30
+        while (directory / "b").read_bytes()[100:20_100] != DATA[:20_000] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        seen.append((directory / "a").read_bytes() == bytes(20_000))
+        yield EVERYTHING
+
+    check(directory, writer.write_rows(directory, FILES, arrivals, hashing=True))
+    assert seen == [True]
+
+
+def test_a_killed_process_begins_again(directory: Path, writer: WriterProcess) -> None:
+    """The process may be killed at any time: another one writes all of it. Killed once more, the version is given up, and the next one is not."""
+    lives = []
+
+    def killing(times: int) -> Iterator[int]:
+        process = writer.start()
+        if len(lives) < times:
+            lives.append(process.pid)
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+        yield EVERYTHING
+
+    check(directory, writer.write_rows(directory, FILES, lambda: killing(1), hashing=True))
+    with pytest.raises(UserError, match="killed twice"):
+        writer.write_rows(directory, FILES, lambda: killing(3), hashing=True)
+    assert len(set(lives)) == 3
+    check(directory, writer.write_rows(directory, FILES, lambda: killing(0), hashing=True))
+
+
+def test_errors_of_the_disk_come_back(directory: Path, writer: WriterProcess) -> None:
+    """What the process cannot write is an OSError here, with the file's path; it goes on serving."""
+    (directory / "a").unlink()
+    for write in (
+        lambda: writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=True),
+        lambda: write_rows(memoryview(DATA), directory, FILES, lambda end: None, hashing=True),
+    ):
+        with pytest.raises(FileNotFoundError) as caught:
+            write()
+        assert caught.value.filename == str(directory / "a")
+    (directory / "a").write_bytes(bytes(20_000))
+    check(directory, writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=True))
+
+
+def test_the_process_ends_with_its_parent(writer: WriterProcess) -> None:
+    """Nobody to give orders: it ends, also while it waits for what never arrives. Signals that a terminal sends to all do not end it."""
+    process = writer.start()
+    assert process.stdin is not None
+    process.stdin.write(b'{"write": {"x": [["t", 0, 10, 0]]}, "directory": "/nowhere", "hashing": false}\n')
+    process.stdin.flush()
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline and not _ignores(process.pid, signal.SIGINT):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(10) == 0
+
+
+def _ignores(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn"))
+    return bool(ignored >> (number - 1) & 1)
