@@ -116,7 +116,7 @@ def test_experts_in_groups(compiled: bool) -> None:
             parameter.normal_(0, 0.02)
             parameter.copy_(parameter.bfloat16())  # the same weights in both
     reference = reference.to(GPU)
-    ours = moe.SparseBlock(copy.deepcopy(reference))
+    ours = moe.SparseBlock(copy.deepcopy(reference)).to(GPU)
     ours.experts.to(torch.bfloat16)
     if compiled:
         ours.compile(fullgraph=True, dynamic=True)

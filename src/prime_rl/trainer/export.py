@@ -337,7 +337,13 @@ def _write(staging: Staging, copied: Copy, directory: Path) -> dict[str, str]:
 def _read_back(staging: Staging, world: World, directory: Path) -> dict[str, str]:
     """The hashes of all tensors as they lie there, a share of them read by each rank: this shows that every rank's bytes have arrived."""
     share = list(staging.slots)[world.rank :: world.size]
-    return {name: value for part in gather(world, staging.hash(directory, share)) for name, value in part.items()}
+
+    def hash_share() -> dict[str, str]:
+        with disk_errors(directory):
+            return staging.hash(directory, share)
+
+    hashes = gather(world, agree(world, hash_share))
+    return {name: value for part in hashes for name, value in part.items()}
 
 
 def _write_index(directory: Path, slots: dict[str, Slot]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from prime_rl.config.trainer import Recompute
 
 # Rates of an H200 inside a step (matrix products, attention forward, pointwise kernels, host link each way); on other GPUs their ratios hold roughly.
-PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 50e9
+PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 54e9
 GATHER, GATHER_EXPOSED = 300e9, 0.25
 """Bytes per second of gathering weights over NVLink, and the share of that time for which computation does not make up (an assumption)."""
 CHUNK_OVERHEAD = 1e-4
@@ -181,6 +181,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     hidden, weight = tokens * s.hidden * size, s.head_parameters
     kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
     parks, slack = _parks(s, job, settings), _slack(s, job, settings)
+    summed = 4 if job.ranks == 1 else 8  # float32, before and after; a single rank's are the same
 
     def on_gpu(blocks: int) -> int:
         """What so many blocks keep, less what of it is away: that of the last one is used or about to leave, that of the one before comes."""
@@ -195,7 +196,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             "head": 4 * hidden + min(settings.head_chunk, tokens) * s.vocabulary * size + 4 * weight,
         },
         "the head's gradient": {"activations": everything, "head": 4 * hidden + (4 + size) * weight},
-        "the reduction of embedding and head": {"reduction": 8 * s.root_parameters},  # float32, before and after
+        "the reduction of embedding and head": {"reduction": summed * s.root_parameters},
     }
     plain = tokens * kept_bytes(s, "none", size, job.compiled)
     done = 0
@@ -208,7 +209,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             - kept[level]
             + 2 * hidden
             + 4 * tokens * s.query,  # attention sums dq in float32
-            "reduction": (size + 8) * s.layer_parameters,
+            "reduction": (size + summed) * s.layer_parameters,
         }
     return Estimate({name: held | parts for name, parts in moments.items()})
 
@@ -260,14 +261,20 @@ def added_seconds(shape: Shape, job: Job, settings: Settings) -> float:
 def _parking_seconds(shape: Shape, job: Job, parked: int) -> float:
     """What the link cannot carry beside the computation; and both ways it takes memory bandwidth from that.
 
-    In one micro-batch of a step the exported weights (of two bytes) leave as well. Of what is computed only the products are counted, as
-    attention takes the less time the shorter the documents are.
+    In a step's first micro-batch the exported weights (of two bytes) leave as well: of two, which a step is taken to have, in every second one.
     """
     if not parked:
         return 0.0
-    forward = shape.layers * products_seconds(shape, job.tokens)
-    out, back = (parked + 2 * shape.parameters / job.shards) / HOST_LINK, parked / HOST_LINK
-    return max(out - forward, 0) + max(back - 2 * forward, 0) + 2 * parked / POINTWISE
+    forward = shape.layers * forward_seconds(shape, job)
+    export, link = 2 * shape.parameters / job.shards / HOST_LINK, parked / HOST_LINK
+    out = (max(link + export - forward, 0) + max(link - forward, 0)) / 2
+    return out + max(link - 2 * forward, 0) + 2 * parked / POINTWISE
+
+
+def forward_seconds(shape: Shape, job: Job) -> float:
+    """Of one layer, for documents of an eighth of the tokens each: attention takes the less time the shorter they are."""
+    pointwise = job.tokens * _pointwise_numbers(shape) * job.itemsize / POINTWISE
+    return products_seconds(shape, job.tokens) + pointwise + _attention_seconds(shape, job.tokens) / 8
 
 
 def products_seconds(shape: Shape, tokens: int) -> float:
@@ -285,14 +292,20 @@ def batch_seconds(shape: Shape, job: Job) -> float:
 def _recompute_seconds(shape: Shape, level: "Recompute", job: Job) -> float:
     s, rank = shape, LEVELS.index(level)
     products = numbers = 0
-    if rank >= LEVELS.index("pointwise"):  # read and written: norms, rotary embedding, activation
-        numbers = 4 * s.hidden + 2 * (s.query + s.key_value) + 3 * s.feed_forward + 2 * (s.chosen - 1) * s.hidden
+    if rank >= LEVELS.index("pointwise"):  # norms, rotary embedding, activation
+        numbers = _pointwise_numbers(s)
     if rank >= LEVELS.index("wide"):
         products += 2 * s.feed_forward * s.hidden
     if rank >= LEVELS.index("attention"):
         products += 2 * (s.query + s.key_value) * s.hidden
     seconds = job.tokens * (2 * products / PRODUCTS + numbers * job.itemsize / POINTWISE)
     return seconds + _attention_seconds(s, job.tokens) if level == "full" else seconds
+
+
+def _pointwise_numbers(shape: Shape) -> int:
+    """Of one token in one layer, read and written between the products."""
+    s = shape
+    return 4 * s.hidden + 2 * (s.query + s.key_value) + 3 * s.feed_forward + 2 * (s.chosen - 1) * s.hidden
 
 
 def _attention_seconds(shape: Shape, tokens: int) -> float:

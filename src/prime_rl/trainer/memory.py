@@ -26,8 +26,8 @@ from prime_rl.trainer.footprint import (
     added_seconds,
     batch_seconds,
     estimate,
+    forward_seconds,
     parked_bytes,
-    products_seconds,
     state_bytes,
 )
 from prime_rl.trainer.host_memory import available_bytes
@@ -131,7 +131,7 @@ def _fastest(options: list[Settings], shape: Shape, job: Job, budget: float) -> 
 
 def _partly_parked(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
     """The fastest settings that fit because each block parks some of what the host link carries while it computes."""
-    carried = HOST_LINK * products_seconds(shape, job.tokens)
+    carried = HOST_LINK * forward_seconds(shape, job)
     best, least = None, math.inf
     for seconds, plain in sorted(((added_seconds(shape, job, s), s) for s in options), key=lambda option: option[0]):
         if seconds >= least or _fits(estimate(shape, job, plain), budget):

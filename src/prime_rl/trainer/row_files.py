@@ -215,7 +215,7 @@ class _Arrivals:
 
     def wait(self, end: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._end >= end)  # bounded: this process ends with the one that tells it
+            self._changed.wait_for(lambda: self._end >= end)
 
 
 def _serve(memory: int, size: int) -> None:
