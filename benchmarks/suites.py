@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from steps import Case
+from steps import Case, parse_case
 
 # The bars of one H200, in the order in which scarce time is spent on them.
 BARS = (
@@ -78,10 +78,21 @@ RANKS = tuple(
     for case in (_ONE, _FOUR)
 )
 
+OPTIM = tuple(
+    parse_case(text)
+    for text in (
+        "0.6B 1x16384 optim.type=muon steps=6",
+        "0.6B 1x16384 optim.offload=true steps=6",
+        "0.6B 1x16384 optim.state=int8 steps=6",
+        "4B 1x16384 optim.type=muon steps=3 export=false",
+        "4B 1x16384 optim.offload=true steps=3 export=false",
+    )
+)
+
 TINY = (
     Case("tiny, packed", "tiny", "4x64", steps=2, warm=2, bar=1.0),
     Case("tiny experts", "tiny-moe", "8x32", steps=2, warm=2, mfu_bar=40.0),
     Case("tiny, SFT", "tiny", "2x64", loss="sft", export=False, steps=2, warm=2),
 )
 
-SUITES = {"bars": BARS, "auto": AUTO, "ranks": RANKS, "tiny": TINY}
+SUITES = {"bars": BARS, "auto": AUTO, "ranks": RANKS, "optim": OPTIM, "tiny": TINY}

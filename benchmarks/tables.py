@@ -210,6 +210,7 @@ def _machines(rows: Mapping[str, Row]) -> str:
 _TITLES = {
     "bars": "Bars on one H200: no option is set but the memory limit that a row names. Weights are exported after every step.",
     "auto": "What is chosen without any option, beside what is set by hand.",
+    "optim": "Other optimizers, and optimizer states in host memory.",
     "ranks": "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. The bar is 1.9 times 1 rank for 2.",
 }
 
@@ -229,7 +230,7 @@ def _trainer_part() -> list[str]:
 def _profile_part() -> list[str]:
     found = _read("profile_h200.json")
     parts = [
-        f"`trainer_profile.py`. A step under the profiler, by groups of kernels (`alone`: every instant credited once). {'Measured: ' + _machine(found) + '.' if found else 'Not measured.'}"
+        f"`trainer_profile.py`. A step under the profiler, by groups of kernels (`alone`: every instant credited once). {_machines(found.get('rows', {}))}"
     ]
     for name, row in found.get("rows", {}).items():
         if "failed" in row:
@@ -252,7 +253,7 @@ def _neutrality_part() -> list[str]:
         return ["`neutrality.py`. Not measured."]
     title = (
         f"`neutrality.py`. Largest relative difference over {found['steps']} steps from the plain path (masked attention, eager, nothing "
-        f"recomputed, all logits at once), same weights and data: loss, gradient norm. Measured: {_machine(found)}."
+        f"recomputed, all logits at once), same weights and data: loss, gradient norm. {_machines(found['rows'])}"
     )
     lines = [["", "SFT loss", "SFT norm", "RL loss", "RL norm", "SFT loss, from float32", "RL norm, from float32"]]
     for name, row in found["rows"].items():

@@ -1,7 +1,7 @@
 """Speed and memory of the trainer: whole steps on real shapes with random weights and fake data, each case in a process of its own.
 
     python benchmarks/trainer.py --suite bars                                   # what is to be reached on one H200
-    python benchmarks/trainer.py --suite auto | attention | ranks
+    python benchmarks/trainer.py --suite auto | attention | optim | ranks
     python benchmarks/trainer.py --case "4B 1x16384 memory_limit=80" --case "0.6B 16x4096 activation_checkpointing=attention"
     python benchmarks/trainer.py --device cpu --suite tiny                      # no GPU
     python benchmarks/trainer.py --table                                        # write README.md's tables again from the JSON files
@@ -113,13 +113,27 @@ def run_attention(arguments: argparse.Namespace, deadline: float) -> None:
 
 
 def collect(folder: Path) -> None:
-    """Rows of `trainer.json` take the places of older ones; the other files replace what was there."""
+    """Rows take the places of older ones with the same names; those of `mismatch.json`, which belong together, all at once."""
     for path in sorted(folder.glob("*.json")):
         if path.name == "trainer.json":
             for suite, rows in json.loads(path.read_text()).items():
                 save(RESULTS, suite, rows)
-        elif path.stem in ("neutrality", "mismatch", "profile"):
-            shutil.copy(path, RESULTS.parent / f"{path.stem}_h200.json")
+        elif path.stem in ("neutrality", "profile"):
+            merge(path, RESULTS.parent / f"{path.stem}_h200.json")
+        elif path.stem == "mismatch":
+            shutil.copy(path, RESULTS.parent / "mismatch_h200.json")
+
+
+def merge(path: Path, into: Path) -> None:
+    """Rows of one file into another, each with the machine and the date that its file gives for all."""
+    rows = {}
+    for one in (into, path):
+        if one.is_file():
+            found = json.loads(one.read_text())
+            measured = {key: found[key] for key in ("date", "cpu", "cores", "python", "packages", "gpus")}
+            rows |= {name: {"measured": measured, **row} for name, row in found.pop("rows").items()}
+    found.pop("curves", None)
+    into.write_text(json.dumps({**found, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
 
 
 def roomy(case: Case) -> Path:
