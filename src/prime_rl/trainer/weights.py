@@ -113,7 +113,7 @@ class Versions:
         """Let the policy's weights, as the device has them after what it is told so far, become `version`.
 
         Args:
-            check: Called by the thread once the weights are on the host. What it raises keeps the version from being committed.
+            check: Called by the thread before it writes anything. What it raises keeps the version from being committed.
 
         Raises:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
