@@ -1,5 +1,6 @@
 """For tests of memory: shapes of real models, and settings chosen for them. Take the fixture into a test module with `shapes = memory.shapes`."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.config.trainer import Recompute, TrainerModel
+from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.footprint import Job, Settings, Shape, estimate
 from prime_rl.trainer.memory import GIB, choose
 from prime_rl.trainer.source import find_model
@@ -38,3 +40,14 @@ def chosen(shape: Shape, gib: float, tokens: int = 16384, host: float = 100 * GI
 
 def fits(shape: Shape, job: Job, settings: Settings, gib: float) -> bool:
     return 1.03 * estimate(shape, job, settings).total <= gib * GIB
+
+
+def check_fit(shape: Shape, job: Job, settings: Settings, gib: float) -> None:
+    """They fit, the first layers have the leaner level, and with one layer less of it they would not fit."""
+    assert fits(shape, job, settings, gib)
+    order = [LEVELS.index(level) for level in settings.levels]
+    assert order == sorted(order, reverse=True)
+    if order[0]:
+        last = order.count(order[0]) - 1
+        richer = (*settings.levels[:last], LEVELS[order[0] - 1], *settings.levels[last + 1 :])
+        assert not fits(shape, job, replace(settings, levels=richer), gib)

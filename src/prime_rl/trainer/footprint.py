@@ -255,20 +255,25 @@ def added_seconds(shape: Shape, job: Job, settings: Settings) -> float:
         weights = s.parameters - s.root_parameters
         local, foreign = weights / job.shards, size * weights * (job.shards - 1) / job.shards
         seconds += 2 * ((4 + size) * local / POINTWISE + GATHER_EXPOSED * foreign / GATHER)
-    return seconds + _parking_seconds(s, job, parked_bytes(s, job, settings))
+    return seconds + _parking_seconds(s, job, _parks(s, job, settings))
 
 
-def _parking_seconds(shape: Shape, job: Job, parked: int) -> float:
+def _parking_seconds(shape: Shape, job: Job, parks: list[int]) -> float:
     """What the link cannot carry beside the computation; and both ways it takes memory bandwidth from that.
 
     In a step's first micro-batch the exported weights (of two bytes) leave as well: of two, which a step is taken to have, in every second one.
     """
-    if not parked:
+    if not any(parks):
         return 0.0
-    forward = shape.layers * forward_seconds(shape, job)
-    export, link = 2 * shape.parameters / job.shards / HOST_LINK, parked / HOST_LINK
-    out = (max(link + export - forward, 0) + max(link - forward, 0)) / 2
-    return out + max(link - 2 * forward, 0) + 2 * parked / POINTWISE
+    one = forward_seconds(shape, job)
+    export, link, late = 2 * shape.parameters / job.shards / HOST_LINK, sum(parks) / HOST_LINK, _late(parks, one)
+    out = (max(link + export - shape.layers * one, late) + late) / 2
+    return out + _late(parks, 2 * one) + 2 * sum(parks) / POINTWISE
+
+
+def _late(parks: list[int], seconds: float) -> float:
+    """What the link needs beyond so many seconds a block. Time that it has left beside one block cannot be saved up for another."""
+    return sum(max(parked / HOST_LINK - seconds, 0) for parked in parks)
 
 
 def forward_seconds(shape: Shape, job: Job) -> float:
@@ -284,7 +289,7 @@ def products_seconds(shape: Shape, tokens: int) -> float:
 
 
 def batch_seconds(shape: Shape, job: Job) -> float:
-    """A micro-batch's products, forward and backward, with nothing computed again. Attention is left out, as in all that parking is measured by."""
+    """A micro-batch's products, forward and backward, with nothing computed again. Attention is left out: it depends on the documents' lengths."""
     head = 2 * job.tokens * shape.head_parameters / PRODUCTS
     return 3 * (shape.layers * products_seconds(shape, job.tokens) + head)
 

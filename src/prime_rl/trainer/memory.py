@@ -50,7 +50,7 @@ HEAD_CHUNK = 4096
 HOST_SHARE = 0.5
 """Of the host's available memory, at most this much is taken for parking unless it is asked for by name."""
 WORTHWHILE = 0.01
-"""Parking a part has to save this share of a micro-batch's time."""
+"""Parking has to save this share of a micro-batch's time."""
 
 _AGAIN = {
     "none": "nothing",
@@ -104,8 +104,8 @@ def plan_memory(
 def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: float) -> Settings:
     """The fastest settings that fit; the leanest when none does.
 
-    Without a word of `config` about it, part of what blocks keep is parked in host memory where that is worthwhile, and everything where nothing
-    else fits.
+    Without a word of `config` about it, what blocks keep is parked in host memory, a part of it or all, where that is worthwhile or nothing else
+    fits.
 
     Args:
         budget: Bytes that torch may take of the GPU.
@@ -114,13 +114,11 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
     options = list(_options(config, shape))
     best = _fastest(options, shape, job, budget)
     if config.activation_offload is None:
-        partly = _partly_parked(options, shape, job, budget, host)
-        if partly is not None and (best is None or _is_worthwhile(partly, best, shape, job)):
-            best = partly
-        if best is None:
-            parked = (replace(settings, parked=math.inf) for settings in options)
-            options += [settings for settings in parked if parked_bytes(shape, job, settings) <= host]
-            best = _fastest(options, shape, job, budget)
+        parking = _fastest_parking(options, shape, job, budget, host)
+        if parking is not None and (best is None or _is_worthwhile(parking, best, shape, job)):
+            best = parking
+        everything = (replace(settings, parked=math.inf) for settings in options)
+        options += [settings for settings in everything if parked_bytes(shape, job, settings) <= host]
     return best or min(options, key=lambda s: estimate(shape, job, s).total)
 
 
@@ -129,14 +127,15 @@ def _fastest(options: list[Settings], shape: Shape, job: Job, budget: float) -> 
     return min(fitting, key=lambda s: (added_seconds(shape, job, s), estimate(shape, job, s).total), default=None)
 
 
-def _partly_parked(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
-    """The fastest settings that fit because each block parks some of what the host link carries while it computes."""
+def _fastest_parking(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
+    """The fastest settings that fit because each block parks some of what the host link carries while it computes, or everything."""
     carried = HOST_LINK * forward_seconds(shape, job)
+    budgets = [*(carried * eighths / 8 for eighths in range(1, 9)), math.inf]
     best, least = None, math.inf
     for seconds, plain in sorted(((added_seconds(shape, job, s), s) for s in options), key=lambda option: option[0]):
         if seconds >= least or _fits(estimate(shape, job, plain), budget):
             break  # parking makes nothing faster by itself
-        parking = [replace(plain, parked=carried * eighths / 8) for eighths in range(1, 9)]
+        parking = [replace(plain, parked=parked) for parked in budgets]
         # The more is parked, the less of the GPU and the more time is taken: the first that fits.
         first = bisect_left(parking, True, key=lambda s: _fits(estimate(shape, job, s), budget))
         for settings in parking[first : first + 1]:
@@ -146,9 +145,9 @@ def _partly_parked(options: list[Settings], shape: Shape, job: Job, budget: floa
     return best
 
 
-def _is_worthwhile(partly: Settings, plain: Settings, shape: Shape, job: Job) -> bool:
-    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, partly)
-    return saved >= WORTHWHILE * (batch_seconds(shape, job) + added_seconds(shape, job, partly))
+def _is_worthwhile(parking: Settings, plain: Settings, shape: Shape, job: Job) -> bool:
+    saved = added_seconds(shape, job, plain) - added_seconds(shape, job, parking)
+    return saved >= WORTHWHILE * (batch_seconds(shape, job) + added_seconds(shape, job, parking))
 
 
 def _options(config: "TrainerModel", shape: Shape) -> Iterator[Settings]:
