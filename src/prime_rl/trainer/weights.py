@@ -49,8 +49,8 @@ def refuse_outlived(output_dir: Path, life: int) -> None:
 class Versions:
     """The policy versions of one life of the trainer, in `output_dir/weights`. Every rank calls every method, at the same point of the run.
 
-    Versions are written by one thread and pruned by another: `commit` and `prune` return at once, `settle` waits. One version at most is under way;
-    what failed is raised by the next `commit` or `settle`, on every rank.
+    Versions are written by one thread and pruned by another: `commit` and `prune` return at once, `settle` waits. One version at most is under way,
+    and beside it what the one before made superfluous is removed. What has failed is raised by the next `commit` or `settle`, on every rank.
 
     Args:
         timeout: Seconds that committing one may take.
@@ -145,7 +145,7 @@ class Versions:
 
     def _settle(self, prunes: int) -> None:
         """The same, but let the newest `prunes` go on."""
-        if self._pending is None and not self._others and not on_main(self.world, lambda: len(self._prunes) > prunes):
+        if self._pending is None and not self._others and not on_main(self.world, lambda: bool(self._prunes)):
             return
         began = time.perf_counter()
         version, times = agree(self.world, lambda: self._take_results(prunes))
@@ -158,27 +158,32 @@ class Versions:
         """Let the threads finish what they are at, for at most `timeout`; whatever becomes of it."""
         self._thread.shutdown(wait=False)
         self._pruner.shutdown(wait=False)
-        if self._finished(prunes=0):
+        if self._late(prunes=0) is None:
             self._staging.close()  # else it may still be read
 
     def _take_results(self, prunes: int) -> tuple[int | None, Times]:
-        if not self._finished(prunes):
-            subject = f"weights/step_{self._pending[0]}" if self._pending else "end of pruning"
-            raise WaitTimeout(subject, "the thread that writes it", self._timeout)
+        if (late := self._late(prunes)) is not None:
+            raise late
         (pending, self._pending), (others, self._others) = (self._pending, None), (self._others, [])
         for other in others:
             other.result(timeout=0)
-        while len(self._prunes) > prunes:
+        while len(self._prunes) > prunes or (self._prunes and self._prunes[0].done()):
             self._prunes.pop(0).result(timeout=0)
         times = {} if pending is None else pending[1].result(timeout=0)
         return pending and pending[0], times
 
-    def _finished(self, prunes: int) -> bool:
-        """Whether the threads have done all but the newest `prunes`, after waiting for it."""
-        futures: list[Future[Any]] = [*self._others, *self._prunes[: max(len(self._prunes) - prunes, 0)]]
+    def _late(self, prunes: int) -> WaitTimeout | None:
+        """What the threads have not done in time, but for the newest `prunes`, after waiting for it."""
+        old = self._prunes[: max(len(self._prunes) - prunes, 0)]
+        owed: list[tuple[str, str, Future[Any]]] = [
+            *(("host memory for the weights", "the thread that page-locks it", other) for other in self._others),
+            *(("end of removing old versions", "the thread that removes them", one) for one in old),
+        ]
         if self._pending is not None:
-            futures.append(self._pending[1])
-        return not wait_for_futures(futures, timeout=self._timeout).not_done
+            version, written = self._pending
+            owed.insert(len(self._others), (f"weights/step_{version}", "the thread that writes it", written))
+        late = wait_for_futures([future for *_, future in owed], timeout=self._timeout).not_done
+        return next((WaitTimeout(what, who, self._timeout) for what, who, future in owed if future in late), None)
 
     def _commit(self, version: int, copied: Copy, check: Callable[[], object]) -> Times:
         """In the thread."""

@@ -1,0 +1,131 @@
+"""Old versions are removed beside the next one: it does not wait for them, the one after it does, and what fails there is heard."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.errors import UserError
+from prime_rl.trainer import weights
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import find_model
+from prime_rl.trainer.weights import Versions
+from prime_rl.transport.commit import list_steps, prune
+from prime_rl.wait import wait
+from support import trainer as support
+
+world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
+
+
+@pytest.fixture
+def life(world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path) -> Iterator[Versions]:
+    """A life with four versions beside the base; two of them are superfluous."""
+    made = Versions(tmp_path, make_policy(tied_model), find_model(str(tied_model)), world, torch.float32, timeout=60)
+    with closing(made):
+        made.open(0)
+        for version in range(1, 5):
+            made.commit(version)
+        made.settle()
+        yield made
+
+
+def prune_old(life: Versions) -> None:
+    life.prune(1, 0, list)
+
+
+class Slow:
+    """`prune`, which waits until it may go on."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began, self.may = threading.Event(), threading.Event()
+        monkeypatch.setattr(weights, "prune", self)
+
+    def __call__(self, directory: Path) -> None:
+        self.began.set()
+        self.may.wait(60)
+        prune(directory)
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
+    made = Slow(monkeypatch)
+    yield made
+    made.may.set()
+
+
+def test_the_next_version_does_not_wait(life: Versions, slow: Slow, tmp_path: Path) -> None:
+    """While old versions are being removed the next one is committed; the one after it begins when that is over."""
+    prune_old(life)
+    assert slow.began.wait(60)
+    life.commit(5)
+    wait(
+        lambda: 5 in list_steps(tmp_path / "weights"),
+        subject="weights/step_5",
+        owner="the thread",
+        seconds=60,
+        poll=0.05,
+    )
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5]
+    prune_old(life)
+    life._timeout = 0.05
+    for _ in range(2):
+        with pytest.raises(UserError, match="no end of removing old versions from the thread that removes them"):
+            life.commit(6)
+    life._timeout = 60
+    slow.may.set()
+    life.commit(6)
+    life.settle()
+    assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
+
+
+def test_settling_waits(life: Versions, slow: Slow, tmp_path: Path) -> None:
+    """`settle` ends when the old versions are gone."""
+    prune_old(life)
+    assert slow.began.wait(60)
+    life._timeout = 0.05
+    with pytest.raises(UserError, match="no end of removing old versions"):
+        life.settle()
+    life._timeout = 60
+    slow.may.set()
+    life.settle()
+    assert list_steps(tmp_path / "weights") == [0, 3, 4]
+
+
+@pytest.mark.parametrize("hear", [lambda life: life.commit(5), lambda life: life.settle()], ids=["commit", "settle"])
+def test_a_failure_is_heard(
+    hear: Callable[[Versions], None], life: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By whoever comes next, once; what comes after goes on."""
+
+    def failing(directory: Path) -> None:
+        raise UserError(f"the file system fails at {directory}")
+
+    with monkeypatch.context() as context:
+        context.setattr(weights, "prune", failing)
+        prune_old(life)
+        (failed,) = life._prunes
+        assert failed.exception(timeout=60) is not None
+    with pytest.raises(UserError, match="the file system fails at .*step_1"):
+        hear(life)
+    life.commit(5)
+    prune_old(life)
+    life.settle()
+    assert list_steps(tmp_path / "weights") == [0, 4, 5]
+
+
+def test_nothing_is_removed_for_a_version_that_failed(life: Versions, tmp_path: Path) -> None:
+    """What the version under way would make superfluous stays where it is not committed."""
+
+    def refuse() -> None:
+        raise UserError("not finite")
+
+    life.commit(5, refuse)
+    prune_old(life)
+    with pytest.raises(UserError, match="not finite"):
+        life.settle()
+    life.settle()
+    assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4]

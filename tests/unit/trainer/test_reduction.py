@@ -1,0 +1,105 @@
+"""Gradients of a single rank: added up where they are, with the bits of torch's own reduction."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from conftest import make_tiny_model
+from prime_rl.trainer import model as trainer_model
+from prime_rl.trainer.batch import to_device
+from prime_rl.trainer.loss import cross_entropy
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.names import named_parameters
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parallel import SingleRankReduction
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+tied_model, untied_model = support.tied_model, support.untied_model
+
+CPU = torch.device("cpu")
+GROUPS = [support.random_documents((17, 30)), support.random_documents((25,))]
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("moe"), experts=5)
+
+
+def backward(policy: Policy, micro_batch: int) -> None:
+    policy(to_device(collate(GROUPS[micro_batch], 1), CPU), cross_entropy)[0].backward()
+
+
+def gradients(policy: Policy) -> dict[str, Tensor]:
+    return {name: parameter.grad.to_local() for name, parameter in named_parameters(policy)}
+
+
+def addresses(tensors: Sequence[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+class Watched(SingleRankReduction):
+    """Remembers what FSDP was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[Tensor] = []
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.given.append(super().allocate(size, dtype=dtype, device=device))
+        return self.given[-1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("which", ["tied_model", "untied_model", "moe_model"])
+def test_the_same_bits_as_torch(
+    which: str,
+    dtype: str,
+    make_policy: Callable[..., Policy],
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over two steps of two micro-batches. After the first one gradients lie where FSDP put them to be sent, and the second is added there."""
+    directory = request.getfixturevalue(which)
+    watched: list[Watched] = []
+
+    def make() -> Watched:
+        watched.append(Watched())
+        return watched[-1]
+
+    monkeypatch.setattr(trainer_model, "SingleRankReduction", make)
+    ours = make_policy(directory, dtype=dtype)
+    (reduction,) = watched
+    monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda unit, comm: None)
+    torchs = make_policy(directory, dtype=dtype)
+
+    units = len(ours.lm.model.layers) + len(ours.routers) + 1  # the root
+    for _ in range(2):
+        reduction.given.clear()
+        for policy in (ours, torchs):
+            policy.zero_grad()
+        for micro_batch in range(2):
+            for policy in (ours, torchs):
+                backward(policy, micro_batch)
+            sent, received = reduction.given[0::2], reduction.given[1::2]
+            assert all(a is b for a, b in zip(sent, received, strict=True))
+            assert len(sent) == (micro_batch + 1) * units
+            assert addresses(list(gradients(ours).values())) == addresses(sent[:units])
+            for name, gradient in gradients(torchs).items():
+                assert torch.equal(gradients(ours)[name], gradient), name
+                assert gradient.dtype == torch.float32
+
+
+def test_memory_is_handed_out_twice() -> None:
+    """What is to be sent is what is received; the next unit has memory of its own; and nothing is ever sent."""
+    reduction = SingleRankReduction()
+    first, again, second = (reduction.allocate((size,), dtype=torch.float32, device=CPU) for size in (10, 10, 20))
+    assert again is first
+    assert second.shape == (20,)
+    assert not addresses([second]) & addresses([first])
+    with pytest.raises(AssertionError, match="a single rank sends nothing"):
+        reduction(output_tensor=first, input_tensor=first)
