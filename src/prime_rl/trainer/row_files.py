@@ -1,8 +1,8 @@
 """Writing rows of weights into many files side by side, and hashing them.
 
 Beside a GPU a process of its own does it, which sees the memory that the weights are copied into. The loop hands the GPU operator after operator and
-needs the interpreter for each; threads that write thousands of tensors would keep taking it away: with 16 of them the experts' step of
-`benchmarks/README.md` took 1,083 ms instead of 814. On a CPU threads do.
+needs the interpreter for each; threads that write thousands of tensors would keep taking it away: with 16 of them forward and backward of the
+experts' row of `benchmarks/README.md` took 1,083 ms instead of 814. On a CPU threads do.
 
 Imports neither torch nor anything that does: the process starts in a moment.
 """
