@@ -33,12 +33,12 @@ def main() -> None:
 def run(config: OrchestratorConfig) -> None:
     """Check what can be checked before anything starts, write the resolved config, run."""
     check_model(config.model.name)
-    for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
-        check_environment(env)
     if config.bench:
         from prime_rl.launcher.bench import apart
 
         config = apart(config, logger.info)
+    for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
+        check_environment(env)
     if not (config.dry_run or config.bench):
         progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over

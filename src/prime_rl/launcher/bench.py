@@ -32,6 +32,8 @@ def bench_dir(output_dir: Path) -> Path:
 def apart(config: Config, say: Say) -> Config:
     """The config of one process for a benchmark: neither the run in its `output_dir` nor one in W&B is touched.
 
+    An orchestrator evaluates nothing: no trainer commits what the server could prove that it serves.
+
     Args:
         say: Told where what it writes goes, unless that is where it was told to.
 
@@ -41,16 +43,17 @@ def apart(config: Config, say: Say) -> Config:
     monitor = config.monitor
     if monitor.wandb is not None:
         monitor = monitor.model_copy(update={"wandb": monitor.wandb.model_copy(update={"id": None})})
-    return config.model_copy(update={"output_dir": _place(config.output_dir, say), "monitor": monitor})
+    unmeasured: dict[str, None] = {"eval": None} if isinstance(config, OrchestratorConfig) else {}
+    return config.model_copy(update={"output_dir": _place(config.output_dir, say), "monitor": monitor, **unmeasured})
 
 
 def run_apart(config: RLConfig, say: Say) -> RLConfig:
-    """The same for a whole run. It goes on from nothing, and saves nothing."""
+    """The same for a whole run. It goes on from nothing, saves nothing, and evaluates nothing."""
     there = {"output_dir": _place(config.output_dir, say)}
     inference = config.inference and config.inference.model_copy(update=there)
     pair = {
         "trainer": config.trainer.model_copy(update={**there, "ckpt": None}),
-        "orchestrator": config.orchestrator.model_copy(update={**there, "ckpt": None}),
+        "orchestrator": config.orchestrator.model_copy(update={**there, "ckpt": None, "eval": None}),
     }
     return config.model_copy(update={**there, **pair, "inference": inference, "ckpt": None, "recover": False})
 

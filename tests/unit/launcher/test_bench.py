@@ -9,6 +9,7 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.orchestrator import EvalSection
 from prime_rl.config.shared import CkptConfig, EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
@@ -100,6 +101,12 @@ def test_the_orchestrators_benchmark(tmp_path: Path) -> None:
     assert list(files(tmp_path)) == [tmp_path / "bench" / "configs" / "orchestrator.toml"]
 
 
+def test_a_benchmark_evaluates_nothing(tmp_path: Path) -> None:
+    """Of no version could the server prove that it serves it: each evaluation would end the benchmark."""
+    given = OrchestratorConfig(output_dir=tmp_path, bench=True, eval=EvalSection(num_examples=4), **environment())
+    assert apart(given, print).eval is None
+
+
 def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`rl --bench` beside a run starts all processes in the other directory, again and again, and goes on from nothing."""
     with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator") as path:
@@ -108,7 +115,8 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
     metrics_path(tmp_path / "bench", "trainer").write_text('{"step": 0}\n')  # of an earlier benchmark
     before = files(tmp_path)
     settings: dict[str, Any] = {"bench": True, "dry_run": True, "ckpt": CkptConfig(resume_step=-1)}
-    given = RLConfig(output_dir=tmp_path, orchestrator=OrchestratorConfig(**environment()), **settings)
+    orchestrator = OrchestratorConfig(**environment(), eval=EvalSection(num_examples=4))
+    given = RLConfig(output_dir=tmp_path, orchestrator=orchestrator, **settings)
     assert rl.run(given) == 0
     assert f"run directory  {tmp_path / 'bench'}" in capsys.readouterr().out
     after = files(tmp_path)
@@ -117,6 +125,7 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert after.keys() - before.keys() == configs
     for process in (inner := run_apart(given, print)).trainer, inner.orchestrator:
         assert apart(process, pytest.fail).output_dir == tmp_path / "bench"  # as the processes do that it starts
+    assert inner.orchestrator.eval is None
 
 
 def test_a_run_that_is_called_bench(tmp_path: Path) -> None:
