@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
@@ -86,6 +87,11 @@ class Staging:
             self.parameters.append(tensor.parameter)
             self.ends.append(start)
 
+    @property
+    def file_bytes(self) -> int:
+        """What a version takes on the disk, all ranks together."""
+        return sum(slot.size for slot in self.slots.values())
+
     def _local(self, parameter: nn.Parameter) -> Tensor:
         return local_rows(parameter, self.world)[0].reshape(-1)
 
@@ -94,9 +100,12 @@ class Staging:
         if self._buffer is None:
             size = self.elements * self.dtype.itemsize
             if self.shared and size:
-                self._memory = os.memfd_create("weights")
-                os.ftruncate(self._memory, size)
-                buffer = torch.frombuffer(mmap.mmap(self._memory, size), dtype=self.dtype)
+                try:
+                    self._memory = os.memfd_create("weights")
+                    os.ftruncate(self._memory, size)
+                    buffer = torch.frombuffer(mmap.mmap(self._memory, size), dtype=self.dtype)
+                except OSError as error:
+                    raise UserError(f"no {size:,} bytes of host memory for the weights ({error.strerror})") from error
                 self.writer = WriterProcess(self._memory, size)
                 self.writer.start()
             else:
@@ -170,10 +179,14 @@ class Staging:
         ranges = [Range(name, self.slots[name].file, self.slots[name].start, self.slots[name].size) for name in tensors]
         return hash_ranges(directory, ranges) if self.writer is None else self.writer.hash_ranges(directory, ranges)
 
-    def close(self) -> None:
-        """Give the buffer back. Nothing may be copying into it any more."""
+    def abandon(self) -> None:
+        """Keep whoever still writes out of the buffer from going on. The buffer stays."""
         if self.writer is not None:
             self.writer.close()
+
+    def close(self) -> None:
+        """Give the buffer back. Nothing may be copying into it any more."""
+        self.abandon()
         if self._buffer is not None and self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
         if self._memory is not None:

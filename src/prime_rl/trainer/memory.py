@@ -49,6 +49,8 @@ HEAD_CHUNK = 4096
 """Tokens from which on the head gets no faster."""
 HOST_SHARE = 0.5
 """Of the host's available memory, at most this much is taken for parking unless it is asked for by name."""
+HOST_MOST = 0.9
+"""And at most this much for everything that the trainer is known to need."""
 WORTHWHILE = 0.01
 """Parking has to save this share of a micro-batch's time."""
 
@@ -93,7 +95,10 @@ def plan_memory(
         return MemoryPlan(_unplanned(config, shape, world), shape)
     states = 8.0 if optim is None else state_bytes(optim, shape)
     job = Job(tokens, itemsize, world.shards, world.size, states, compiled)
-    host, budget = (min(values) for values in zip(*gather(world, [_host_bytes(), _budget(config, world)]), strict=True))
+    host_bytes = _host_bytes(
+        shape, job, 8.0 if optim is None else state_bytes(optim.model_copy(update={"offload": False}), shape)
+    )
+    host, budget = (min(values) for values in zip(*gather(world, [host_bytes, _budget(config, world)]), strict=True))
     settings = choose(config, shape, job, budget, host)
     plan = MemoryPlan(settings, shape, job, budget)
     if world.is_main:
@@ -205,9 +210,14 @@ def _budget(config: "TrainerModel", world: World) -> float:
     return float(free + torch.cuda.memory_reserved(world.device) - OUTSIDE)
 
 
-def _host_bytes() -> float:
-    """Bytes of host memory that each rank of this host may park in."""
-    return HOST_SHARE * available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def _host_bytes(shape: Shape, job: Job, states: float) -> float:
+    """Bytes of host memory that each rank of this host may park in: what the rank will need itself is left alone, the exported weights (of two bytes),
+    and the copy of weights and optimizer states (of so many bytes a parameter) from which a checkpoint is written beside the loop.
+    """
+    available = available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    offloaded = max(states - job.state_bytes, 0)
+    needed = (2 + 4 + states + offloaded) * shape.parameters / job.shards
+    return max(min(HOST_SHARE * available, HOST_MOST * available - needed), 0)
 
 
 def use_expandable_segments() -> None:

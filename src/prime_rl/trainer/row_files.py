@@ -7,6 +7,7 @@ experts' row of `benchmarks/README.md` took 1,083 ms instead of 814. On a CPU th
 Imports neither torch nor anything that does: the process starts in a moment.
 """
 
+import errno
 import json
 import mmap
 import os
@@ -20,14 +21,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import xxhash
 
 from prime_rl.errors import UserError
+from prime_rl.lifeline import wake_without_parent
 
 THREADS = 16  # at most
 _BLOCK = 1 << 24  # bytes read at once
+_PATIENCE = 5.0  # seconds for a killed process to end
 
 T = TypeVar("T")
 Arrived = Callable[[int], object]
@@ -97,8 +100,13 @@ def hash_ranges(directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
     def hash_one(one: Range) -> dict[str, str]:
         digest = xxhash.xxh3_128()
         with open(directory / one.file, "rb") as file:
-            for offset in range(one.start, one.start + one.size, _BLOCK):
-                digest.update(os.pread(file.fileno(), min(_BLOCK, one.start + one.size - offset), offset))
+            at, end = one.start, one.start + one.size
+            while at < end:
+                data = os.pread(file.fileno(), min(_BLOCK, end - at), at)
+                if not data:
+                    raise OSError(errno.EIO, f"it ends at byte {at} of {end}", os.fspath(directory / one.file))
+                digest.update(data)
+                at += len(data)
         return {one.tensor: digest.hexdigest()}
 
     return _joined(_side_by_side(hash_one, ranges))
@@ -135,13 +143,31 @@ class WriterProcess:
     def __init__(self, memory: int, size: int) -> None:
         self._memory, self._size = memory, size
         self._process: subprocess.Popen[bytes] | None = None
+        self._answers: BinaryIO | None = None
+        self._orders = 0
+        self._closed = False
+        self._ends: list[str] = []  # how those ended that were not asked to
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Have it running; it need not be called."""
+        """Have it running; it need not be called.
+
+        Raises:
+            UserError: no process can be started.
+        """
         if self._process is None:
-            command = [sys.executable, "-m", __name__, str(self._memory), str(self._size)]
-            pipe = subprocess.PIPE
-            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[self._memory])
+            answers, answering = os.pipe()  # no standard output: whatever is imported may print there
+            # -P: modules of the working directory are none of its own.
+            command = [sys.executable, "-P", "-m", __name__, str(self._memory), str(self._size), str(answering)]
+            try:
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, pass_fds=[self._memory, answering], env=_environment()
+                )
+            except OSError as error:
+                os.close(answers)
+                raise UserError(f"no process that writes the weights can be started ({error.strerror})") from error
+            finally:
+                os.close(answering)
+            self._answers = os.fdopen(answers, "rb")
         return self._process
 
     def write_rows(
@@ -151,29 +177,31 @@ class WriterProcess:
         arrivals: Callable[[], Iterator[int]],
         hashing: bool,
     ) -> dict[str, str]:
-        """As the function above. `arrivals` waits for what is copied into the memory, and yields up to where it is there."""
+        """As the function above. `arrivals` waits for what is copied into the memory, and yields up to where it is there.
+
+        Raises:
+            OSError: as above.
+            UserError: the process ended, and so did the one that took its place.
+        """
         return self._call({"write": dict(files), "directory": str(directory), "hashing": hashing}, arrivals)
 
     def hash_ranges(self, directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
-        """As the function above."""
+        """As the function above, and as `write_rows`."""
         return self._call({"hash": ranges, "directory": str(directory)}, lambda: iter(()))
 
     def close(self) -> None:
-        """End it."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()  # bounded: it is killed
-            for pipe in (process.stdin, process.stdout):
-                assert pipe is not None
-                with suppress(BrokenPipeError):  # what it was not told is lost
-                    pipe.close()
+        """End it, whatever it is at and whoever waits for its answer: there will be none."""
+        self._closed = True
+        if self._process is not None:
+            self._process.kill()
 
     def _call(self, order: dict[str, Any], arrivals: Callable[[], Iterator[int]]) -> dict[str, str]:
-        answer = self._ask(order, arrivals) or self._ask(order, arrivals)  # somebody may have killed it: once more
+        answer = self._ask(order, arrivals)
+        if answer is None and not self._closed:  # somebody may have killed it: once more
+            answer = self._ask(order, arrivals)
         if answer is None:
             raise UserError(
-                "the process that writes the weights was killed twice: nothing of this version is committed"
+                f"the process that writes the weights has ended ({' and '.join(self._ends[-2:])}): nothing of this version is committed"
             )
         if "hashes" in answer:
             return answer["hashes"]
@@ -183,18 +211,44 @@ class WriterProcess:
         """Its answer; None where it ended instead."""
         process = self.start()
         assert process.stdin is not None
-        assert process.stdout is not None
+        assert self._answers is not None
+        self._orders += 1
+        answer = b""
         try:
-            _tell(process.stdin, order)
-            for end in arrivals():
-                _tell(process.stdin, end)
-            answer = process.stdout.readline()  # bounded: by the disk, and by whoever waits for this version
-        except BrokenPipeError:
-            answer = b""
+            with suppress(BrokenPipeError):
+                _tell(process.stdin, {"order": self._orders, **order})
+                for end in arrivals():
+                    _tell(process.stdin, end)
+                answer = self._answers.readline()  # bounded: `close` ends the process, and the wait
+        finally:
+            # Anything but an answer, or what stopped the arrivals: it may still be at this order, and must not go on with it.
+            if not answer.endswith(b"\n"):
+                self._give_up()
         if not answer.endswith(b"\n"):
-            self.close()
             return None
-        return json.loads(answer)
+        found = json.loads(answer)
+        assert found.pop("order") == self._orders, "an answer to another order"
+        return found
+
+    def _give_up(self) -> None:
+        """End the process, so that the next order starts another."""
+        process, self._process = self._process, None
+        assert process is not None
+        assert process.stdin is not None
+        assert self._answers is not None
+        process.kill()
+        with suppress(BrokenPipeError):  # what it was not told is lost
+            process.stdin.close()
+        self._answers.close()
+        with suppress(subprocess.TimeoutExpired):  # one that waits for a dead disk ends when that answers
+            status = process.wait(_PATIENCE)
+            self._ends.append(f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}")
+
+
+def _environment() -> dict[str, str]:
+    """This process's. What of it is imported must be what is running here, wherever that was found."""
+    package = str(Path(__file__).parents[2])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))}
 
 
 def _tell(pipe: Any, message: object) -> None:
@@ -218,26 +272,27 @@ class _Arrivals:
             self._changed.wait_for(lambda: self._end >= end)
 
 
-def _serve(memory: int, size: int) -> None:
+def _serve(memory: int, size: int, answering: int) -> None:
     """Carry out one order after the other. The process ends as soon as nobody can give any."""
+    wake_without_parent()  # one that is stopped could not see that
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
     )  # Ctrl-C reaches all processes: it is the trainer that decides what is still written
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.excepthook = _end
     buffer = memoryview(mmap.mmap(memory, size, prot=mmap.PROT_READ))
-    arrivals = _Arrivals()
+    arrivals, answers = _Arrivals(), os.fdopen(answering, "wb")
     for line in sys.stdin.buffer:
         message = json.loads(line)
         if isinstance(message, int):
             arrivals.set(message)
         else:
             arrivals.set(0)
-            threading.Thread(target=_carry_out, args=(message, buffer, arrivals), daemon=True).start()
+            threading.Thread(target=_carry_out, args=(message, buffer, arrivals, answers), daemon=True).start()
     os._exit(0)
 
 
-def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals) -> None:
+def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals, answers: BinaryIO) -> None:
     directory = Path(order["directory"])
     answer: dict[str, Any]
     try:
@@ -249,7 +304,7 @@ def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals) -
         answer = {"hashes": hashes}
     except OSError as error:
         answer = {"error": [error.errno, error.strerror, error.filename]}
-    _tell(sys.stdout.buffer, answer)
+    _tell(answers, {"order": order["order"], **answer})
 
 
 def _end(failure: threading.ExceptHookArgs) -> None:
@@ -259,4 +314,4 @@ def _end(failure: threading.ExceptHookArgs) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(*map(int, sys.argv[1:]))

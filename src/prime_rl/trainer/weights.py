@@ -1,5 +1,6 @@
 """The policy versions of a run: `weights/step_v`, a Hugging Face directory that transformers and vLLM load, committed beside the loop."""
 
+import shutil
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -121,7 +122,7 @@ class Versions:
         self._settle(prunes=1)
         began = time.perf_counter()
         self._copied = self._staging.copy()
-        self._pending = version, self._thread.submit(self._commit, version, self._copied, check)
+        self._pending = version, self._thread.submit(self._commit, version, self._copied, check, list(self._prunes))
         self._waited += time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -155,11 +156,17 @@ class Versions:
             self._on_committed(version, times)
 
     def close(self) -> None:
-        """Let the threads finish what they are at, for at most `timeout`; whatever becomes of it."""
+        """Let the threads finish what they are at, for at most `timeout`, and say what failed."""
         self._thread.shutdown(wait=False)
         self._pruner.shutdown(wait=False)
-        if self._late(prunes=0) is None:
-            self._staging.close()  # else it may still be read
+        if (late := self._late(prunes=0)) is not None:
+            logger.error("%s", late)
+            self._staging.abandon()  # the buffer may still be read
+            return
+        self._staging.close()
+        left: list[Future[Any]] = [*self._others, *self._prunes, *([] if self._pending is None else [self._pending[1]])]
+        for failure in filter(None, (future.exception(timeout=0) for future in left)):
+            logger.error("%s", failure)
 
     def _take_results(self, prunes: int) -> tuple[int | None, Times]:
         if (late := self._late(prunes)) is not None:
@@ -167,9 +174,9 @@ class Versions:
         (pending, self._pending), (others, self._others) = (self._pending, None), (self._others, [])
         for other in others:
             other.result(timeout=0)
+        times = {} if pending is None else pending[1].result(timeout=0)
         while len(self._prunes) > prunes or (self._prunes and self._prunes[0].done()):
             self._prunes.pop(0).result(timeout=0)
-        times = {} if pending is None else pending[1].result(timeout=0)
         return pending and pending[0], times
 
     def _late(self, prunes: int) -> WaitTimeout | None:
@@ -185,12 +192,15 @@ class Versions:
         late = wait_for_futures([future for *_, future in owed], timeout=self._timeout).not_done
         return next((WaitTimeout(what, who, self._timeout) for what, who, future in owed if future in late), None)
 
-    def _commit(self, version: int, copied: Copy, check: Callable[[], object]) -> Times:
-        """In the thread."""
+    def _commit(
+        self, version: int, copied: Copy, check: Callable[[], object], prunes: Collection["Future[None]"]
+    ) -> Times:
+        """In the thread. `prunes` are under way, on rank 0."""
         world = self._background
         try:
             agree(world, check)
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
+            on_main(world, lambda: self._make_room(prunes))
             final = version_dir(self.root, version)
             times = write_version(
                 self._staging, copied, self.source, world, final, version=version, incarnation=self.life
@@ -198,6 +208,11 @@ class Versions:
         finally:
             cast, copy = copied.finish()  # the buffer is free again
         return {f"time/export_{part}": seconds for part, seconds in {"cast": cast, "copy": copy, **times}.items()}
+
+    def _make_room(self, prunes: Collection["Future[None]"]) -> None:
+        """Where there is none for one version more, let the older ones be gone before it is written."""
+        if shutil.disk_usage(self.root).free < self._staging.file_bytes:
+            wait_for_futures(prunes, timeout=self._timeout)
 
     def _prune(
         self,
@@ -207,12 +222,16 @@ class Versions:
         checkpoints: Callable[[], Collection[int]],
     ) -> None:
         """In the other thread, on rank 0."""
-        if under_way is not None and under_way.exception(timeout=self._timeout) is not None:
+        if under_way is not None and under_way.exception() is not None:  # bounded: by whoever waits for this version
             return  # said by whoever takes its result
         versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
         lease, needed = read_lease(self.output_dir), checkpoints()
         for version in prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed):
-            prune(version_dir(self.root, version))
+            directory = version_dir(self.root, version)
+            try:
+                prune(directory)
+            except OSError as error:
+                raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
 
     def _open(self, start: int, spares: bool, saved_by: Collection[int]) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)

@@ -170,11 +170,11 @@ def disk_error(error: OSError, path: Path, outcome: str = _NOTHING) -> UserError
     None where it is something else: a missing file, or anything about networks and processes.
     """
     number, why = error.errno, error.strerror
-    if number in _FULL:
-        return UserError(f"disk full while writing {path}: {outcome}; free space and start again")
-    if number in _FORBIDDEN:
-        return UserError(f"{path} may not be written ({why}): {outcome}")
     place = path if error.filename is None or isinstance(error.filename, int) else error.filename
+    if number in _FULL:
+        return UserError(f"disk full while writing {place}: {outcome}; free space and start again")
+    if number in _FORBIDDEN:
+        return UserError(f"{place} may not be written ({why}): {outcome}")
     if number in _IN_THE_WAY:
         return UserError(f"{path} cannot be written, {place} is in the way ({why}): move it")
     if number in _FAILED:

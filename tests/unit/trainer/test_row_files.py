@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import xxhash
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.row_files import Range, Row, WriterProcess, write_rows
+from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows
 
 DATA = os.urandom(50_000)
 FILES = {"b": [Row("x", 0, 20_000, 100), Row("y", 20_000, 10, 20_100)], "a": [Row("z", 30_000, 20_000, 0)]}
@@ -88,10 +89,60 @@ def test_a_killed_process_begins_again(directory: Path, writer: WriterProcess) -
         yield EVERYTHING
 
     check(directory, writer.write_rows(directory, FILES, lambda: killing(1), hashing=True))
-    with pytest.raises(UserError, match="killed twice"):
+    with pytest.raises(UserError, match="has ended .killed by SIGKILL and killed by SIGKILL."):
         writer.write_rows(directory, FILES, lambda: killing(3), hashing=True)
     assert len(set(lives)) == 3
     check(directory, writer.write_rows(directory, FILES, lambda: killing(0), hashing=True))
+
+
+def test_whoever_waits_is_told_when_it_is_closed(directory: Path, writer: WriterProcess) -> None:
+    """A process that answers no more, stopped by a signal: `close` ends the wait for it, and no other takes its place."""
+    with ThreadPoolExecutor(1) as thread:
+        process = writer.start()
+        process.send_signal(signal.SIGSTOP)
+        waiting = thread.submit(writer.write_rows, directory, FILES, lambda: iter([EVERYTHING]), True)
+        assert not wait([waiting], timeout=0.5).done
+        writer.close()
+        with pytest.raises(UserError, match="killed by SIGKILL"):
+            waiting.result(timeout=30)
+    assert (directory / "a").read_bytes() == bytes(20_000)
+
+
+def test_a_given_up_order_is_never_answered(directory: Path, writer: WriterProcess) -> None:
+    """What fails while data arrives ends the order: a later one gets the answer to itself, and the first writes nothing any more."""
+
+    def failing() -> Iterator[int]:
+        yield 10
+        raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        writer.write_rows(directory, FILES, failing, hashing=True)
+    ranges = [Range("x", "b", 0, 20_110)]
+    assert writer.hash_ranges(directory, ranges) == {"x": xxhash.xxh3_128(bytes(20_110)).hexdigest()}
+    check(directory, writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=True))
+
+
+def test_a_file_that_ends_early(directory: Path, writer: WriterProcess) -> None:
+    """Bytes that are not there have no hash."""
+    for hashing in (writer.hash_ranges, hash_ranges):
+        with pytest.raises(OSError, match="ends at byte 20000 of 20001"):
+            hashing(directory, [Range("z", "a", 0, 20_001)])
+
+
+def test_what_is_imported_may_print_or_fail(
+    directory: Path, writer: WriterProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Standard output is not where answers are expected. What fails at start says how it ended; modules of the working directory are not taken."""
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("print('hello')")
+    (tmp_path / "xxhash.py").write_text("raise ImportError('not this one')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    monkeypatch.chdir(tmp_path)
+    check(directory, writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=True))
+    writer.start().kill()
+    (tmp_path / "site" / "xxhash.py").write_text("raise ImportError('nor this')")
+    with pytest.raises(UserError, match="killed by SIGKILL and exit status 1"):
+        writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=True)
 
 
 def test_errors_of_the_disk_come_back(directory: Path, writer: WriterProcess) -> None:
