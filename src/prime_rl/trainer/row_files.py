@@ -219,7 +219,7 @@ class WriterProcess:
                 _tell(process.stdin, {"order": self._orders, **order})
                 for end in arrivals():
                     _tell(process.stdin, end)
-                answer = self._answers.readline()  # bounded: `close` ends the process, and the wait
+                answer = self._answers.readline()  # `close` ends the process, and this wait with it
         finally:
             # Anything but an answer, or what stopped the arrivals: it may still be at this order, and must not go on with it.
             if not answer.endswith(b"\n"):
