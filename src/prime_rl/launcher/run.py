@@ -3,11 +3,12 @@
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
+from prime_rl.errors import UserError
 from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart
 from prime_rl.launcher.clock import Policy
@@ -18,6 +19,7 @@ from prime_rl.launcher.progress import bench_table, minutes, summary
 from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
 from prime_rl.orchestrator.ckpt import resume_progress
 from prime_rl.transport import checkpoints
+from prime_rl.transport.commit import list_steps
 
 _Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
 
@@ -62,7 +64,7 @@ def resume_at(config: RLConfig) -> RLConfig:
     ckpt = config.trainer.ckpt
     if ckpt is None or ckpt.resume_step != -1:
         return config
-    root = (ckpt.output_dir or config.output_dir) / "checkpoints"
+    root = _checkpoints_root(config)
     step = checkpoints.find(root, -1, "trainer", config.trainer.max_steps)
     if checkpoints.part_dir(root, step, "orchestrator").exists():
         checkpoints.check(root, step, "orchestrator")
@@ -74,6 +76,11 @@ def resume_at(config: RLConfig) -> RLConfig:
     return config.model_copy(
         update={"trainer": resolved(config.trainer), "orchestrator": resolved(config.orchestrator)}
     )
+
+
+def _checkpoints_root(config: RLConfig) -> Path:
+    ckpt = config.trainer.ckpt
+    return ((ckpt and ckpt.output_dir) or config.output_dir) / "checkpoints"
 
 
 def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Console) -> Outcome:
@@ -92,6 +99,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
         tick,
         policy(config),
         doctor=lambda full: doctor.report(config.output_dir, full),
+        drained=lambda: drained(config),
     )
     outcome = supervisor.run()
     console.look()
@@ -99,8 +107,41 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     for line in restarts_summary(supervisor.restarts):
         console.say(line)
     if outcome is not Outcome.SUCCESS and not config.bench and rundir.recoverable(config.output_dir):
-        console.say("to go on: the same command with --recover, or from a checkpoint with --ckpt.resume-step -1")
+        console.say(ways_on(config))
     return outcome
+
+
+def drained(config: RLConfig) -> str:
+    """What a run that is asked to stop still does, as far as it is set up to save anything."""
+    if config.bench:
+        return "the current step is finished; a benchmark saves nothing"
+    if config.trainer.ckpt is not None:
+        return "the current step is finished and saved"
+    return f"the current step is finished; without [ckpt] its training state is not saved, {_recovery(config)}"
+
+
+def ways_on(config: RLConfig) -> str:
+    """How to go on with a run that ended too early, by what was committed."""
+    root = _checkpoints_root(config)
+    if _seen(lambda: checkpoints.complete_steps(root)):
+        return "to go on: the same command with --recover, or from a checkpoint with --ckpt.resume-step -1"
+    saved = _seen(lambda: checkpoints.steps_with(root, "trainer"))  # a part is enough for --recover
+    return "to go on: the same command with --recover" + ("" if saved else f", {_recovery(config)}")
+
+
+def _recovery(config: RLConfig) -> str:
+    """Where a run without checkpoints would go on from."""
+    if steps := _seen(lambda: list_steps(config.output_dir / "recovery")):
+        return f"--recover goes on from the recovery checkpoint of step {max(steps)}"
+    return "no recovery checkpoint was saved yet: --recover trains again from the start, on the rollouts that are there"
+
+
+def _seen(steps: Callable[[], list[int]]) -> list[int]:
+    """None where the file system is away for a moment: the run ends as it would have, with less advice."""
+    try:
+        return steps()
+    except UserError:
+        return []
 
 
 def policy(config: RLConfig) -> Policy:

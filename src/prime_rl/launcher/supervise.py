@@ -79,6 +79,7 @@ class Supervisor:
         say: Shows a line to the user.
         tick: Called at every look.
         doctor: Says who keeps the run from going on, in a few lines, or in full when the run ends by it.
+        drained: Says what the jobs still do when they are asked to stop.
     """
 
     def __init__(
@@ -92,12 +93,13 @@ class Supervisor:
         doctor: Callable[[bool], Sequence[str]] = lambda full: (),
         drain_seconds: float = DRAIN_SECONDS,
         stop_seconds: float = STOP_SECONDS,
+        drained: Callable[[], str] = lambda: "the current step is finished",
     ) -> None:
         self._policy = policy or Policy()
         self._due = [_Due(process, 0.0) for process in processes]
         self._server = None if server is None else ServerWatch(server, self._policy)
         self._output_dir = output_dir
-        self._say, self._tick, self._doctor = say, tick, doctor
+        self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds = drain_seconds
         self._stop_seconds = stop_seconds
         self._clock = LoopClock()
@@ -331,7 +333,7 @@ class Supervisor:
 
     def _drain(self) -> None:
         self._drain_deadline = self._clock.now + self._drain_seconds
-        self._say("draining: the current step is finished and saved; interrupt again to stop now")
+        self._say(f"draining: {self._drained()}; interrupt again to stop now")
         self._jobs_left -= {due.spec.name for due in self._due}
         self._due.clear()
         for child in self._running(service=False):

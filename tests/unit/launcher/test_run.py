@@ -8,7 +8,7 @@ import pytest
 from prime_rl.config import OrchestratorConfig, RLConfig
 from prime_rl.config.shared import CkptConfig, EnvConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.run import policy, restarts_summary, resume_at, run
+from prime_rl.launcher.run import drained, policy, restarts_summary, resume_at, run, ways_on
 from prime_rl.launcher.supervise import Restart
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
@@ -43,6 +43,24 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
     (tmp_path / "checkpoints/step_4/orchestrator/manifest.json").write_text("{}")
     with pytest.raises(UserError, match="cannot resume from step 4"):
         resume_at(given)
+
+
+def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
+    """Only what is set up to be saved, and only what is there to go on from."""
+    plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
+    assert drained(saving) == "the current step is finished and saved"
+    assert "saves nothing" in drained(config(tmp_path, bench=True))
+    for text in drained(plain), ways_on(plain):
+        assert "no recovery checkpoint was saved yet" in text
+    with stage(tmp_path / "recovery" / "step_3", step=3, producer="trainer") as path:
+        (path / "state").touch()
+    for text in drained(plain), ways_on(plain):
+        assert "the recovery checkpoint of step 3" in text
+    save(tmp_path, 4, "trainer")
+    assert ways_on(saving) == "to go on: the same command with --recover"
+    save(tmp_path, 4, "orchestrator")
+    checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.TOGETHER, "orchestrator")
+    assert ways_on(saving).endswith("or from a checkpoint with --ckpt.resume-step -1")
 
 
 def test_recover_excludes_what_contradicts_it(tmp_path: Path) -> None:
