@@ -1,5 +1,6 @@
 """Rows of weights on their way into files."""
 
+import json
 import mmap
 import os
 import signal
@@ -159,11 +160,12 @@ def test_errors_of_the_disk_come_back(directory: Path, writer: WriterProcess) ->
     check(directory, writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=True))
 
 
-def test_the_process_ends_with_its_parent(writer: WriterProcess) -> None:
+def test_the_process_ends_with_its_parent(directory: Path, writer: WriterProcess) -> None:
     """Nobody to give orders: it ends, also while it waits for what never arrives. Signals that a terminal sends to all do not end it."""
     process = writer.start()
     assert process.stdin is not None
-    process.stdin.write(b'{"write": {"x": [["t", 0, 10, 0]]}, "directory": "/nowhere", "hashing": false}\n')
+    order = {"order": 1, "write": FILES, "directory": str(directory), "hashing": False}
+    process.stdin.write(json.dumps(order).encode() + b"\n")
     process.stdin.flush()
     deadline = time.monotonic() + 30
     while process.poll() is None and time.monotonic() < deadline and not _ignores(process.pid, signal.SIGINT):
