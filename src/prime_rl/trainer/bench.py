@@ -14,6 +14,10 @@ from prime_rl.trainer.parallel import World
 WARM_UP = 3  # steps that are not counted: they compile, for the first shape that comes and then for any
 BENCH_STEPS = WARM_UP + 5
 
+# What fits into a CPU's memory nearly everywhere.
+SMALL_RL = "trainer --bench --model.name assets/tiny-reverse --seq-len 256 --data.fake.batch-size 16 --data.fake.micro-batch-size 4"
+SMALL_SFT = "sft --bench --model.name assets/tiny-reverse --data.seq-len 256 --data.batch-size 8"
+
 # Key, label, factor and decimals of the table's lines, in this order; those that are not there are left out.
 _LINES = (
     ("perf/throughput", "tokens/s", 1, 0),

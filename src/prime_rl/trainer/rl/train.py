@@ -14,8 +14,9 @@ from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.trainer import moe, perf, weights
-from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
+from prime_rl.trainer.bench import BENCH_STEPS, SMALL_RL, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
+from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import SUMS, make_token_loss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import build_policy
@@ -68,6 +69,7 @@ def run(
     if not config.bench:
         checkpoints.check_model(source)
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
+    check_host_memory(config, source, world, config.seq_len, SMALL_RL)
     policy = build_policy(source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim)
     optimizer = build_optimizer(policy, config.optim)
     say_without_effect(config, policy, world)

@@ -12,8 +12,9 @@ from prime_rl.config import SFTConfig
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.trainer import moe, perf, weights
-from prime_rl.trainer.bench import BENCH_STEPS, HostSyncs, bench_table
+from prime_rl.trainer.bench import BENCH_STEPS, SMALL_SFT, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
+from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import build_policy
@@ -56,6 +57,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     if not config.bench:
         checkpoints.check_model(source)
     tokens = config.data.seq_len * config.data.micro_batch_size
+    check_host_memory(config, source, world, tokens, SMALL_SFT)
     policy = build_policy(source, config.model, world, config.seed, tokens=tokens, optim=config.optim)
     optimizer = build_optimizer(policy, config.optim)
     say_without_effect(config, policy, world)
