@@ -27,7 +27,7 @@ class TrainerModel(ModelConfig):
     )
     activation_offload: bool | None = Field(
         default=None,
-        description="Park what blocks keep for backward in host memory meanwhile (None: a part or all, where that is faster or nothing else fits).",
+        description="Park what blocks keep for backward in host memory meanwhile (None: a part or all, where that pays or has to be).",
     )
     memory_limit: PositiveFloat | None = Field(
         default=None, description="GiB of a GPU that auto plans with (None: what is free)."
