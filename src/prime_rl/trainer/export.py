@@ -182,11 +182,12 @@ class Staging:
     def abandon(self) -> None:
         """Keep whoever still writes out of the buffer from going on. The buffer stays."""
         if self.writer is not None:
-            self.writer.close()
+            self.writer.abandon()
 
     def close(self) -> None:
         """Give the buffer back. Nothing may be copying into it any more."""
-        self.abandon()
+        if self.writer is not None:
+            self.writer.close()
         if self._buffer is not None and self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
         if self._memory is not None:

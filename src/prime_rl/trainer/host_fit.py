@@ -1,6 +1,5 @@
 """Whether training on a CPU fits into the host's memory, before anything is built: the kernel ends a process that takes too much without a word."""
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,8 +8,8 @@ from transformers import AutoModelForCausalLM
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.trainer.footprint import Estimate, Job, estimate, state_bytes
-from prime_rl.trainer.host_memory import available_bytes
-from prime_rl.trainer.memory import plan_memory
+from prime_rl.trainer.host_memory import available_bytes, local_ranks
+from prime_rl.trainer.memory import GIB, listed, plan_memory
 from prime_rl.trainer.model import compute_dtype
 from prime_rl.trainer.parallel import World, agree
 from prime_rl.trainer.source import Source
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
 logger = log.get(__name__)
 
-_GIB = 1 << 30
 LOGITS = 4
 """Copies of a chunk's logits at a time on a CPU (compiled for a GPU: one): Qwen3-0.6B's shape with 4 layers peaked at 5.7 GiB with 256 tokens and at
 11.6 with 2,048, of which some 0.5 are the program itself; estimated are 5.4 and 10.4."""
@@ -41,7 +39,7 @@ def check_host_memory(config: "TrainingConfig", source: Source, world: World, to
 
     def check() -> None:
         estimated = host_estimate(config, source, world, tokens)
-        available = available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # the ranks of a host begin together
+        available = available_bytes() / local_ranks()  # the ranks of a host begin together
         if estimated is None or estimated.total <= available:
             return
         text = shortage(estimated, available, source.name, tokens)
@@ -75,8 +73,7 @@ def host_estimate(config: "TrainingConfig", source: Source, world: World, tokens
 
 def shortage(estimated: Estimate, available: float, model: str, tokens: int) -> str:
     """What is needed, and for what, beside what there is."""
-    parts = ", ".join(f"{name} {size / _GIB:.1f}" for name, size in estimated.parts.items())
     return (
-        f"training {model} on this CPU with {tokens:,} tokens a micro-batch takes about {estimated.total / _GIB:.1f} GiB of host memory "
-        f"({parts}), and there are {available / _GIB:.1f}"
+        f"training {model} on this CPU with {tokens:,} tokens a micro-batch takes about {estimated.total / GIB:.1f} GiB of host memory "
+        f"({listed(estimated.parts)}), and there are {available / GIB:.1f}"
     )

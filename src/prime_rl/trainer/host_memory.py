@@ -1,5 +1,6 @@
 """How much memory the host has left: what the kernel calls available, or less where a cgroup (of a container, of a job) has a limit."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,11 @@ def available_bytes(root: Path = Path("/")) -> int:
     meminfo = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
     return max(min([available, *_left_in_cgroups(root)]), 0)
+
+
+def local_ranks() -> int:
+    """Ranks of this trainer that share the host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:

@@ -30,7 +30,7 @@ from prime_rl.trainer.footprint import (
     parked_bytes,
     state_bytes,
 )
-from prime_rl.trainer.host_memory import available_bytes
+from prime_rl.trainer.host_memory import available_bytes, local_ranks
 from prime_rl.trainer.parallel import World, gather
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def _host_bytes(shape: Shape, job: Job, states: float) -> float:
     """Bytes of host memory that each rank of this host may park in: what the rank will need itself is left alone, the exported weights (of two bytes),
     and the copy of weights and optimizer states (of so many bytes a parameter) from which a checkpoint is written beside the loop.
     """
-    available = available_bytes() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    available = available_bytes() / local_ranks()
     offloaded = max(states - job.state_bytes, 0)
     needed = (2 + 4 + states + offloaded) * shape.parameters / job.shards
     return max(min(HOST_SHARE * available, HOST_MOST * available - needed), 0)
@@ -240,7 +240,7 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
     text = [
         f"memory: {_gib(estimated.total * (1 + RESERVE))} of {_gib(plan.budget)} GiB ({whose}) for {job.tokens:,} tokens a micro-batch",
         f"backward computes again {_in_words(settings, shape, job)}",
-        f"estimated peak, in {estimated.moment}: {_listed(estimated.parts)}, reserve {_gib(estimated.total * RESERVE)} GiB",
+        f"estimated peak, in {estimated.moment}: {listed(estimated.parts)}, reserve {_gib(estimated.total * RESERVE)} GiB",
     ]
     if not fits:
         text.append(f"too little, if the estimate holds; what would help most: {_remedies_listed(plan)}")
@@ -268,7 +268,8 @@ def _in_words(settings: Settings, shape: Shape, job: Job) -> str:
     return ", ".join(parts)
 
 
-def _listed(parts: dict[str, int]) -> str:
+def listed(parts: dict[str, int]) -> str:
+    """The parts of an estimate and their GiB, the largest first."""
     largest = sorted(parts.items(), key=lambda part: -part[1])
     return ", ".join(f"{name} {_gib(size)}" for name, size in largest if size)
 
@@ -322,7 +323,7 @@ def explain_oom(error: BaseException, plan: MemoryPlan, figures: Figures) -> Use
     if plan.job is not None:
         estimated = estimate(plan.shape, plan.job, plan.settings)
         text.append(
-            f"a step's estimate is {_gib(estimated.total)} GiB, most of it in {estimated.moment}: {_listed(estimated.parts)}"
+            f"a step's estimate is {_gib(estimated.total)} GiB, most of it in {estimated.moment}: {listed(estimated.parts)}"
         )
         text.append(f"what would help most: {_remedies_listed(plan)}")
     return UserError("; ".join(text))

@@ -27,6 +27,7 @@ import xxhash
 
 from prime_rl.errors import UserError
 from prime_rl.lifeline import wake_without_parent
+from prime_rl.trainer.host_memory import local_ranks
 
 THREADS = 16  # at most
 _BLOCK = 1 << 24  # bytes read at once
@@ -57,7 +58,7 @@ class Range(NamedTuple):
 
 def threads_here() -> int:
     """Threads for this rank: as many as it has cores, some of which the loop and its data need."""
-    cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    cores = (os.cpu_count() or 1) // local_ranks()
     return min(max(cores - 4, 2), THREADS)
 
 
@@ -189,26 +190,33 @@ class WriterProcess:
         """As the function above, and as `write_rows`."""
         return self._call({"hash": ranges, "directory": str(directory)}, lambda: iter(()))
 
-    def close(self) -> None:
-        """End it, whatever it is at and whoever waits for its answer: there will be none."""
+    def abandon(self) -> None:
+        """End it for good, whatever it is at and whoever waits for its answer: there will be none."""
         self._closed = True
+        if (process := self._process) is not None:
+            process.kill()
+
+    def close(self) -> None:
+        """The same where nobody waits, and give back what it was spoken to with."""
+        self.abandon()
         if self._process is not None:
-            self._process.kill()
+            self._give_up()
 
     def _call(self, order: dict[str, Any], arrivals: Callable[[], Iterator[int]]) -> dict[str, str]:
-        answer = self._ask(order, arrivals)
-        if answer is None and not self._closed:  # somebody may have killed it: once more
-            answer = self._ask(order, arrivals)
+        answer = self._ask(order, arrivals) or self._ask(order, arrivals)  # somebody may have killed it: once more
         if answer is None:
+            ends = " and ".join(self._ends[-2:]) or "given up"
             raise UserError(
-                f"the process that writes the weights has ended ({' and '.join(self._ends[-2:])}): nothing of this version is committed"
+                f"the process that writes the weights has ended ({ends}): nothing of this version is committed"
             )
         if "hashes" in answer:
             return answer["hashes"]
         raise OSError(*answer["error"])
 
     def _ask(self, order: dict[str, Any], arrivals: Callable[[], Iterator[int]]) -> dict[str, Any] | None:
-        """Its answer; None where it ended instead."""
+        """Its answer; None where it ended instead, or was abandoned."""
+        if self._closed:
+            return None
         process = self.start()
         assert process.stdin is not None
         assert self._answers is not None
@@ -219,7 +227,7 @@ class WriterProcess:
                 _tell(process.stdin, {"order": self._orders, **order})
                 for end in arrivals():
                     _tell(process.stdin, end)
-                answer = self._answers.readline()  # `close` ends the process, and this wait with it
+                answer = self._answers.readline()  # `abandon` ends the process, and this wait with it
         finally:
             # Anything but an answer, or what stopped the arrivals: it may still be at this order, and must not go on with it.
             if not answer.endswith(b"\n"):
@@ -275,9 +283,8 @@ class _Arrivals:
 def _serve(memory: int, size: int, answering: int) -> None:
     """Carry out one order after the other. The process ends as soon as nobody can give any."""
     wake_without_parent()  # one that is stopped could not see that
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all processes: it is the trainer that decides what is still written
+    # Ctrl-C reaches all processes: it is the trainer that decides what is still written.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.excepthook = _end
     buffer = memoryview(mmap.mmap(memory, size, prot=mmap.PROT_READ))

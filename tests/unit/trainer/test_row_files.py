@@ -96,14 +96,14 @@ def test_a_killed_process_begins_again(directory: Path, writer: WriterProcess) -
     check(directory, writer.write_rows(directory, FILES, lambda: killing(0), hashing=True))
 
 
-def test_whoever_waits_is_told_when_it_is_closed(directory: Path, writer: WriterProcess) -> None:
-    """A process that answers no more, stopped by a signal: `close` ends the wait for it, and no other takes its place."""
+def test_whoever_waits_is_told_when_it_is_abandoned(directory: Path, writer: WriterProcess) -> None:
+    """A process that answers no more, stopped by a signal: `abandon` ends the wait for it, and no other takes its place."""
     with ThreadPoolExecutor(1) as thread:
         process = writer.start()
         process.send_signal(signal.SIGSTOP)
         waiting = thread.submit(writer.write_rows, directory, FILES, lambda: iter([EVERYTHING]), True)
         assert not wait([waiting], timeout=0.5).done
-        writer.close()
+        writer.abandon()
         with pytest.raises(UserError, match="killed by SIGKILL"):
             waiting.result(timeout=30)
     assert (directory / "a").read_bytes() == bytes(20_000)
