@@ -1,6 +1,7 @@
 """Fixtures that several rooms share: a tiny model, and one real inference server for the whole session."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -156,6 +157,14 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
         time.sleep(0.2)
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
     pytest.fail(f"the inference server did not become ready (exit status {process.poll()}):\n{tail}")
+
+
+@pytest.fixture
+def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """What this package logs, from info on. Its loggers do not pass on what they get by themselves."""
+    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+    caplog.set_level(logging.INFO, "prime_rl")
+    return caplog
 
 
 @pytest.fixture(scope="session")

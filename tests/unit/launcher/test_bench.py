@@ -1,6 +1,5 @@
 """A benchmark touches no run: whatever `--bench` writes lies in a directory of its own."""
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,20 +62,17 @@ def test_a_benchmark_beside_a_run(
     process: str,
     start: Callable[..., None],
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    heard: pytest.LogCaptureFixture,
 ) -> None:
     """Every file of the run stays as it is; the benchmark says where its own go, and each replaces the rows of the one before."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
-    caplog.set_level(logging.INFO, "prime_rl")
     start(process, max_steps=1)
     before = files(tmp_path)
     assert metrics_path(tmp_path, process) in before
-    assert "what it writes goes to" not in caplog.text
+    assert "what it writes goes to" not in heard.text
     for steps in (3, 2):
         start(process, bench=True, max_steps=steps)
         assert len(read_metrics(metrics_path(tmp_path / "bench", process))) == steps
-    assert f"what it writes goes to {tmp_path / 'bench'}, no run is touched" in caplog.text
+    assert f"what it writes goes to {tmp_path / 'bench'}, no run is touched" in heard.text
     assert (tmp_path / "bench" / "configs" / f"{process}.toml").is_file()
     after = files(tmp_path)
     assert {path: after.get(path) for path in before} == before

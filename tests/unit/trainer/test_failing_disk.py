@@ -2,7 +2,6 @@
 
 import errno
 import io
-import logging
 import os
 import shutil
 import threading
@@ -85,11 +84,10 @@ def test_a_save_that_is_under_way_when_the_run_fails(
     run_training: Run,
     tied_model: Path,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    heard: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error is the loop's; the save is waited for, and where it fails as well that is said. No thread is left."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     support.write_rollouts(tmp_path, 2)
     over = threading.Event()
 
@@ -111,7 +109,7 @@ def test_a_save_that_is_under_way_when_the_run_fails(
     with pytest.raises(UserError, match="the second step fails"):
         run_training(support.make_config(tmp_path, tied_model, max_steps=2, ckpt=ckpt))
     lost = "checkpoints/step_1/trainer was not committed: the file system fails at"
-    assert (lost in caplog.text) is fails
+    assert (lost in heard.text) is fails
     assert list_steps(tmp_path / "checkpoints") == [1]
     assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir() is not fails
     assert wait(lambda: not checkpoint_threads(), subject="end of the thread", owner="the trainer", seconds=10)

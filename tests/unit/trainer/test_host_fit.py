@@ -1,6 +1,5 @@
 """On a CPU, what would not fit into the host's memory is said before it is built: the kernel would end it without a word."""
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -30,18 +29,17 @@ def test_what_is_counted(world: World) -> None:
 
 
 def test_too_little_memory(
-    world: World, tied_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: World, tied_model: Path, monkeypatch: pytest.MonkeyPatch, heard: pytest.LogCaptureFixture
 ) -> None:
     """It ends a benchmark, with a command that fits; a run goes on with a warning. Where there is enough nothing is said."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     source = find_model(str(tied_model))
     needed = host_estimate(TrainerConfig(), source, world, 128)
     assert needed is not None
     monkeypatch.setattr(host_fit, "available_bytes", lambda: needed.total)
     check_host_memory(TrainerConfig(bench=True), source, world, 128, "trainer --small")
-    assert caplog.text == ""
+    assert heard.text == ""
     monkeypatch.setattr(host_fit, "available_bytes", lambda: needed.total - 1)
     with pytest.raises(UserError, match=r"128 tokens a micro-batch takes about .* for example: trainer --small"):
         check_host_memory(TrainerConfig(bench=True), source, world, 128, "trainer --small")
     check_host_memory(TrainerConfig(), source, world, 128, "trainer --small")
-    assert "the kernel may end this process" in caplog.text
+    assert "the kernel may end this process" in heard.text

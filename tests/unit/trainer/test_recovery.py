@@ -207,23 +207,20 @@ def test_recover_beside_a_step_to_resume_from(
     run_training: Run,
     tied_model: Path,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    heard: pytest.LogCaptureFixture,
 ) -> None:
     """A trainer that is started again was told both. Which of the two decides is said, and why: the run itself, as soon as it has begun."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
-    caplog.set_level(logging.INFO, "prime_rl")
     one, two = tmp_path / "one", tmp_path / "two"
     for run in (one, two):
         support.write_rollouts(run, STEPS)
     run_training(config(one, tied_model))
     both: dict[str, Any] = {"recover": True, "ckpt": {"interval": 2, "output_dir": one, "resume_step": 2}}
     run_training(config(two, tied_model, max_steps=3, **{**both, "ckpt": {**both["ckpt"], "interval": 3}}))
-    assert f"ckpt.resume_step 2 decides, not --recover: no run has begun in {two}" in caplog.text
+    assert f"ckpt.resume_step 2 decides, not --recover: no run has begun in {two}" in heard.text
     assert list(read_lives(two).values()) == [2]
-    assert "--recover decides" not in caplog.text
+    assert "--recover decides" not in heard.text
     run_training(config(two, tied_model, max_steps=3, **both))
-    assert "--recover decides, not ckpt.resume_step 2: this run has begun already (life 1, from step 2)" in caplog.text
+    assert "--recover decides, not ckpt.resume_step 2: this run has begun already (life 1, from step 2)" in heard.text
     assert sorted(read_lives(two).values()) == [2, 3]
 
 

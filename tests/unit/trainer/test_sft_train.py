@@ -1,7 +1,6 @@
 """The fine-tuning loop in one process: values, determinism, checkpoints, and refusals."""
 
 import json
-import logging
 import math
 import shutil
 import signal
@@ -187,16 +186,13 @@ def test_fake_data_and_bench(
     run: Run,
     tied_model: Path,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    heard: pytest.LogCaptureFixture,
 ) -> None:
     """--bench runs a few steps on random tokens, prints the table and saves nothing; fake data alone commits its last weights."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
-    caplog.set_level(logging.INFO, "prime_rl")
     nowhere = tmp_path / "nowhere.jsonl"
     run(make_config(tmp_path / "bench", tied_model, nowhere, {"fake": {"type": "variable"}}, bench=True, max_steps=100))
     assert len(metrics(tmp_path / "bench")) == BENCH_STEPS
-    assert "tokens/s" in caplog.text[caplog.text.index("benchmark:") :]
+    assert "tokens/s" in heard.text[heard.text.index("benchmark:") :]
     assert not (tmp_path / "bench" / "weights").exists()
     run(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))
     assert list_steps(tmp_path / "fake" / "weights") == [0, 2]

@@ -2,7 +2,6 @@
 
 import errno
 import json
-import logging
 import math
 import os
 import shutil
@@ -311,15 +310,12 @@ def test_readable_sample(
     run_training: Run,
     tied_model: Path,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    heard: pytest.LogCaptureFixture,
 ) -> None:
     """Every few steps one rollout is logged, decoded, with its reward; and each step has one line."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
-    caplog.set_level(logging.INFO, "prime_rl")
     write_one(tmp_path, input_ids=[10, 11, 12])
     run_training(support.make_config(tmp_path, tied_model, max_steps=1))
-    text = caplog.text
+    text = heard.text
     assert "reward 0.250" in text
     assert "prompt:" in text
     assert "completion:" in text
@@ -391,18 +387,15 @@ def test_bench(
     run_training: Run,
     tied_model: Path,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    heard: pytest.LogCaptureFixture,
 ) -> None:
     """--bench runs a few steps on fake data, prints the table and saves nothing. The table leaves the warm-up out."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
-    caplog.set_level(logging.INFO, "prime_rl")
     fake = {"batch_size": 4, "lengths": lengths}
     settings: dict[str, Any] = {"bench": True, "data": {"fake": fake}, "recovery_interval": 1}
     run_training(support.make_config(tmp_path, tied_model, **settings))
     rows = metrics(tmp_path)
     assert len(rows) == BENCH_STEPS
-    table = caplog.text[caplog.text.index("benchmark:") :].splitlines()
+    table = heard.text[heard.text.index("benchmark:") :].splitlines()
     assert f"{BENCH_STEPS - WARM_UP} steps after {WARM_UP} that warm up, 1 × cpu" in table[0]
     measured = [1e3 * row["time/step"] for row in rows[WARM_UP:]]
     (line,) = [line for line in table if line.startswith("step (ms)")]

@@ -1,6 +1,5 @@
 """What was asked for and changes nothing is said, not passed over."""
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,13 +51,11 @@ def test_the_loop_says_it(
     run_training: Callable[[TrainerConfig], None],
     tied_model: Path,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    heard: pytest.LogCaptureFixture,
 ) -> None:
     """As a warning, once."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     config = support.make_config(tmp_path, tied_model, max_steps=1, data={"fake": {"batch_size": 2}})
     config.model.memory_limit = 0.5
     run_training(config)
-    (record,) = [record for record in caplog.records if "has no effect" in record.getMessage()]
+    (record,) = [record for record in heard.records if "has no effect" in record.getMessage()]
     assert (record.levelname, "model.memory_limit" in record.getMessage()) == ("WARNING", True)
