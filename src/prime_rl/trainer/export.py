@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
+from prime_rl.trainer.host_memory import available_bytes, local_ranks
 from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows
@@ -42,15 +43,23 @@ _NOT_COPIED = {
     "model.safetensors.index.json",
 }  # the first is ours when the source is a committed version itself
 FILE_BYTES = 256 << 20  # a file of weights holds more only where one tensor does
-CHUNK_BYTES = 128 << 20  # of device memory that casting takes
+CHUNK_BYTES = 128 << 20  # of device memory that casting takes, or more, so that there are at most so many chunks:
+CHUNKS = 48
+"""A GPU takes about 55 copies into its queue; whoever hands over one more waits for it. Measured: with 60 chunks of a 4B model the loop stood still until
+the step before was done, and the GPU after that."""
+HOST_SHARE = 0.25
+"""Of the host's available memory, two staging buffers take at most this much."""
 
 
 class Staging:
-    """This rank's rows of every stored tensor, in the exported type, in one host buffer that is made once. What it holds is read by one thread at a
-    time; `copy` fills it again.
+    """This rank's rows of every stored tensor, in the exported type, in buffers on the host that are made once. What one holds is read by one thread
+    at a time; `copy` fills them by turns.
 
     Args:
-        shared: The buffer is shared with a process that writes it out (None: beside a GPU, where it is page-locked as well).
+        shared: The buffers are shared with a process that writes them out (None: beside a GPU, where they are page-locked as well).
+
+    Attributes:
+        buffers: How many there are. With two, a version may be copied while the one before it is still being written.
     """
 
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype, *, shared: bool | None = None) -> None:
@@ -64,10 +73,12 @@ class Staging:
         if world.writes:
             self._lay_out()
         self.elements = self.ends[-1] if self.ends else 0
+        self.buffers = 1
         self.writer: WriterProcess | None = None
-        self._buffer: Tensor | None = None
-        self._memory: int | None = None  # file descriptor of the buffer, where it is shared
-        self._locked = False
+        self._filled: list[Tensor] = []
+        self._copies = 0
+        self._memory: int | None = None  # file descriptor of the buffers, where they are shared
+        self._locked: list[Tensor] = []
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream(world.device)
             self._chunk = torch.empty(0, dtype=dtype, device=world.device)
@@ -95,43 +106,61 @@ class Staging:
     def _local(self, parameter: nn.Parameter) -> Tensor:
         return local_rows(parameter, self.world)[0].reshape(-1)
 
-    def allocate(self) -> Tensor:
-        """The buffer. Page-locking gigabytes takes seconds the first time: a thread may do it beforehand."""
-        if self._buffer is None:
-            size = self.elements * self.dtype.itemsize
-            if self.shared and size:
-                try:
-                    self._memory = os.memfd_create("weights")
-                    os.ftruncate(self._memory, size)
-                    buffer = torch.frombuffer(mmap.mmap(self._memory, size), dtype=self.dtype)
-                except OSError as error:
-                    raise UserError(f"no {size:,} bytes of host memory for the weights ({error.strerror})") from error
-                self.writer = WriterProcess(self._memory, size)
-                self.writer.start()
-            else:
-                buffer = torch.empty(self.elements, dtype=self.dtype)
-            if self.world.device.type == "cuda" and size:
-                # Exactly so many bytes: torch's own allocator of page-locked memory would round up to a power of two.
-                with torch.cuda.device(self.world.device):  # a thread does not know it
-                    failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
-                self._locked = not failed
-                if failed:
-                    logger.warning(
-                        "host memory for exports cannot be page-locked (CUDA error %d): exports will be slow", failed
-                    )
-            self._buffer = buffer
-        return self._buffer
+    @property
+    def _stride(self) -> int:
+        """Bytes from one buffer to the next: whole pages, so that each can be locked by itself."""
+        return -(-self.elements * self.dtype.itemsize // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def affords_two(self) -> bool:
+        """Whether the host has memory for a second buffer beside what else is needed there."""
+        return self.shared and 2 * self._stride <= HOST_SHARE * available_bytes() / local_ranks()
+
+    def allocate(self) -> None:
+        """Make the buffers. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
+        if self._filled:
+            return
+        if self.shared and self.elements:
+            size = self.buffers * self._stride
+            try:
+                self._memory = os.memfd_create("weights")
+                os.ftruncate(self._memory, size)
+                memory = mmap.mmap(self._memory, size)
+            except OSError as error:
+                raise UserError(f"no {size:,} bytes of host memory for the weights ({error.strerror})") from error
+            self.writer = WriterProcess(self._memory, size)
+            self.writer.start()
+            places = range(0, size, self._stride)
+            filled = [torch.frombuffer(memory, dtype=self.dtype, count=self.elements, offset=at) for at in places]
+        else:
+            filled = [torch.empty(self.elements, dtype=self.dtype) for _ in range(self.buffers)]
+        if self.world.device.type == "cuda" and self.elements:
+            with torch.cuda.device(self.world.device):  # a thread does not know it
+                self._lock(filled)
+        self._filled = filled
+
+    def _lock(self, buffers: Sequence[Tensor]) -> None:
+        """Exactly so many bytes: torch's own allocator of page-locked memory would round up to a power of two."""
+        for buffer in buffers:
+            failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+            if failed:
+                logger.warning(
+                    "host memory for exports cannot be page-locked (CUDA error %d): exports will be slow", failed
+                )
+                return
+            self._locked.append(buffer)
 
     @torch.no_grad()
     def copy(self) -> "Copy":
         """Copy the weights as they are now. On a GPU this only enqueues: see `Copy.before_update`."""
-        buffer = self.allocate()
+        self.allocate()
+        index, self._copies = self._copies % self.buffers, self._copies + 1
+        buffer = self._filled[index]
         if self.world.device.type != "cuda":
             began = time.perf_counter()
             for parameter, start, end in zip(self.parameters, [0, *self.ends], self.ends, strict=False):
                 buffer[start:end].copy_(self._local(parameter))
-            return Copy(time.perf_counter() - began)
-        size = min(CHUNK_BYTES // self.dtype.itemsize, self.elements)
+            return Copy(index, time.perf_counter() - began)
+        size = min(max(CHUNK_BYTES // self.dtype.itemsize, -(-self.elements // CHUNKS)), self.elements)
         self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):
             if self._chunk.numel() < size:
@@ -148,7 +177,7 @@ class Staging:
                 moments.append(self._moment())
                 buffer[first:last].copy_(self._chunk[: last - first], non_blocking=True)
                 moments.append(self._moment())
-        return Copy(0.0, moments, size)
+        return Copy(index, 0.0, moments, size)
 
     def _moment(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -167,12 +196,16 @@ class Staging:
         )  # ranks that start at different files do not wait for each other
         files = {name: self.files[name] for name in names[first:] + names[:first]}
         if self.writer is not None:
-            return self.writer.write_rows(directory, files, lambda: copied.arrivals(self.dtype.itemsize), hashing)
-        assert self._buffer is not None, "nothing was copied"
+            return self.writer.write_rows(
+                directory,
+                files,
+                lambda: copied.arrivals(self.dtype.itemsize),
+                hashing,
+                first=copied.buffer * self._stride,
+            )
         copied.finish()
-        return write_rows(
-            self._buffer.view(torch.uint8).numpy().data, directory, files, arrived=lambda end: None, hashing=hashing
-        )
+        buffer = self._filled[copied.buffer].view(torch.uint8).numpy().data
+        return write_rows(buffer, directory, files, arrived=lambda end: None, hashing=hashing)
 
     def hash(self, directory: Path, tensors: Sequence[str]) -> dict[str, str]:
         """The hashes of whole tensors, as they lie in the files."""
@@ -180,19 +213,19 @@ class Staging:
         return hash_ranges(directory, ranges) if self.writer is None else self.writer.hash_ranges(directory, ranges)
 
     def abandon(self) -> None:
-        """Keep whoever still writes out of the buffer from going on. The buffer stays."""
+        """Keep whoever still writes out of a buffer from going on. The buffers stay."""
         if self.writer is not None:
             self.writer.abandon()
 
     def close(self) -> None:
-        """Give the buffer back. Nothing may be copying into it any more."""
+        """Give the buffers back. Nothing may be copying into them any more."""
         if self.writer is not None:
             self.writer.close()
-        if self._buffer is not None and self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+        for buffer in self._locked:
+            torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
         if self._memory is not None:
             os.close(self._memory)
-        self._buffer, self._memory, self._locked, self.writer = None, None, False, None
+        self._filled, self._memory, self._locked, self.writer = [], None, [], None
 
 
 class Share(NamedTuple):
@@ -218,9 +251,10 @@ def chunk_shares(ends: Sequence[int], size: int) -> list[list[Share]]:
 
 @dataclass(frozen=True)
 class Copy:
-    """Copying that is done, in so many seconds, or that a stream of the GPU is at, `chunk` elements after the other: between the moments it casts
-    and copies by turns."""
+    """Copying into the staging buffer with this index that is done, in so many seconds, or that a stream of the GPU is at, `chunk` elements after the
+    other: between the moments it casts and copies by turns."""
 
+    buffer: int
     seconds: float
     moments: Sequence[torch.cuda.Event] = ()
     chunk: int = 0

@@ -177,14 +177,20 @@ class WriterProcess:
         files: Mapping[str, Sequence[Row]],
         arrivals: Callable[[], Iterator[int]],
         hashing: bool,
+        *,
+        first: int = 0,
     ) -> dict[str, str]:
         """As the function above. `arrivals` waits for what is copied into the memory, and yields up to where it is there.
+
+        Args:
+            first: The byte of the memory at which the buffer begins.
 
         Raises:
             OSError: as above.
             UserError: the process ended, and so did the one that took its place.
         """
-        return self._call({"write": dict(files), "directory": str(directory), "hashing": hashing}, arrivals)
+        order = {"write": dict(files), "first": first, "directory": str(directory), "hashing": hashing}
+        return self._call(order, arrivals)
 
     def hash_ranges(self, directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
         """As the function above, and as `write_rows`."""
@@ -305,7 +311,7 @@ def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals, a
     try:
         if "write" in order:
             files = {file: [Row(*row) for row in rows] for file, rows in order["write"].items()}
-            hashes = write_rows(buffer, directory, files, arrivals.wait, order["hashing"])
+            hashes = write_rows(buffer[order["first"] :], directory, files, arrivals.wait, order["hashing"])
         else:
             hashes = hash_ranges(directory, [Range(*one) for one in order["hash"]])
         answer = {"hashes": hashes}

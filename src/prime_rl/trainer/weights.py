@@ -15,7 +15,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_version
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.parallel import World, agree, background_world, on_main
+from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import clean_stages, give_up, list_steps, prune
 from prime_rl.transport.lives import Seen, next_life, open_life, read_lease, read_lives, read_versions, sparing_lives
@@ -50,8 +50,9 @@ def refuse_outlived(output_dir: Path, life: int) -> None:
 class Versions:
     """The policy versions of one life of the trainer, in `output_dir/weights`. Every rank calls every method, at the same point of the run.
 
-    Versions are written by one thread and pruned by another: `commit` and `prune` return at once, `settle` waits. One version at most is under way,
-    and beside it what the one before made superfluous is removed. What has failed is raised by the next `commit` or `settle`, on every rank.
+    Versions are written by one thread, in their order, and pruned by another: `commit` and `prune` return at once, `settle` waits. As many versions
+    are under way as there are staging buffers, at most, and beside them what the one before made superfluous is removed. What has failed is raised
+    by a later `commit` or by `settle`, on every rank; nothing is committed after it.
 
     Args:
         timeout: Seconds that committing one may take.
@@ -79,8 +80,8 @@ class Versions:
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
-        self._copied = Copy(0.0)
-        self._pending: tuple[int, Future[Times]] | None = None
+        self._copied = Copy(0, 0.0)
+        self._pending: list[tuple[int, Future[Times | None]]] = []  # None: not committed, as the one before it failed
         self._others: list[Future[object]] = []  # what the first thread does beside
         self._prunes: list[Future[None]] = []  # of rank 0
         self._waited = 0.0
@@ -98,6 +99,8 @@ class Versions:
             The life's number, and the base model's hash (None: random weights).
         """
         self.life, base = on_main(self.world, lambda: self._open(start, spares, saved_by))
+        if all(gather(self.world, self._staging.affords_two())):
+            self._staging.buffers = 2
         self._others.append(self._thread.submit(self._staging.allocate))
         if start > 0:
             self.ensure(start)
@@ -119,10 +122,12 @@ class Versions:
         Raises:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
         """
-        self._settle(prunes=1)
+        self._settle(versions=self._staging.buffers - 1, prunes=1)
         began = time.perf_counter()
         self._copied = self._staging.copy()
-        self._pending = version, self._thread.submit(self._commit, version, self._copied, check, list(self._prunes))
+        before = self._pending[-1][1] if self._pending else None
+        written = self._thread.submit(self._commit, version, self._copied, check, before, list(self._prunes))
+        self._pending.append((version, written))
         self._waited += time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -133,71 +138,87 @@ class Versions:
         """Remove the versions that no reader, no sampling ahead and none of the `checkpoints` needs any more (`protocol.prunable`), after the
         version that is under way. `checkpoints` is called by the thread."""
         if keep is not None and self.world.is_main:
-            under_way = self._pending and self._pending[1]
+            under_way = self._pending[-1][1] if self._pending else None
             self._prunes.append(self._pruner.submit(self._prune, under_way, async_level, keep, checkpoints))
 
     def settle(self) -> None:
-        """Wait until the version that is under way is committed, and what it makes superfluous is gone; at most `timeout`.
+        """Wait until the versions that are under way are committed, and what they make superfluous is gone; at most `timeout`.
 
         Raises:
             UserError: it failed, or takes longer.
         """
-        self._settle(prunes=0)
+        self._settle(versions=0, prunes=0)
 
-    def _settle(self, prunes: int) -> None:
-        """The same, but let the newest `prunes` go on."""
-        if self._pending is None and not self._others and not on_main(self.world, lambda: bool(self._prunes)):
+    def _settle(self, versions: int, prunes: int) -> None:
+        """The same, but let the newest `versions` and `prunes` go on."""
+        if not self._pending and not self._others and not on_main(self.world, lambda: bool(self._prunes)):
             return
         began = time.perf_counter()
-        version, times = agree(self.world, lambda: self._take_results(prunes))
-        if version is not None:
+        for version, times in agree(self.world, lambda: self._take_results(versions, prunes)):
             times["time/export"] = self._waited + time.perf_counter() - began
-            self._waited = 0.0
+            self._waited, began = 0.0, time.perf_counter()
             self._on_committed(version, times)
 
     def close(self) -> None:
         """Let the threads finish what they are at, for at most `timeout`, and say what failed."""
         self._thread.shutdown(wait=False)
         self._pruner.shutdown(wait=False)
-        if (late := self._late(prunes=0)) is not None:
+        if (late := self._late(versions=0, prunes=0)) is not None:
             logger.error("%s", late)
-            self._staging.abandon()  # the buffer may still be read
+            self._staging.abandon()  # a buffer may still be read
             return
         self._staging.close()
-        left: list[Future[Any]] = [*self._others, *self._prunes, *([] if self._pending is None else [self._pending[1]])]
+        left: list[Future[Any]] = [*self._others, *self._prunes, *(written for _, written in self._pending)]
         for failure in filter(None, (future.exception(timeout=0) for future in left)):
             logger.error("%s", failure)
 
-    def _take_results(self, prunes: int) -> tuple[int | None, Times]:
-        if (late := self._late(prunes)) is not None:
+    def _take_results(self, versions: int, prunes: int) -> list[tuple[int, Times]]:
+        if (late := self._late(versions, prunes)) is not None:
             raise late
-        (pending, self._pending), (others, self._others) = (self._pending, None), (self._others, [])
+        others, self._others = self._others, []
         for other in others:
             other.result(timeout=0)
-        times = {} if pending is None else pending[1].result(timeout=0)
+        done: list[tuple[int, Times]] = []
+        while len(self._pending) > versions:
+            version, written = self._pending.pop(0)
+            if (
+                written.exception(timeout=0) is not None
+            ):  # those after it have been given up: they are no longer waited for by anybody
+                wait_for_futures([after for _, after in self._pending], timeout=self._timeout)
+                self._pending.clear()
+            if (times := written.result(timeout=0)) is not None:
+                done.append((version, times))
         while len(self._prunes) > prunes or (self._prunes and self._prunes[0].done()):
             self._prunes.pop(0).result(timeout=0)
-        return pending and pending[0], times
+        return done
 
-    def _late(self, prunes: int) -> WaitTimeout | None:
-        """What the threads have not done in time, but for the newest `prunes`, after waiting for it."""
+    def _late(self, versions: int, prunes: int) -> WaitTimeout | None:
+        """What the threads have not done in time, but for the newest `versions` and `prunes`, after waiting for it."""
         old = self._prunes[: max(len(self._prunes) - prunes, 0)]
         owed: list[tuple[str, str, Future[Any]]] = [
             *(("host memory for the weights", "the thread that page-locks it", other) for other in self._others),
+            *(
+                (f"weights/step_{version}", "the thread that writes it", written)
+                for version, written in self._pending[: max(len(self._pending) - versions, 0)]
+            ),
             *(("end of removing old versions", "the thread that removes them", one) for one in old),
         ]
-        if self._pending is not None:
-            version, written = self._pending
-            owed.insert(len(self._others), (f"weights/step_{version}", "the thread that writes it", written))
         late = wait_for_futures([future for *_, future in owed], timeout=self._timeout).not_done
         return next((WaitTimeout(what, who, self._timeout) for what, who, future in owed if future in late), None)
 
     def _commit(
-        self, version: int, copied: Copy, check: Callable[[], object], prunes: Collection["Future[None]"]
-    ) -> Times:
-        """In the thread. `prunes` are under way, on rank 0."""
+        self,
+        version: int,
+        copied: Copy,
+        check: Callable[[], object],
+        before: "Future[Times | None] | None",
+        prunes: Collection["Future[None]"],
+    ) -> Times | None:
+        """In the thread. `before` is the version before this one, which the thread is done with; `prunes` are under way, on rank 0."""
         world = self._background
         try:
+            if before is not None and (before.exception(timeout=0) is not None or before.result(timeout=0) is None):
+                return None
             agree(world, check)
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
             on_main(world, lambda: self._make_room(prunes))
@@ -206,7 +227,7 @@ class Versions:
                 self._staging, copied, self.source, world, final, version=version, incarnation=self.life
             )
         finally:
-            cast, copy = copied.finish()  # the buffer is free again
+            cast, copy = copied.finish()
         return {f"time/export_{part}": seconds for part, seconds in {"cast": cast, "copy": copy, **times}.items()}
 
     def _make_room(self, prunes: Collection["Future[None]"]) -> None:
@@ -216,14 +237,15 @@ class Versions:
 
     def _prune(
         self,
-        under_way: Future[Times] | None,
+        under_way: Future[Times | None] | None,
         async_level: int,
         keep: int,
         checkpoints: Callable[[], Collection[int]],
     ) -> None:
         """In the other thread, on rank 0."""
-        if under_way is not None and under_way.exception() is not None:  # bounded: by whoever waits for this version
-            return  # said by whoever takes its result
+        # Bounded: by whoever waits for this version, and says what has failed.
+        if under_way is not None and (under_way.exception() is not None or under_way.result() is None):
+            return
         versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
         lease, needed = read_lease(self.output_dir), checkpoints()
         for version in prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed):

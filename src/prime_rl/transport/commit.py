@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ class Stage:
                 files[name] = {"size": path.stat().st_size, "xxh3": known.get(name) or hash_file(path)}
             faults.point(f"fsync:{subject}")
             manifest = Manifest(step, producer, self.nonce, files, extra or {})
-            _write_durably(self.path / MANIFEST, json.dumps(asdict(manifest), indent=1).encode())
+            _write_durably(self.path / MANIFEST, json.dumps(vars(manifest), indent=1).encode())
             faults.point(f"manifest:{subject}", self.path / MANIFEST)
             for folder in {p.parent for p in self.path.rglob("*")} | {self.path}:
                 _fsync(folder)

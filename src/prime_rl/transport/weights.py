@@ -6,7 +6,7 @@ base model: a manifest with its hashes and its path, no copy. Nothing here needs
 
 import json
 import struct
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +71,7 @@ def manifest_extra(
         "version": version,
         "incarnation": incarnation,
         "hash": version_hash(tensors),
-        "tensors": {name: asdict(entry) for name, entry in tensors.items()},
+        "tensors": {name: vars(entry) for name, entry in tensors.items()},
         "base": base,
     }
 

@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -165,11 +166,17 @@ def test_disk_full(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
+@pytest.fixture(params=["one buffer", "two"])
 def versions(
-    world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
+    request: pytest.FixtureRequest,
+    world: World,
+    make_policy: Callable[..., Policy],
+    tied_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[], Versions]]:
-    """One life of a trainer each call, all on the same run directory."""
+    """One life of a trainer each call, all on the same run directory; `two`: as beside a GPU."""
+    monkeypatch.setattr("prime_rl.trainer.weights.Staging", partial(Staging, shared=request.param == "two"))
     policy, source = make_policy(tied_model), find_model(str(tied_model))
     made = []
 
@@ -245,24 +252,29 @@ def test_prune(versions: Callable[[], Versions], tmp_path: Path) -> None:
 
 
 def test_weights_may_change_meanwhile(versions: Callable[[], Versions], tmp_path: Path) -> None:
-    """What is committed are the weights at the time of `commit`, whatever becomes of them until they are written."""
+    """What is committed are the weights at the time of `commit`, whatever becomes of them until they are written; as many versions are under way as
+    there are buffers."""
     life = versions()
     life.open(0)
     parameter = life._staging.tensors[0].parameter
-    name, before = life._staging.tensors[0].name, parameter.full_tensor().detach().clone()
-    go_on = threading.Event()
-    life.commit(1, lambda: go_on.wait(10))
-    with torch.no_grad():
-        parameter.to_local().add_(1.0)
+    name, at_the_time = life._staging.tensors[0].name, {}
+    go_on, under_way = threading.Event(), range(1, life._staging.buffers + 1)
+    for version in under_way:
+        at_the_time[version] = parameter.full_tensor().detach().clone()
+        life.commit(version, lambda: go_on.wait(10))
+        with torch.no_grad():
+            parameter.to_local().add_(1.0)
     assert list_steps(tmp_path / "weights") == [0]
     go_on.set()
     life.settle()
-    assert torch.equal(load_file(tmp_path / "weights" / "step_1" / "model.safetensors")[name], before)
-    verify_weights(tmp_path / "weights" / "step_1")
+    for version in under_way:
+        directory = tmp_path / "weights" / f"step_{version}"
+        assert torch.equal(load_file(directory / "model.safetensors")[name], at_the_time[version])
+        verify_weights(directory)
 
 
 def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Path) -> None:
-    """A version that its check refuses is not committed; the next call says why, and what comes after goes on."""
+    """A version that its check refuses is not committed, and none after it, until a call has said why."""
     told: list[int] = []
     life = versions()
     life._on_committed = lambda version, times: told.append(version)
@@ -272,13 +284,15 @@ def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Pat
         raise UserError("not finite")
 
     life.commit(1, refuse)
-    with pytest.raises(UserError, match="not finite"):
+    if life._staging.buffers == 2:
         life.commit(2)
+    with pytest.raises(UserError, match="not finite"):
+        life.commit(3)
     life.settle()
-    life.commit(3)
+    life.commit(4)
     life.settle()
-    assert list_steps(tmp_path / "weights") == [0, 3]
-    assert told == [3]
+    assert list_steps(tmp_path / "weights") == [0, 4]
+    assert told == [4]
     assert [path.name for path in (tmp_path / "weights").glob(".*")] == []
 
 
@@ -287,13 +301,26 @@ def test_a_version_that_takes_too_long(versions: Callable[[], Versions], tmp_pat
     life = versions()
     life.open(0)
     life.settle()
-    go_on = threading.Event()
-    life.commit(1, lambda: go_on.wait(10))
+    go_on, under_way = threading.Event(), range(1, life._staging.buffers + 1)
+    for version in under_way:
+        life.commit(version, lambda: go_on.wait(10))
     life._timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no weights/step_1 from the thread that writes it"):
-            life.commit(2)
+            life.commit(under_way.stop)
     go_on.set()
     life._timeout = 60
     life.settle()
-    assert list_steps(tmp_path / "weights") == [0, 1]
+    assert list_steps(tmp_path / "weights") == [0, *under_way]
+
+
+def test_a_second_buffer_only_where_memory_is_plentiful(
+    versions: Callable[[], Versions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that has little is left what it has."""
+    life = versions()
+    both = 2 * life._staging._stride
+    monkeypatch.setattr("prime_rl.trainer.export.available_bytes", lambda: 4 * both - 1)
+    assert not life._staging.affords_two()
+    monkeypatch.setattr("prime_rl.trainer.export.available_bytes", lambda: 4 * both)
+    assert life._staging.affords_two() == life._staging.shared
