@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from prime_rl.errors import UserError
+from prime_rl.monitor import log
 from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
 
+logger = log.get(__name__)
+
 _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
+_SAY_WAIT_AFTER_SECONDS = 0.5
 
 
 class EngineTrouble(UserError):
@@ -59,7 +63,7 @@ class Engine:
         await self._http.aclose()
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
-        """Wait until the server answers, at most `client.ready_timeout` seconds.
+        """Wait until the server answers, at most `client.ready_timeout` seconds. A wait that is noticed is logged, also while a look hangs.
 
         Args:
             on_wait: Told subject, owner and deadline in seconds before every pause.
@@ -67,14 +71,22 @@ class Engine:
         Raises:
             UserError: it did not come up in time.
         """
-        start = time.monotonic()
-        while not await self._healthy():  # bounded: by the deadline below
-            if time.monotonic() - start > self._config.ready_timeout:
-                raise UserError(
-                    f"no inference server at {self.root} after {self._config.ready_timeout:.0f} s (client.base_url, client.ready_timeout)"
-                )
-            on_wait("a healthy server", f"inference at {self.root}", self._config.ready_timeout)
-            await asyncio.sleep(_POLL_SECONDS)
+        start, most = time.monotonic(), self._config.ready_timeout
+        said = asyncio.get_running_loop().call_later(
+            _SAY_WAIT_AFTER_SECONDS, logger.info, "waiting for an inference server at %s (at most %.0f s)", self.root, most
+        )  # fmt: skip
+        try:
+            while trouble := await self._trouble(start + most - time.monotonic()):  # bounded: by the deadline below
+                if time.monotonic() - start > most:
+                    raise UserError(
+                        f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}"
+                    )
+                on_wait("a healthy server", f"inference at {self.root}", most)
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            said.cancel()
+        if (waited := time.monotonic() - start) > _SAY_WAIT_AFTER_SECONDS:
+            logger.info("the inference server at %s answers after %.0f s", self.root, waited)
 
     async def served(self) -> Served:
         """Ask what is served.
@@ -114,12 +126,14 @@ class Engine:
         except UserError:
             return None
 
-    async def _healthy(self) -> bool:
+    async def _trouble(self, seconds_left: float) -> str | None:
+        """Why the server is not healthy; None if it is. Takes hardly longer than the seconds that are left."""
+        seconds = min(max(seconds_left, _POLL_SECONDS), _PROBE_TIMEOUT_SECONDS)
         try:
-            response = await self._http.get("/health", timeout=_PROBE_TIMEOUT_SECONDS)
-        except httpx.TransportError:
-            return False
-        return response.is_success
+            response = await self._http.get("/health", timeout=seconds)
+        except httpx.TransportError as error:
+            return str(error) or type(error).__name__
+        return None if response.is_success else f"GET /health gives HTTP {response.status_code}"
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:

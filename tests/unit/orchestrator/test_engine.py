@@ -1,6 +1,8 @@
 """The engine client: what it believes, and what it says when the server is not what it should be."""
 
+import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -10,6 +12,7 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
+from prime_rl.orchestrator import engine as engine_module
 from prime_rl.orchestrator.engine import Engine, EngineTrouble, Served
 from prime_rl.transport.weights import WeightsManifest
 
@@ -130,11 +133,42 @@ async def test_a_failure_of_the_server_is_told_from_a_refusal(server, status, tr
     assert isinstance(caught.value, EngineTrouble) is trouble
 
 
-async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server):
-    """A wait has a subject, an owner and a deadline."""
+async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):
+    """A wait has a subject, an owner and a deadline, in the log too; its end says what the server answered."""
     waits = []
     async with Engine(ClientConfig(base_url=server.url, ready_timeout=0.6)) as engine:
-        with pytest.raises(UserError, match="no inference server at"):
+        with pytest.raises(UserError, match=r"no inference server at .*: GET /health gives HTTP 404"):
             await engine.wait_ready(lambda *wait: waits.append(wait))
     assert waits[0][0] == "a healthy server"
     assert server.url in waits[0][1]
+    assert heard.messages == [f"waiting for an inference server at {server.url} (at most 1 s)"]
+
+
+async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same_way(heard):
+    """The log hears of it while the first look hangs, and the deadline holds for that look, too."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        async with Engine(ClientConfig(base_url=url, ready_timeout=1.5)) as engine:
+            waiting = asyncio.create_task(engine.wait_ready(lambda *wait: None))
+            while not heard.messages and not waiting.done():
+                await asyncio.sleep(0.05)
+            assert heard.messages == [f"waiting for an inference server at {url} (at most 2 s)"]
+            assert not waiting.done()
+            with pytest.raises(UserError, match=f"no inference server at {url} after 2 s .*: ReadTimeout"):
+                await waiting
+
+
+async def test_a_server_that_is_there_is_no_news(server, heard, monkeypatch):
+    """Nothing is said of a wait that is over before it is noticed; of another its end is said, too."""
+    monkeypatch.setattr(engine_module, "_SAY_WAIT_AFTER_SECONDS", 1.0)
+    server.answers["GET", "/health"] = 200, {}
+    async with Engine(ClientConfig(base_url=server.url)) as engine:
+        await engine.wait_ready(lambda *wait: None)
+        await asyncio.sleep(1.1)
+        assert heard.messages == []
+        server.answers["GET", "/health"] = 503, {}
+        asyncio.get_running_loop().call_later(1.5, server.answers.update, {("GET", "/health"): (200, {})})
+        await engine.wait_ready(lambda *wait: None)
+    waiting, answers = heard.messages
+    assert waiting.startswith("waiting for an inference server")
+    assert answers.startswith(f"the inference server at {server.url} answers after")

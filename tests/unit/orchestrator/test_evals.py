@@ -1,6 +1,9 @@
 """Evaluations count what failed, average what did not, and order results by task."""
 
 import asyncio
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -86,3 +89,21 @@ async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() ->
     task.cancel()
     await asyncio.wait([task], timeout=5)
     assert task.cancelled()
+
+
+def test_an_evaluation_without_a_server_says_what_it_waits_for_and_fails(tmp_path):
+    """The command itself: a line with address and deadline while it waits, an error and an exit status in the end."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"  # nobody listens there any more
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "prime_rl.entrypoints.eval", "--environment-ids", "reverse-text"),
+            *("--client.base-url", url, "--client.ready-timeout", "1", "--output-dir", str(tmp_path)),
+        ],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"waiting for an inference server at {url} (at most 1 s)" in done.stdout
+    assert done.stderr.startswith(
+        f"error: no inference server at {url} after 1 s (client.base_url, client.ready_timeout): "
+    )
