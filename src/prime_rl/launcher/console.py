@@ -4,7 +4,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -26,8 +26,8 @@ _PATIENCE_WHILE_STEPPING_SECONDS = 60.0
 class Console:
     """Prints what metrics and status files say. `say` and `tick` are the supervisor's callbacks."""
 
-    def __init__(self, output_dir: Path, max_steps: int | None) -> None:
-        self.progress = Progress(output_dir, max_steps)
+    def __init__(self, output_dir: Path, max_steps: int | None, apart: Mapping[str, int] | None = None) -> None:
+        self.progress = Progress(output_dir, max_steps, apart)
         self.peak_memory = 0  # bytes, of this process and all below it
         self._output_dir = output_dir
         self._began = time.monotonic()
@@ -109,14 +109,14 @@ class Console:
         if self._phases.get(status.process) == name:
             return
         self._phases[status.process] = name
-        if self.progress.steps == 0 and name not in ("starting", "done"):
+        if not self.progress.begun and name not in ("starting", "done"):
             self.say(f"{status.process}: {name}")
 
     def _tell_wait(self, status: ProcessStatus) -> None:
         wait = status.waiting
         if wait is None or (status.process, wait.subject, wait.since) in self._waits_told:
             return
-        patience = _PATIENCE_WHILE_STEPPING_SECONDS if self.progress.steps else _PATIENCE_SECONDS
+        patience = _PATIENCE_WHILE_STEPPING_SECONDS if self.progress.begun else _PATIENCE_SECONDS
         now = time.time()
         if now - wait.since >= patience:
             self._waits_told.add((status.process, wait.subject, wait.since))

@@ -37,9 +37,14 @@ class Tail:
 
 
 class Progress:
-    """Joins the rows of orchestrator and trainer by step, into one line per step and one per evaluation."""
+    """Joins the rows of orchestrator and trainer by step, into one line per step and one per evaluation.
 
-    def __init__(self, output_dir: Path, max_steps: int | None) -> None:
+    Args:
+        max_steps: How many steps the run makes; None: until it is stopped.
+        apart: How many each process makes, by name, where they have no steps in common (a benchmark): each has lines of its own.
+    """
+
+    def __init__(self, output_dir: Path, max_steps: int | None, apart: Mapping[str, int] | None = None) -> None:
         self._tails = {name: Tail(metrics_path(output_dir, name)) for name in ("orchestrator", "trainer")}
         # A resumed trainer takes batches that the orchestrator made, and reported, in an earlier life.
         earlier = {
@@ -47,7 +52,8 @@ class Progress:
         }
         self._rows: dict[str, dict[int, Row]] = {"orchestrator": dict(earlier), "trainer": {}}
         self._max_steps = max_steps
-        self._ends: list[float] = []  # unix times at which steps ended
+        self._apart = apart or {}
+        self._ends: dict[str, list[float]] = {}  # unix times at which steps ended; by process if they are told apart
         self._told: set[int] = set()
         self._output_dir = output_dir
         self._lives = _lives(output_dir)
@@ -57,13 +63,20 @@ class Progress:
         """Different steps that were printed."""
         return len(self._told)
 
+    @property
+    def begun(self) -> bool:
+        """Whether a step was printed, of each process if they are told apart."""
+        return bool(self._told) and self._ends.keys() >= self._apart.keys()
+
     def lines(self) -> list[str]:
         """What happened since the last call. A step is told once both sides have reported it."""
         told = self._life_lines()
         for name, tail in self._tails.items():
             for row in tail.read():
                 told += eval_lines(row)
-                if is_step(row):
+                if is_step(row) and name in self._apart:
+                    told += self._lines_apart(name, int(row["step"]), row)
+                elif is_step(row):
                     self._note(name, int(row["step"]), row)
         both = sorted(self._rows["orchestrator"].keys() & self._rows["trainer"].keys())
         for step in both:
@@ -87,24 +100,33 @@ class Progress:
         return told
 
     def _note(self, name: str, step: int, row: Row) -> None:
-        """The trainer adds to a step's numbers what it knows late, such as the time to save: that makes no line of its own."""
-        if name == "trainer" and "loss/mean" not in row:
+        """What comes late adds to a row that is not told yet."""
+        if _is_late(name, row):
             if step in self._rows[name]:
                 self._rows[name][step] = {**self._rows[name][step], **row}
         else:
             self._rows[name][step] = row
 
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
-        self._ends.append(trainer["time"])
         self._told.add(step)
-        return step_line(step, self._max_steps, orchestrator, trainer, self._remaining(step))
+        remaining = self._remaining("", step, self._max_steps, trainer["time"])
+        return step_line(step, self._max_steps, orchestrator, trainer, remaining)
 
-    def _remaining(self, step: int) -> float | None:
-        """Seconds to go at the pace of the last steps. The first step waited for the start-up and tells nothing."""
-        recent = self._ends[-_ETA_STEPS - 1 :]
-        if self._max_steps is None or len(recent) < 2:
+    def _lines_apart(self, name: str, step: int, row: Row) -> list[str]:
+        if _is_late(name, row):
+            return []
+        self._told.add(step)
+        last = self._apart[name]
+        return [f"{name}: {step_line(step, last, row, row, self._remaining(name, step, last, row['time']))}"]
+
+    def _remaining(self, name: str, step: int, max_steps: int | None, now: float) -> float | None:
+        """Seconds to go at the pace of the last steps, after one that ends now. The first step waited for the start-up and tells nothing."""
+        ends = self._ends.setdefault(name, [])
+        ends.append(now)
+        recent = ends[-_ETA_STEPS - 1 :]
+        if max_steps is None or len(recent) < 2:
             return None
-        return (recent[-1] - recent[0]) / (len(recent) - 1) * (self._max_steps - step - 1)
+        return (recent[-1] - recent[0]) / (len(recent) - 1) * (max_steps - step - 1)
 
 
 def _lives(output_dir: Path) -> dict[int, int]:
@@ -112,6 +134,11 @@ def _lives(output_dir: Path) -> dict[int, int]:
         return read_lives(output_dir)
     except CommitError:  # the trainer says so
         return {}
+
+
+def _is_late(name: str, row: Row) -> bool:
+    """The trainer adds to a step's numbers what it knows late, such as the time to save: that makes no line of its own."""
+    return name == "trainer" and "loss/mean" not in row
 
 
 def is_step(row: Row) -> bool:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher import checks, doctor, rundir
-from prime_rl.launcher.bench import run_apart
+from prime_rl.launcher.bench import run_apart, steps_apart
 from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.gpus import visible_gpus
@@ -51,7 +51,8 @@ def run(config: RLConfig) -> int:
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             rundir.clean(config.output_dir)
         _write_configs(plan, config)
-        with Console(config.output_dir, config.max_steps) as console:
+        apart = steps_apart(config) if config.bench else None
+        with Console(config.output_dir, config.max_steps, apart) as console:
             return _supervise(config, plan, owner, console).value
 
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from prime_rl.config.bench import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool
 from prime_rl.orchestrator.core import Limits
 from prime_rl.orchestrator.evals import EvalPlan
@@ -12,19 +13,17 @@ if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
     from prime_rl.config.shared import EnvConfig
 
-BENCH_STEPS = 4
-
 
 def limits(config: "OrchestratorConfig") -> Limits:
     """The core's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
-    level = BENCH_STEPS if config.bench else config.async_level
+    level = ORCHESTRATOR_STEPS if config.bench else config.async_level
     return Limits(
         batch_size=config.batch_size,
         group_size=config.rollouts_per_example,
         async_level=level,
         max_off_policy_steps=max(config.max_off_policy_steps, level),
         max_concurrent=min(config.max_concurrent or config.batch_size * (config.async_level + 1), seats(config)),
-        max_steps=BENCH_STEPS if config.bench else config.max_steps,
+        max_steps=ORCHESTRATOR_STEPS if config.bench else config.max_steps,
     )
 
 

@@ -8,11 +8,9 @@ from typing import Self
 
 import torch
 
+from prime_rl.config.bench import WARM_UP
 from prime_rl.trainer import perf
 from prime_rl.trainer.parallel import World
-
-WARM_UP = 3  # steps that are not counted: they compile, for the first shape that comes and then for any
-BENCH_STEPS = WARM_UP + 5
 
 # What fits into a CPU's memory nearly everywhere.
 SMALL_RL = "trainer --bench --model.name assets/tiny-reverse --seq-len 256 --data.fake.batch-size 16 --data.fake.micro-batch-size 4"

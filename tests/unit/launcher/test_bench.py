@@ -13,9 +13,11 @@ from prime_rl.config.shared import CkptConfig, EnvConfig, MonitorConfig, WandbCo
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import run as rl
-from prime_rl.launcher.bench import apart, bench_dir, run_apart
+from prime_rl.launcher.bench import apart, bench_dir, run_apart, steps_apart
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.orchestrator.plans import limits
+from prime_rl.trainer.rl.train import bench_config
 from prime_rl.transport.commit import stage
 from support import trainer as support
 
@@ -122,6 +124,14 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
     for process in (inner := run_apart(given, print)).trainer, inner.orchestrator:
         assert apart(process, pytest.fail).output_dir == tmp_path / "bench"  # as the processes do that it starts
     assert inner.orchestrator.eval is None
+
+
+@pytest.mark.parametrize("max_steps", [None, 30, 2])
+def test_the_steps_that_a_benchmark_shows(max_steps: int | None) -> None:
+    """They are the ones that the processes make, whatever the run would have made."""
+    given = RLConfig.model_validate({"bench": True, "max_steps": max_steps, "orchestrator": environment()})
+    made = {"trainer": bench_config(given.trainer).max_steps, "orchestrator": limits(given.orchestrator).max_steps}
+    assert steps_apart(given) == made
 
 
 def test_a_run_that_is_called_bench(tmp_path: Path) -> None:

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.config import SFTConfig
+from prime_rl.config.bench import TRAINER_STEPS
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer.bench import BENCH_STEPS
 from prime_rl.trainer.parallel import close_world
 from prime_rl.trainer.sft.train import train
 from prime_rl.transport.checkpoints import complete_steps
@@ -191,7 +191,7 @@ def test_fake_data_and_bench(
     """--bench runs a few steps on random tokens, prints the table and saves nothing; fake data alone commits its last weights."""
     nowhere = tmp_path / "nowhere.jsonl"
     run(make_config(tmp_path / "bench", tied_model, nowhere, {"fake": {"type": "variable"}}, bench=True, max_steps=100))
-    assert len(metrics(tmp_path / "bench")) == BENCH_STEPS
+    assert len(metrics(tmp_path / "bench")) == TRAINER_STEPS
     assert "tokens/s" in heard.text[heard.text.index("benchmark:") :]
     assert not (tmp_path / "bench" / "weights").exists()
     run(make_config(tmp_path / "fake", tied_model, nowhere, {"fake": {}}, max_steps=2))

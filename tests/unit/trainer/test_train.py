@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from conftest import make_tiny_model
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
+from prime_rl.config.bench import TRAINER_STEPS, WARM_UP
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import memory
-from prime_rl.trainer.bench import BENCH_STEPS, WARM_UP
 from prime_rl.trainer.rl import train as loop
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
@@ -394,9 +394,9 @@ def test_bench(
     settings: dict[str, Any] = {"bench": True, "data": {"fake": fake}, "recovery_interval": 1}
     run_training(support.make_config(tmp_path, tied_model, **settings))
     rows = metrics(tmp_path)
-    assert len(rows) == BENCH_STEPS
+    assert len(rows) == TRAINER_STEPS
     table = heard.text[heard.text.index("benchmark:") :].splitlines()
-    assert f"{BENCH_STEPS - WARM_UP} steps after {WARM_UP} that warm up, 1 × cpu" in table[0]
+    assert f"{TRAINER_STEPS - WARM_UP} steps after {WARM_UP} that warm up, 1 × cpu" in table[0]
     measured = [1e3 * row["time/step"] for row in rows[WARM_UP:]]
     (line,) = [line for line in table if line.startswith("step (ms)")]
     assert [float(cell.replace(",", "")) for cell in line.split()[2:]] == pytest.approx(

@@ -11,10 +11,11 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config import TrainerConfig
+from prime_rl.config.bench import trainer_steps
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.trainer import moe, perf, weights
-from prime_rl.trainer.bench import BENCH_STEPS, SMALL_RL, HostSyncs, bench_table
+from prime_rl.trainer.bench import SMALL_RL, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import SUMS, make_token_loss
@@ -167,7 +168,7 @@ def means(loss_tokens: int, sums: list[float]) -> dict[str, float]:
 def bench_config(config: TrainerConfig) -> TrainerConfig:
     """A few steps on fake data, nothing saved."""
     fake = config.data.fake or FakeConfig()
-    steps = min(config.max_steps or BENCH_STEPS, BENCH_STEPS)
+    steps = trainer_steps(config.max_steps)
     data = config.data.model_copy(update={"fake": fake})
     scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
     unsaved = {"ckpt": None, "recovery_interval": None}

@@ -9,10 +9,11 @@ from contextlib import ExitStack
 import torch
 
 from prime_rl.config import SFTConfig
+from prime_rl.config.bench import trainer_steps
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.trainer import moe, perf, weights
-from prime_rl.trainer.bench import BENCH_STEPS, SMALL_SFT, HostSyncs, bench_table
+from prime_rl.trainer.bench import SMALL_SFT, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import cross_entropy
@@ -147,7 +148,7 @@ def means(sums: list[float]) -> dict[str, float]:
 def bench_config(config: SFTConfig) -> SFTConfig:
     """A few steps on fake data, nothing saved."""
     data = config.data.model_copy(update={"fake": config.data.fake or FakeSFTData()})
-    steps = min(config.max_steps or BENCH_STEPS, BENCH_STEPS)
+    steps = trainer_steps(config.max_steps)
     scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
     return config.model_copy(update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler})
 
