@@ -10,12 +10,15 @@ import numpy as np
 
 from prime_rl.orchestrator import bias
 from prime_rl.orchestrator.account import Account, EnvAccount
+from prime_rl.orchestrator.episodes import Drop
 from prime_rl.orchestrator.ledger_file import State, open_copy
 
 LEDGER = "ledger.sqlite"
 _RANGES = 10
 _WIDTH = 110
 _QUANTITIES = {"length": "output_tokens", "reward": "reward"}
+# What a setting leaves out on purpose differs in what it is chosen by, and in what goes along with that. Other drops ought to hit blindly.
+_BY_DESIGN = {(Drop.FILTERED, "reward"), (Drop.FILTERED, "length"), (Drop.TRUNCATED, "length")}
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class Bias:
     quantity: str  # length (sampled tokens) or reward
     difference: bias.Difference
     differs: bool | None
+
+    @property
+    def by_design(self) -> bool:
+        """Whether a difference is to be expected, since a setting chose what to drop by this quantity, or by one that it goes along with."""
+        return (self.reason, self.quantity) in _BY_DESIGN
 
 
 @dataclass(frozen=True)
@@ -229,8 +237,7 @@ def _verdict(row: Bias) -> str:
         return "too few"
     if not row.differs:
         return "no difference shown"
-    by_design = (row.reason, row.quantity) in {("filtered", "reward"), ("truncated", "length")}
-    return "differs (by design)" if by_design else "DIFFERS"
+    return "differs (by design)" if row.by_design else "DIFFERS"
 
 
 def _notes(biases: Sequence[Bias]) -> Iterable[str]:
@@ -240,6 +247,16 @@ def _notes(biases: Sequence[Bias]) -> Iterable[str]:
         f"seed); 'differs' holds at {bias.CONFIDENCE:.0%} confidence for all {tests} tests together (Holm). 'Too few': under {bias.MIN_DROPPED} "
         f"dropped or in under {bias.MIN_GROUPS} groups."
     )
+    if any(row.differs and row.by_design for row in biases):
+        yield (
+            "By design: a setting chose these, and nothing is wrong. 'filtered' leaves out attempts of advantage zero (filter_zero_advantage), so "
+            "their rewards differ, and their lengths where length goes along with reward; 'truncated' leaves out what does not fit seq_len."
+        )
+    if any(row.differs and not row.by_design for row in biases):
+        yield (
+            "DIFFERS: no setting chose these by that quantity, and yet they are not like the rest: what is trained may be a biased sample of what was "
+            "issued. Find out why they are dropped."
+        )
     if any(row.difference.siblings for row in biases):
         yield (
             "~ some of the dropped have no value of their own (they failed, timed out or were cancelled): every episode counts with the mean of its "

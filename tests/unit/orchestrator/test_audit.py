@@ -252,6 +252,51 @@ def test_the_report_finds_long_stale_drops_and_is_silent_on_the_rest(tmp_path, l
     (stale,) = [line for line in text.splitlines() if line.split()[1:2] == ["stale"] and "length" in line]
     assert stale.endswith("DIFFERS")
     assert "differs (by design)" in text
+    assert "By design: a setting chose these" in text
+    assert "DIFFERS: no setting chose these" in text
     assert "too few" in text
     assert "99% confidence" in text
     assert text == audit_text(tmp_path)
+
+
+def lengths_of_drops(ledger: Ledger, reason: str) -> None:
+    """Groups in which every second one is short and solved by all; the short ones are dropped for this reason, the long ones trained."""
+    rng = np.random.default_rng(0)
+    for number in range(60):
+        ledger.opened(number, "math", number, "t")
+        solved = number % 2 == 0
+        names = [episode_id(number, i, 0) for i in range(4)]
+        for i, name in enumerate(names):
+            ledger.issued(name, 0, 0)
+            reward = 1.0 if solved else i / 3
+            ledger.finished(name, 0, 0, 0, result(reward, sampled=int(rng.integers(10, 50) + 200 * (not solved))))
+            if solved and reason != "filtered":
+                ledger.dropped(name, reason)
+        if solved and reason == "filtered":
+            ledger.discarded([number])
+    ledger.flush()
+
+
+def test_a_filter_that_goes_along_with_length_is_told_calmly(tmp_path, ledger):
+    """The user chose the filter: the difference is found and shown with its numbers, and is no alarm."""
+    lengths_of_drops(ledger, "filtered")
+    found = {row.quantity: row for row in audit(tmp_path).biases}
+    assert found["length"].differs
+    assert found["reward"].differs
+    assert found["length"].by_design
+    text = audit_text(tmp_path)
+    (line,) = [line for line in text.splitlines() if line.split()[1:4] == ["filtered", "120", "length"]]
+    assert re.search(r"\d+(\.\d+)? +\d+(\.\d+)? +0\.0001  differs \(by design\)$", line)
+    assert "By design: a setting chose these" in text
+    assert "DIFFERS" not in text
+
+
+@pytest.mark.parametrize("reason", ["stale", "errored", "timeout", "cancelled"])
+def test_the_same_drops_for_a_reason_that_nobody_chose_are_an_alarm(tmp_path, ledger, reason):
+    """A failure that prefers short episodes biases what is trained; so it is said loudly."""
+    lengths_of_drops(ledger, reason)
+    assert [(row.differs, row.by_design) for row in audit(tmp_path).biases] == [(True, False)] * 2
+    text = audit_text(tmp_path)
+    assert sum(line.endswith("  DIFFERS") for line in text.splitlines()) == 2
+    assert "DIFFERS: no setting chose these" in text
+    assert "by design" not in text.lower()
