@@ -68,7 +68,7 @@ class Case:
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
         bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB to stay in.
-        peer: What the peer reaches.
+        peer: What the peer reaches, and `peer_gib` the GiB that it takes.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Case:
     mfu_bar: float | None = None
     within: float | None = None
     peer: float | None = None
+    peer_gib: float | None = None
 
     @property
     def tokens(self) -> int:
@@ -98,7 +99,7 @@ class Case:
 
 _KINDS: dict[str, Any] = {
     **dict.fromkeys(("layers", "ranks", "micro_batches", "warm", "steps"), int),
-    **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer"), float),
+    **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer", "peer_gib"), float),
     "loss": str,
     "export": lambda text: text == "true",
 }

@@ -43,16 +43,21 @@ BARS = (
     ),
     Case("Qwen3-4B, 64k packed from 4k documents", "4B", "16x4096", bar=18_500, steps=3, warm=2),
     Case(
-        "Qwen3-30B-A3B, 8 of 48 layers, 32k packed", "30B-A3B", "8x4096", layers=8, mfu_bar=40.0, warm=6, steps=8
+        "Qwen3-30B-A3B, 8 of 48 layers, 32k packed", "30B-A3B", "8x4096", layers=8, mfu_bar=40.0, warm=6, steps=10
     ),
     Case("Qwen3-4B, one 64k document", "4B", "1x65536", bar=5_600, steps=2, warm=2, limit=240),
 )  # fmt: skip
 
 
-def _levels(model: str, documents: str, levels: tuple[str, ...], steps: int) -> tuple[Case, ...]:
+_FAST = {"reshard_after_forward": False, "head_chunk": 4096}
+
+
+def _levels(
+    model: str, documents: str, levels: tuple[str, ...], steps: int, besides: dict[str, object] = _FAST
+) -> tuple[Case, ...]:
     auto = Case(f"{model} {documents}, automatic", model, documents, steps=steps)
     tuned = (
-        replace(auto, name=f"{model} {documents}, {level}", settings={"activation_checkpointing": level})
+        replace(auto, name=f"{model} {documents}, {level}", settings={"activation_checkpointing": level, **besides})
         for level in levels
     )
     return auto, *tuned
@@ -63,7 +68,29 @@ AUTO = (
     *_levels("0.6B", "1x16384", ("none", "pointwise"), 8),
     *_levels("4B", "1x16384", ("none", "pointwise", "wide", "attention"), 3),
     *_levels("0.6B", "16x4096", ("none", "pointwise"), 4),
-    *_levels("4B", "16x4096", ("wide", "attention"), 2),
+    *_levels("4B", "16x4096", ("wide", "attention"), 2, {}),
+)
+
+# A level is named, as the peer's rows do; these exported nothing.
+MEMORY = tuple(
+    Case(
+        f"{model} {documents}, {level}",
+        model,
+        documents,
+        settings={"activation_checkpointing": level},
+        export=False,
+        steps=steps,
+        warm=warm,
+        peer=peer,
+        peer_gib=gib,
+    )
+    for model, documents, level, peer, gib, steps, warm in (
+        ("0.6B", "1x16384", "none", 38_500, 30.4, 6, 3),
+        ("0.6B", "1x16384", "full", 32_900, 11.9, 6, 3),
+        ("0.6B", "1x65536", "none", 17_800, 88.8, 2, 2),
+        ("4B", "1x16384", "none", 12_500, 123.6, 3, 3),
+        ("4B", "1x16384", "full", 10_300, 67.3, 3, 3),
+    )
 )
 
 _ONE = Case("0.6B, one 16k document a micro-batch, 1 rank", "0.6B", "1x16384", steps=8)
@@ -95,4 +122,4 @@ TINY = (
     Case("tiny, SFT", "tiny", "2x64", loss="sft", export=False, steps=2, warm=2),
 )
 
-SUITES = {"bars": BARS, "auto": AUTO, "ranks": RANKS, "optim": OPTIM, "tiny": TINY}
+SUITES = {"bars": BARS, "auto": AUTO, "memory": MEMORY, "ranks": RANKS, "optim": OPTIM, "tiny": TINY}

@@ -26,6 +26,7 @@ HEADINGS = [
     "peer's MFU",
     "step ms (min–max)",
     "GiB estimated / allocated / reserved",
+    "peer's GiB",
     "chosen",
 ]
 PARTS = [
@@ -44,7 +45,7 @@ def cells(case: Case, row: Row | None) -> list[str]:
     """A case's line under `HEADINGS`."""
     if row is None or "failed" in row:
         reason = NOT_MEASURED if row is None else f"failed: {row['failed']}"
-        return [case.name, reason, _bar(case), _peer(case), "", "", "", "", ""]
+        return [case.name, reason, _bar(case), _peer(case), "", "", "", "", "", ""]
     step = row["step_ms"]
     return [
         case.name,
@@ -55,6 +56,7 @@ def cells(case: Case, row: Row | None) -> list[str]:
         _percent(row["peer_mfu"]),
         f"{step['median']:,.0f} ({step['min']:,.0f}–{step['max']:,.0f})",
         " / ".join(_number(row[f"{kind}_gib"], ".1f") for kind in ("estimated", "allocated", "reserved")),
+        _number(case.peer_gib, ".1f") if case.peer_gib else "",
         row["chosen"],
     ]
 
@@ -210,6 +212,7 @@ def _machines(rows: Mapping[str, Row]) -> str:
 _TITLES = {
     "bars": "Bars on one H200: no option is set but the memory limit that a row names. Weights are exported after every step.",
     "auto": "What is chosen without any option, beside what is set by hand.",
+    "memory": "Memory where a level of recomputation is named, beside the peer's at the same level (its reports do not say whether allocated or reserved); nothing is exported, as there.",
     "optim": "Other optimizers, and optimizer states in host memory.",
     "ranks": "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. The bar is 1.9 times 1 rank for 2.",
 }

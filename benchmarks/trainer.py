@@ -1,7 +1,7 @@
 """Speed and memory of the trainer: whole steps on real shapes with random weights and fake data, each case in a process of its own.
 
     python benchmarks/trainer.py --suite bars                                   # what is to be reached on one H200
-    python benchmarks/trainer.py --suite auto | attention | optim | ranks
+    python benchmarks/trainer.py --suite auto | memory | attention | optim | ranks
     python benchmarks/trainer.py --case "4B 1x16384 memory_limit=80" --case "0.6B 16x4096 activation_checkpointing=attention"
     python benchmarks/trainer.py --device cpu --suite tiny                      # no GPU
     python benchmarks/trainer.py --table                                        # write README.md's tables again from the JSON files

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measures the trainer on a GPU host, in the order in which scarce time is best spent.
 #
-#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto attention optim neutrality profile ranks mismatch bench oom
+#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto memory attention optim neutrality profile ranks mismatch bench oom
 #
 # Needs Python with torch and the trainer's packages (PYTHON, default python3); `src` is put on PYTHONPATH. Writes trainer.json, neutrality.json,
 # profile.json, mismatch.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no
@@ -47,6 +47,7 @@ for part in $parts; do
         check) run check 240 -m pytest -q -m gpu -W ignore::pytest.PytestConfigWarning "$here/../tests/gpu" ;;
         bars) trainer bars 500 ;;
         auto) trainer auto 300 ;;
+        memory) trainer memory 250 ;;
         attention) trainer attention 150 ;;
         optim) trainer optim 200 ;;
         ranks) trainer ranks 400 ;;

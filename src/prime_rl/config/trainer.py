@@ -36,11 +36,12 @@ class TrainerModel(ModelConfig):
         default="auto", description="Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU)."
     )
     head_chunk: PositiveInt | None = Field(
-        default=None, description="Tokens whose logits exist at the same time (None: as memory allows)."
+        default=None,
+        description="Tokens whose logits exist at the same time (None: as memory allows; where a level is named, fewer).",
     )
     reshard_after_forward: bool | None = Field(
         default=None,
-        description="Free gathered parameters between forward and backward (None: as memory asks for).",
+        description="Free gathered parameters between forward and backward (None: as memory asks for, or a level is named).",
     )
     dp_replicate: PositiveInt = Field(
         default=1, description="Groups of ranks (HSDP): each shards a whole copy of the state among its members."

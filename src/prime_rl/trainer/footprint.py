@@ -176,7 +176,8 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "fp32 weights": 4 * s.parameters // job.shards,
         "gradients": 4 * s.parameters // job.shards,
         "optimizer states": int(job.state_bytes * s.parameters) // job.shards,
-        "gathered weights": size * (s.root_parameters + 3 * s.layer_parameters if settings.reshard else s.parameters),
+        # Those that stay: of the layers, weights that are freed come and go around their use.
+        "gathered weights": size * (s.root_parameters if settings.reshard else s.parameters),
     }
     hidden, weight = tokens * s.hidden * size, s.head_parameters
     kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
@@ -210,6 +211,8 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             + 2 * hidden
             + 4 * tokens * s.query,  # attention sums dq in float32
             "reduction": (size + summed) * s.layer_parameters,
+            # this block's, those of the next one, and what they are gathered into
+            "weights of blocks": 3 * size * s.layer_parameters if settings.reshard else 0,
         }
     return Estimate({name: held | parts for name, parts in moments.items()})
 
@@ -292,6 +295,11 @@ def batch_seconds(shape: Shape, job: Job) -> float:
     """A micro-batch's products, forward and backward, with nothing computed again. Attention is left out: it depends on the documents' lengths."""
     head = 2 * job.tokens * shape.head_parameters / PRODUCTS
     return 3 * (shape.layers * products_seconds(shape, job.tokens) + head)
+
+
+def least_seconds(shape: Shape, job: Job) -> float:
+    """A micro-batch's time, forward and backward, with nothing computed again; documents are taken as short as `forward_seconds` does."""
+    return 3 * (shape.layers * forward_seconds(shape, job) + 2 * job.tokens * shape.head_parameters / PRODUCTS)
 
 
 def _recompute_seconds(shape: Shape, level: "Recompute", job: Job) -> float:

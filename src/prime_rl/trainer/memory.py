@@ -27,6 +27,7 @@ from prime_rl.trainer.footprint import (
     batch_seconds,
     estimate,
     forward_seconds,
+    least_seconds,
     parked_bytes,
     state_bytes,
 )
@@ -53,6 +54,8 @@ HOST_MOST = 0.9
 """And at most this much for everything that the trainer is known to need."""
 WORTHWHILE = 0.01
 """Parking has to save this share of a micro-batch's time."""
+LEAN = 0.03
+"""Where a level is named, this share of a micro-batch's least time may go into saving memory by other means."""
 
 _AGAIN = {
     "none": "nothing",
@@ -110,7 +113,7 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
     """The fastest settings that fit; the leanest when none does.
 
     Without a word of `config` about it, what blocks keep is parked in host memory, a part of it or all, where that is worthwhile or nothing else
-    fits.
+    fits. Whoever names a level trades memory for time by hand, and gets what else saves memory as well, as long as it costs hardly any time.
 
     Args:
         budget: Bytes that torch may take of the GPU.
@@ -118,6 +121,8 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
     """
     options = list(_options(config, shape))
     best = _fastest(options, shape, job, budget)
+    if best is not None and config.activation_checkpointing != "auto":
+        best = _leanest_beside(best, options, shape, job)
     if config.activation_offload is None:
         parking = _fastest_parking(options, shape, job, budget, host)
         if parking is not None and (best is None or _is_worthwhile(parking, best, shape, job)):
@@ -130,6 +135,15 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
 def _fastest(options: list[Settings], shape: Shape, job: Job, budget: float) -> Settings | None:
     fitting = [settings for settings in options if _fits(estimate(shape, job, settings), budget)]
     return min(fitting, key=lambda s: (added_seconds(shape, job, s), estimate(shape, job, s).total), default=None)
+
+
+def _leanest_beside(best: Settings, options: list[Settings], shape: Shape, job: Job) -> Settings:
+    """The settings that take the least memory of those that are hardly slower than the best."""
+    most = added_seconds(shape, job, best) + LEAN * least_seconds(shape, job)
+    return min(
+        (settings for settings in options if added_seconds(shape, job, settings) <= most),
+        key=lambda s: (estimate(shape, job, s).total, added_seconds(shape, job, s)),
+    )
 
 
 def _fastest_parking(options: list[Settings], shape: Shape, job: Job, budget: float, host: float) -> Settings | None:
@@ -211,12 +225,12 @@ def _budget(config: "TrainerModel", world: World) -> float:
 
 
 def _host_bytes(shape: Shape, job: Job, states: float) -> float:
-    """Bytes of host memory that each rank of this host may park in: what the rank will need itself is left alone, the exported weights (of two bytes),
-    and the copy of weights and optimizer states (of so many bytes a parameter) from which a checkpoint is written beside the loop.
+    """Bytes of host memory that each rank of this host may park in: what the rank will need itself is left alone, the exported weights (of two bytes,
+    twice), and the copy of weights and optimizer states (of so many bytes a parameter) from which a checkpoint is written beside the loop.
     """
     available = available_bytes() / local_ranks()
     offloaded = max(states - job.state_bytes, 0)
-    needed = (2 + 4 + states + offloaded) * shape.parameters / job.shards
+    needed = (2 * 2 + 4 + states + offloaded) * shape.parameters / job.shards
     return max(min(HOST_SHARE * available, HOST_MOST * available - needed), 0)
 
 
