@@ -89,11 +89,19 @@ def measured(source: Source, world: World, **settings: object) -> tuple[float, R
     return peak, results, policy.memory, [host.chunks, len(host._free)] if host else []
 
 
-def test_estimate_of_every_level(source: Source, world: World) -> None:
+@pytest.mark.parametrize("reshard", [False, True])
+def test_estimate_of_every_level(reshard: bool, source: Source, world: World) -> None:
     """What is allocated at most is within 10 % of the estimate, and each level takes less than the one before; no level changes a number."""
     peaks, results = [], []
     for level in LEVELS:
-        peak, result, plan, _ = measured(source, world, activation_checkpointing=level, activation_offload=False)
+        peak, result, plan, _ = measured(
+            source,
+            world,
+            activation_checkpointing=level,
+            activation_offload=False,
+            reshard_after_forward=reshard,
+            head_chunk=4096,
+        )
         assert plan.job is not None
         expected = estimate(plan.shape, plan.job, plan.settings)
         print(f"{level:10} {peak:6.2f} GiB, estimated {expected.total / GIB:6.2f} in {expected.moment}")

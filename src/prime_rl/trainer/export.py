@@ -364,7 +364,9 @@ def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[
             "data_offsets": [start, end],
         }
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (
+        -(len(text) + 8) % mmap.PAGESIZE
+    )  # tensors lie on the file's pages as they do on the buffer's: bytes are copied faster so
     return struct.pack("<Q", len(text)) + text
 
 
