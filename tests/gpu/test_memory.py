@@ -91,7 +91,8 @@ def measured(source: Source, world: World, **settings: object) -> tuple[float, R
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_estimate_of_every_level(reshard: bool, source: Source, world: World) -> None:
-    """What is allocated at most is within 10 % of the estimate, and each level takes less than the one before; no level changes a number."""
+    """What is allocated at most is within 10 % of the estimate; no level changes a number. Where weights stay, each level takes less than the one before
+    (else the peak of four layers is that of the last one's backward, which computes the more again)."""
     peaks, results = [], []
     for level in LEVELS:
         peak, result, plan, _ = measured(
@@ -109,7 +110,7 @@ def test_estimate_of_every_level(reshard: bool, source: Source, world: World) ->
         results.append(result)
     for peak, estimated in peaks:
         assert estimated == pytest.approx(peak, rel=0.1)
-    assert all(more > less for (more, _), (less, _) in pairwise(peaks)), peaks
+    assert reshard or all(more > less for (more, _), (less, _) in pairwise(peaks)), peaks
     for result in results[1:]:
         assert_near(result, results[0])
 
