@@ -46,8 +46,9 @@ OUTSIDE = 3 * GIB
 found none left for its own."""
 RESERVE = 0.03
 """Of the estimate: gaps between tensors, and the estimate's own error."""
-HEAD_CHUNK = 4096
-"""Tokens from which on the head gets no faster."""
+HEAD_CHUNKS = (8192, 4096, 2048, 1024, 512)
+"""Tokens; with 16,384 the head is no faster than with the first."""
+UNPLANNED_CHUNK = 4096
 HOST_SHARE = 0.5
 """Of the host's available memory, at most this much is taken for parking unless it is asked for by name."""
 HOST_MOST = 0.9
@@ -171,7 +172,7 @@ def _is_worthwhile(parking: Settings, plain: Settings, shape: Shape, job: Job) -
 
 def _options(config: "TrainerModel", shape: Shape) -> Iterator[Settings]:
     """All settings that `config` allows, as far as they park nothing by themselves."""
-    chunks = [HEAD_CHUNK >> i for i in range(4)] if config.head_chunk is None else [config.head_chunk]
+    chunks = HEAD_CHUNKS if config.head_chunk is None else [config.head_chunk]
     reshards = [False, True] if config.reshard_after_forward is None else [config.reshard_after_forward]
     for levels in _levels(config, shape.layers):
         for chunk in chunks:
@@ -206,7 +207,7 @@ def _unplanned(config: "TrainerModel", shape: Shape, world: World) -> Settings:
     level: Recompute = "none" if config.activation_checkpointing == "auto" else config.activation_checkpointing
     return Settings(
         levels=explicit_levels(level, config.checkpointed_layers, shape.layers),
-        head_chunk=config.head_chunk or HEAD_CHUNK,
+        head_chunk=config.head_chunk or UNPLANNED_CHUNK,
         reshard=world.size > 1 if config.reshard_after_forward is None else config.reshard_after_forward,
         parked=math.inf if config.activation_offload else 0.0,
     )
