@@ -45,6 +45,7 @@ BARS = (
     Case(
         "Qwen3-30B-A3B, 8 of 48 layers, 32k packed", "30B-A3B", "8x4096", layers=8, mfu_bar=40.0, warm=6, steps=10
     ),
+    parse_case("30B-A3B 8x4096 layers=8 micro_batches=4 warm=4 steps=5"),
     Case("Qwen3-4B, one 64k document", "4B", "1x65536", bar=5_600, steps=2, warm=2, limit=240),
 )  # fmt: skip
 

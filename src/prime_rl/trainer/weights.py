@@ -217,7 +217,7 @@ class Versions:
         """In the thread. `before` is the version before this one, which the thread is done with; `prunes` are under way, on rank 0."""
         world = self._background
         try:
-            if before is not None and (before.exception(timeout=0) is not None or before.result(timeout=0) is None):
+            if before is not None and not _is_committed(before):
                 return None
             agree(world, check)
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
@@ -243,9 +243,10 @@ class Versions:
         checkpoints: Callable[[], Collection[int]],
     ) -> None:
         """In the other thread, on rank 0."""
-        # Bounded: by whoever waits for this version, and says what has failed.
-        if under_way is not None and (under_way.exception() is not None or under_way.result() is None):
-            return
+        if under_way is not None:
+            under_way.exception()  # bounded: by whoever waits for this version, and says what has failed
+            if not _is_committed(under_way):
+                return
         versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
         lease, needed = read_lease(self.output_dir), checkpoints()
         for version in prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed):
@@ -274,6 +275,11 @@ class Versions:
                 prune(version_dir(self.root, version))
             elif (aside := give_up(version_dir(self.root, version), life)) is not None:
                 logger.warning("version %d is given up; it lies in %s now", version, aside)
+
+
+def _is_committed(written: "Future[Times | None]") -> bool:
+    """Whether a version that is under way no longer is so because it was committed."""
+    return written.exception(timeout=0) is None and written.result(timeout=0) is not None
 
 
 def make_versions(
