@@ -130,7 +130,10 @@ class Engine:
         """Why the server is not healthy; None if it is. Takes hardly longer than the seconds that are left."""
         seconds = min(max(seconds_left, _POLL_SECONDS), _PROBE_TIMEOUT_SECONDS)
         try:
-            response = await self._http.get("/health", timeout=seconds)
+            async with asyncio.timeout(seconds):  # httpx's own is for each read
+                response = await self._http.get("/health", timeout=seconds)
+        except (TimeoutError, httpx.TimeoutException):
+            return "it does not answer"
         except httpx.TransportError as error:
             return str(error) or type(error).__name__
         return None if response.is_success else f"GET /health gives HTTP {response.status_code}"

@@ -153,12 +153,13 @@ class Staging:
     def copy(self) -> "Copy":
         """Copy the weights as they are now. On a GPU this only enqueues: see `Copy.before_update`."""
         self.allocate()
-        index, self._copies = self._copies % self.buffers, self._copies + 1
+        index = self._copies % self.buffers
         buffer = self._filled[index]
         if self.world.device.type != "cuda":
             began = time.perf_counter()
             for parameter, start, end in zip(self.parameters, [0, *self.ends], self.ends, strict=False):
                 buffer[start:end].copy_(self._local(parameter))
+            self._copies += 1
             return Copy(index, time.perf_counter() - began)
         size = min(max(CHUNK_BYTES // self.dtype.itemsize, -(-self.elements // CHUNKS)), self.elements)
         self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
@@ -177,6 +178,7 @@ class Staging:
                 moments.append(self._moment())
                 buffer[first:last].copy_(self._chunk[: last - first], non_blocking=True)
                 moments.append(self._moment())
+        self._copies += 1  # not where something failed: the other buffer may still be read
         return Copy(index, 0.0, moments, size)
 
     def _moment(self) -> torch.cuda.Event:
@@ -345,17 +347,21 @@ def _layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[s
         groups[-1].append(tensor)
         taken += size_of[tensor.name]
     headers, slots = {}, {}
+    before = 0  # bytes of all groups before this one
     for number, group in enumerate(groups, 1):
         file = FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         ends = list(accumulate(size_of[tensor.name] for tensor in group))
-        headers[file] = header = _header(dtype, group, ends)
+        headers[file] = header = _header(dtype, group, ends, before)
         for tensor, end in zip(group, ends, strict=True):
             size = size_of[tensor.name]
             slots[tensor.name] = Slot(file, tensor.shape, len(header) + end - size, size)
+        before += ends[-1]
     return headers, slots
 
 
-def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[int]) -> bytes:
+def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[int], before: int) -> bytes:
+    """Padded so that of a page the tensors take the same bytes in the file as in the buffer of a single rank, where they begin at `before`: the kernel
+    copies them faster so."""
     described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     for tensor, start, end in zip(tensors, [0, *ends], ends, strict=False):
         described[tensor.name] = {
@@ -364,9 +370,7 @@ def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[
             "data_offsets": [start, end],
         }
     text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (
-        -(len(text) + 8) % mmap.PAGESIZE
-    )  # tensors lie on the file's pages as they do on the buffer's: bytes are copied faster so
+    text += b" " * ((before // 8 * 8 - len(text) - 8) % mmap.PAGESIZE)
     return struct.pack("<Q", len(text)) + text
 
 

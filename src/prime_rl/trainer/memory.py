@@ -122,12 +122,15 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
     """
     options = list(_options(config, shape))
     best = _fastest(options, shape, job, budget)
-    if best is not None and config.activation_checkpointing != "auto":
-        best = _leanest_beside(best, options, shape, job)
+    parking = None
     if config.activation_offload is None:
         parking = _fastest_parking(options, shape, job, budget, host)
-        if parking is not None and (best is None or _is_worthwhile(parking, best, shape, job)):
-            best = parking
+        if parking is not None and best is not None and not _is_worthwhile(parking, best, shape, job):
+            parking = None
+    if parking is None and best is not None and config.activation_checkpointing != "auto":
+        best = _leanest_beside(best, options, shape, job)
+    best = parking or best
+    if config.activation_offload is None:
         everything = (replace(settings, parked=math.inf) for settings in options)
         options += [settings for settings in everything if parked_bytes(shape, job, settings) <= host]
     return best or min(options, key=lambda s: estimate(shape, job, s).total)
@@ -139,10 +142,12 @@ def _fastest(options: list[Settings], shape: Shape, job: Job, budget: float) -> 
 
 
 def _leanest_beside(best: Settings, options: list[Settings], shape: Shape, job: Job) -> Settings:
-    """The settings that take the least memory of those that are hardly slower than the best."""
+    """The settings that take the least memory of those that are hardly slower than the best. Where ranks share the weights, what gathering them twice
+    costs depends on what connects the ranks, which is not known."""
     most = added_seconds(shape, job, best) + LEAN * least_seconds(shape, job)
+    alike = [settings for settings in options if job.shards == 1 or settings.reshard == best.reshard]
     return min(
-        (settings for settings in options if added_seconds(shape, job, settings) <= most),
+        (settings for settings in alike if added_seconds(shape, job, settings) <= most),
         key=lambda s: (estimate(shape, job, s).total, added_seconds(shape, job, s)),
     )
 
@@ -262,6 +267,8 @@ def describe(plan: MemoryPlan, config: "TrainerModel") -> str:
         return "; ".join(text)
     fastest = min(_options(config, shape), key=lambda s: added_seconds(shape, job, s))
     faster = added_seconds(shape, job, settings) - added_seconds(shape, job, fastest)
+    if config.activation_checkpointing != "auto" and not settings.parked:
+        text.append("as a level is named, memory is saved by other means as well where that costs hardly any time")
     if faster > 0:
         need = _gib(estimate(shape, job, fastest).total * (1 + RESERVE))
         text.append(

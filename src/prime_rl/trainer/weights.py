@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +57,8 @@ class Versions:
 
     Args:
         timeout: Seconds that committing one may take.
+        overlapping: Versions follow each other so fast that one may be copied while the one before it is still being written, where there is
+            host memory for that.
         on_committed: Told, in the loop's thread, each version that was settled and the seconds that its parts took (`export_*`); `export` is
             what the loop waited for.
     """
@@ -69,11 +72,12 @@ class Versions:
         dtype: torch.dtype,
         *,
         timeout: float = 600.0,
+        overlapping: bool = True,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
-        self.life = 0
+        self.life, self._overlapping = 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed = timeout, on_committed
         self._staging = Staging(policy, world, dtype)
@@ -99,7 +103,7 @@ class Versions:
             The life's number, and the base model's hash (None: random weights).
         """
         self.life, base = on_main(self.world, lambda: self._open(start, spares, saved_by))
-        if all(gather(self.world, self._staging.affords_two())):
+        if self._overlapping and all(gather(self.world, self._staging.affords_two())):
             self._staging.buffers = 2
         self._others.append(self._thread.submit(self._staging.allocate))
         if start > 0:
@@ -153,58 +157,67 @@ class Versions:
         """The same, but let the newest `versions` and `prunes` go on."""
         if not self._pending and not self._others and not on_main(self.world, lambda: bool(self._prunes)):
             return
-        began = time.perf_counter()
-        for version, times in agree(self.world, lambda: self._take_results(versions, prunes)):
-            times["time/export"] = self._waited + time.perf_counter() - began
-            self._waited, began = 0.0, time.perf_counter()
-            self._on_committed(version, times)
+        for left in self._one_by_one(versions):
+            began = time.perf_counter()
+            version, times = agree(self.world, partial(self._take_results, left, prunes if left == versions else None))
+            self._waited += time.perf_counter() - began
+            if version is not None:
+                times["time/export"], self._waited = self._waited, 0.0
+                self._on_committed(version, times)
+
+    def _one_by_one(self, versions: int) -> range:
+        """How many versions are left to go on after each that is waited for: every one has the time-out for itself."""
+        return range(max(len(self._pending) - 1, versions), versions - 1, -1)
 
     def close(self) -> None:
         """Let the threads finish what they are at, for at most `timeout`, and say what failed."""
         self._thread.shutdown(wait=False)
         self._pruner.shutdown(wait=False)
-        if (late := self._late(versions=0, prunes=0)) is not None:
-            logger.error("%s", late)
-            self._staging.abandon()  # a buffer may still be read
-            return
+        for others in self._one_by_one(versions=0):
+            if (late := self._late(others, prunes=None if others else 0)) is not None:
+                logger.error("%s", late)
+                self._staging.abandon()  # a buffer may still be read
+                return
         self._staging.close()
         left: list[Future[Any]] = [*self._others, *self._prunes, *(written for _, written in self._pending)]
         for failure in filter(None, (future.exception(timeout=0) for future in left)):
             logger.error("%s", failure)
 
-    def _take_results(self, versions: int, prunes: int) -> list[tuple[int, Times]]:
+    def _take_results(self, versions: int, prunes: int | None) -> tuple[int | None, Times]:
+        """Those of one version at most."""
         if (late := self._late(versions, prunes)) is not None:
             raise late
         others, self._others = self._others, []
         for other in others:
             other.result(timeout=0)
-        done: list[tuple[int, Times]] = []
-        while len(self._pending) > versions:
+        version: int | None = None
+        times: Times | None = None
+        if len(self._pending) > versions:
             version, written = self._pending.pop(0)
-            if (
-                written.exception(timeout=0) is not None
-            ):  # those after it have been given up: they are no longer waited for by anybody
+            if written.exception(timeout=0) is not None:  # the thread gives up those after it at once
                 wait_for_futures([after for _, after in self._pending], timeout=self._timeout)
-                self._pending.clear()
-            if (times := written.result(timeout=0)) is not None:
-                done.append((version, times))
-        while len(self._prunes) > prunes or (self._prunes and self._prunes[0].done()):
+                self._pending = [(after, future) for after, future in self._pending if not future.done()]
+            times = written.result(timeout=0)
+        while self._old(prunes) or (self._prunes and self._prunes[0].done()):
             self._prunes.pop(0).result(timeout=0)
-        return done
+        return (None, {}) if times is None else (version, times)
 
-    def _late(self, versions: int, prunes: int) -> WaitTimeout | None:
-        """What the threads have not done in time, but for the newest `versions` and `prunes`, after waiting for it."""
-        old = self._prunes[: max(len(self._prunes) - prunes, 0)]
+    def _late(self, versions: int, prunes: int | None) -> WaitTimeout | None:
+        """What the threads have not done in time, but for the newest `versions` and `prunes` (None: all), after waiting for it."""
         owed: list[tuple[str, str, Future[Any]]] = [
             *(("host memory for the weights", "the thread that page-locks it", other) for other in self._others),
             *(
                 (f"weights/step_{version}", "the thread that writes it", written)
                 for version, written in self._pending[: max(len(self._pending) - versions, 0)]
             ),
-            *(("end of removing old versions", "the thread that removes them", one) for one in old),
+            *(("end of removing old versions", "the thread that removes them", one) for one in self._old(prunes)),
         ]
         late = wait_for_futures([future for *_, future in owed], timeout=self._timeout).not_done
         return next((WaitTimeout(what, who, self._timeout) for what, who, future in owed if future in late), None)
+
+    def _old(self, prunes: int | None) -> list[Future[None]]:
+        """All but the newest `prunes`."""
+        return [] if prunes is None else self._prunes[: max(len(self._prunes) - prunes, 0)]
 
     def _commit(
         self,
@@ -288,6 +301,8 @@ def make_versions(
     source: Source,
     world: World,
     tell: Callable[[int, Times], None],
+    *,
+    overlapping: bool,
 ) -> Versions:
     """The versions of a run. `tell` gets the step that made a version, and the times that committing it took."""
     return Versions(
@@ -297,5 +312,6 @@ def make_versions(
         world,
         export_dtype(config.weights.dtype, source),
         timeout=config.dist_timeout,
+        overlapping=overlapping,
         on_committed=lambda version, times: tell(version - 1, times),
     )

@@ -2,9 +2,11 @@
 
 import errno
 import json
+import mmap
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -75,6 +77,19 @@ def test_chunks_of_the_staging_buffer_hold_every_element_once() -> None:
             for share in chunk:
                 assert number * size <= share.start < share.end <= (number + 1) * size
                 assert share.offset == share.start - [0, *ends][share.parameter]
+
+
+def test_rows_keep_their_places_within_a_page(
+    untied_model: Path, world: World, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the files as in the buffer, in every file; headers stay multiples of eight bytes."""
+    monkeypatch.setattr("prime_rl.trainer.export.FILE_BYTES", 60_000)
+    staging = Staging(make_policy(untied_model), world, torch.bfloat16)
+    assert len(staging.files) > 3
+    assert all(len(header) % 8 == 0 for header in staging.headers.values())
+    for rows in staging.files.values():
+        for row in rows:
+            assert (row.offset - row.start) % mmap.PAGESIZE == 0
 
 
 def test_large_weights_lie_in_several_files_written_at_once(
@@ -257,6 +272,7 @@ def test_weights_may_change_meanwhile(versions: Callable[[], Versions], tmp_path
     life = versions()
     life.open(0)
     parameter = life._staging.tensors[0].parameter
+    assert life._staging.buffers == (2 if life._staging.shared else 1)
     name, at_the_time = life._staging.tensors[0].name, {}
     go_on, under_way = threading.Event(), range(1, life._staging.buffers + 1)
     for version in under_way:
@@ -294,6 +310,42 @@ def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Pat
     assert list_steps(tmp_path / "weights") == [0, 4]
     assert told == [4]
     assert [path.name for path in (tmp_path / "weights").glob(".*")] == []
+
+
+def test_every_version_has_the_time_out_for_itself(versions: Callable[[], Versions], tmp_path: Path) -> None:
+    """What is under way together may take longer than one may; what was committed is told, though the next one failed."""
+    told: list[int] = []
+    life = versions()
+    life._on_committed = lambda version, times: told.append(version)
+    life.open(0)
+    life.settle()
+    life._timeout = 5.0
+    for version in range(1, life._staging.buffers + 1):
+        life.commit(version, lambda: time.sleep(3))
+    life.settle()
+    assert told == [*range(1, life._staging.buffers + 1)]
+
+    def refuse() -> None:
+        raise UserError("not finite")
+
+    life.commit(5)
+    life.commit(6, refuse)
+    with pytest.raises(UserError, match="not finite"):
+        life.settle()
+    assert told[-1] == 5
+
+
+def test_a_failed_copy_takes_no_buffer(versions: Callable[[], Versions], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one goes where nothing is read from."""
+    life = versions()
+    life.open(0)
+    life.settle()
+    first = life._staging.copy().buffer
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "_local", lambda *_: [].pop())
+        with pytest.raises(IndexError):
+            life._staging.copy()
+    assert life._staging.copy().buffer == (first + 1) % life._staging.buffers
 
 
 def test_a_version_that_takes_too_long(versions: Callable[[], Versions], tmp_path: Path) -> None:

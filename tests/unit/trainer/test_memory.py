@@ -307,6 +307,30 @@ def test_a_named_level_is_lean(shapes: dict[str, Shape]) -> None:
     assert not chosen(shapes["4B"], 138).reshard
 
 
+@pytest.mark.parametrize("level", ["none", "attention"])
+def test_a_named_level_parks_only_where_that_pays(level: str, shapes: dict[str, Shape]) -> None:
+    """Held against the fastest that fits, not against the leaner one that is taken instead."""
+    for name in ("0.6B", "4B"):
+        shape, job = shapes[name], Job(16384)
+        for half_gib in range(20, 276):
+            lean = chosen(shape, half_gib / 2, activation_checkpointing=level)
+            fast = [
+                Settings((level,) * shape.layers, chunk, reshard, 0.0)
+                for chunk in HEAD_CHUNKS
+                for reshard in (False, True)
+            ]
+            seconds = [added_seconds(shape, job, s) for s in fast if fits(shape, job, s, half_gib / 2)]
+            if seconds and lean.parked:
+                assert added_seconds(shape, job, lean) < min(seconds) - 0.01 * batch_seconds(shape, job)
+
+
+def test_a_named_level_leaves_alone_what_ranks_share(shapes: dict[str, Shape]) -> None:
+    """What gathering weights again costs between ranks is not known."""
+    config = TrainerModel(activation_checkpointing="none")
+    assert choose(config, shapes["0.6B"], Job(16384), 138 * GIB, MUCH).reshard
+    assert not choose(config, shapes["0.6B"], Job(16384, shards=2, ranks=2), 138 * GIB, MUCH).reshard
+
+
 def test_the_user_has_the_last_word(shapes: dict[str, Shape]) -> None:
     """What is set stays; what is left open is fitted around it."""
     shape = shapes["4B"]

@@ -164,7 +164,7 @@ def test_the_process_ends_with_its_parent(directory: Path, writer: WriterProcess
     """Nobody to give orders: it ends, also while it waits for what never arrives. Signals that a terminal sends to all do not end it."""
     process = writer.start()
     assert process.stdin is not None
-    order = {"order": 1, "write": FILES, "directory": str(directory), "hashing": False}
+    order = {"order": 1, "write": FILES, "first": 0, "directory": str(directory), "hashing": False}
     process.stdin.write(json.dumps(order).encode() + b"\n")
     process.stdin.flush()
     deadline = time.monotonic() + 30

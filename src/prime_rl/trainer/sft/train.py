@@ -69,7 +69,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
     ends.callback(data.close)
-    versions = weights.make_versions(config, policy, source, world, report.more_metrics)
+    versions = weights.make_versions(config, policy, source, world, report.more_metrics, overlapping=False)
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:
