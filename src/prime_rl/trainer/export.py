@@ -47,7 +47,7 @@ CHUNK_BYTES = 128 << 20  # of device memory that casting takes, or more, so that
 CHUNKS = 48
 """A GPU takes about 55 copies into its queue; whoever hands over one more waits for it. Measured: with 60 chunks of a 4B model the loop stood still until
 the step before was done, and the GPU after that."""
-HOST_SHARE = 0.25
+STAGING_SHARE = 0.25
 """Of the host's available memory, two staging buffers take at most this much."""
 
 
@@ -113,7 +113,7 @@ class Staging:
 
     def affords_two(self) -> bool:
         """Whether the host has memory for a second buffer beside what else is needed there."""
-        return self.shared and 2 * self._stride <= HOST_SHARE * available_bytes() / local_ranks()
+        return self.shared and 2 * self._stride <= STAGING_SHARE * available_bytes() / local_ranks()
 
     def allocate(self) -> None:
         """Make the buffers. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
@@ -360,8 +360,8 @@ def _layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[s
 
 
 def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[int], before: int) -> bytes:
-    """Padded so that of a page the tensors take the same bytes in the file as in the buffer of a single rank, where they begin at `before`: the kernel
-    copies them faster so."""
+    """Padded so that the tensors have the same places within a page in the file as in the buffer of a single rank, where they begin at `before`: page
+    after page is copied as a whole."""
     described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
     for tensor, start, end in zip(tensors, [0, *ends], ends, strict=False):
         described[tensor.name] = {

@@ -146,7 +146,7 @@ class Versions:
             self._prunes.append(self._pruner.submit(self._prune, under_way, async_level, keep, checkpoints))
 
     def settle(self) -> None:
-        """Wait until the versions that are under way are committed, and what they make superfluous is gone; at most `timeout`.
+        """Wait until the versions that are under way are committed, and what they make superfluous is gone; for each at most `timeout`.
 
         Raises:
             UserError: it failed, or takes longer.
@@ -170,11 +170,11 @@ class Versions:
         return range(max(len(self._pending) - 1, versions), versions - 1, -1)
 
     def close(self) -> None:
-        """Let the threads finish what they are at, for at most `timeout`, and say what failed."""
+        """Let the threads finish what they are at, for at most `timeout` each version, and say what failed."""
         self._thread.shutdown(wait=False)
         self._pruner.shutdown(wait=False)
-        for others in self._one_by_one(versions=0):
-            if (late := self._late(others, prunes=None if others else 0)) is not None:
+        for after in self._one_by_one(versions=0):
+            if (late := self._late(after, prunes=None if after else 0)) is not None:
                 logger.error("%s", late)
                 self._staging.abandon()  # a buffer may still be read
                 return
@@ -291,7 +291,7 @@ class Versions:
 
 
 def _is_committed(written: "Future[Times | None]") -> bool:
-    """Whether a version that is under way no longer is so because it was committed."""
+    """Whether a version that the thread is done with was committed."""
     return written.exception(timeout=0) is None and written.result(timeout=0) is not None
 
 
