@@ -122,18 +122,16 @@ def choose(config: "TrainerModel", shape: Shape, job: Job, budget: float, host: 
     """
     options = list(_options(config, shape))
     best = _fastest(options, shape, job, budget)
-    parking = None
     if config.activation_offload is None:
         parking = _fastest_parking(options, shape, job, budget, host)
-        if parking is not None and best is not None and not _is_worthwhile(parking, best, shape, job):
-            parking = None
-    if parking is None and best is not None and config.activation_checkpointing != "auto":
-        best = _leanest_beside(best, options, shape, job)
-    best = parking or best
+        if parking is not None and (best is None or _is_worthwhile(parking, best, shape, job)):
+            return parking
+    if best is not None:
+        return best if config.activation_checkpointing == "auto" else _leanest_beside(best, options, shape, job)
     if config.activation_offload is None:
         everything = (replace(settings, parked=math.inf) for settings in options)
         options += [settings for settings in everything if parked_bytes(shape, job, settings) <= host]
-    return best or min(options, key=lambda s: estimate(shape, job, s).total)
+    return min(options, key=lambda s: estimate(shape, job, s).total)
 
 
 def _fastest(options: list[Settings], shape: Shape, job: Job, budget: float) -> Settings | None:
