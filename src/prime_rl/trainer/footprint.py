@@ -176,8 +176,8 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "fp32 weights": 4 * s.parameters // job.shards,
         "gradients": 4 * s.parameters // job.shards,
         "optimizer states": int(job.state_bytes * s.parameters) // job.shards,
-        # Those that stay: of the layers, weights that are freed come and go around their use.
-        "gathered weights": size * (s.root_parameters if settings.reshard else s.parameters),
+        # Those that stay: weights that are freed come and go around their use.
+        "gathered weights": 0 if settings.reshard else size * s.parameters,
     }
     hidden, weight = tokens * s.hidden * size, s.head_parameters
     kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
@@ -193,10 +193,11 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     moments = {
         "the head": {
             "activations": everything,
-            # the last block's output, its norm, the rows that are trained on and their gradient
-            "head": 4 * hidden + min(settings.head_chunk, tokens) * s.vocabulary * size + 4 * weight,
+            # the last block's output, the rows of its norm that are trained on and their gradient
+            "head": 3 * hidden + min(settings.head_chunk, tokens) * s.vocabulary * size + 4 * weight,
+            "weights of embedding and head": size * s.root_parameters if settings.reshard else 0,
         },
-        "the head's gradient": {"activations": everything, "head": 4 * hidden + (4 + size) * weight},
+        "the head's gradient": {"activations": everything, "head": 3 * hidden + (4 + size) * weight},
         "the reduction of embedding and head": {"reduction": summed * s.root_parameters},
     }
     plain = tokens * kept_bytes(s, "none", size, job.compiled)

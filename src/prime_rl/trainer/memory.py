@@ -55,7 +55,7 @@ HOST_MOST = 0.9
 """And at most this much for everything that the trainer is known to need."""
 WORTHWHILE = 0.01
 """Parking has to save this share of a micro-batch's time."""
-LEAN = 0.03
+LEAN = 0.05
 """Where a level is named, this share of a micro-batch's least time may go into saving memory by other means."""
 
 _AGAIN = {

@@ -36,11 +36,14 @@ class Policy(nn.Module):
         self.lm, self.memory, self.compiled = lm, memory, compiled
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.routers: list[FSDPModule] = []  # units that are gathered here, as blocks read them without their hooks
+        self.root_is_read_once = _root_is_embedding_and_head(lm)
 
     def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, Tensor]:
         """The loss [] and metric sums [M] of `token_loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
         for unit in self.routers:
             unit.unshard()
+        if isinstance(self, FSDPModule):  # one pass forms the head's gradients here, and an embedding's need no weight
+            self.set_unshard_in_backward(token_loss is None or not self.root_is_read_once)
         hidden_TH = self.lm.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -48,6 +51,7 @@ class Policy(nn.Module):
             **attention.boundaries(batch.cu_seqlens, batch.max_seqlen),
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
+        del hidden_TH  # nothing else reads it, and the head is where memory peaks
         if token_loss is None:
             return logprob_entropy(*head, self.head_chunk)
         return fused_token_loss(*head, batch.streams, token_loss, self.head_chunk, self.compiled)
@@ -99,7 +103,7 @@ def build_policy(
     memory = plan_memory(config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim)
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
-    final_norm = [module for name, module in lm.model.named_children() if name == "norm"]
+    final_norm = _final_norm(lm)
     for module in [*blocks, *final_norm] if compiled else ():
         module.compile(fullgraph=True)
     if settings.parked:
@@ -115,8 +119,11 @@ def build_policy(
     policy.routers = moe.shard_routers(lm, world.mesh)
     for layer in layers:
         fully_shard(layer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
-    # Embedding, final norm and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
+    for norm in final_norm:
+        fully_shard(norm, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
+    # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
+    frees_root = settings.reshard and policy.root_is_read_once
+    fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frees_root)
     units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     reduction: Any = SingleRankReduction()
     for unit in units:
@@ -135,6 +142,18 @@ def build_policy(
         directory = source.directory
         agree(world, lambda: load_weights(policy, directory, world))
     return policy
+
+
+def _final_norm(lm: PreTrainedModel) -> list[nn.Module]:
+    """The norm before the head, where it has the usual name."""
+    return [module for name, module in lm.model.named_children() if name == "norm"]
+
+
+def _root_is_embedding_and_head(lm: PreTrainedModel) -> bool:
+    """Whether nothing but the embedding and the head is outside of the layers and the final norm."""
+    apart = [lm.model.layers, *_final_norm(lm), lm.get_input_embeddings(), lm.lm_head]
+    known = {id(parameter) for module in apart for parameter in module.parameters()}
+    return all(id(parameter) in known for parameter in lm.parameters())
 
 
 def _check_architecture(lm: PreTrainedModel, name: str) -> None:
