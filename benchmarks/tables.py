@@ -212,7 +212,7 @@ def _machines(rows: Mapping[str, Row]) -> str:
 _TITLES = {
     "bars": "Bars on one H200: no option is set but the memory limit that a row names. Weights are exported after every step.",
     "auto": "What is chosen without any option, beside what is set by hand.",
-    "memory": "Memory where a level of recomputation is named, beside the peer's at the same level (PRIME-RL itself reports what torch reserves; whether these figures are that is not known); nothing is exported, as there.",
+    "memory": "Memory where a level of recomputation is named, beside the peer's at the same level (PRIME-RL reports what torch reserves); nothing is exported, as there.",
     "optim": "Other optimizers, and optimizer states in host memory.",
     "ranks": "Several GPUs, each with two micro-batches a step; tokens/s and memory are per GPU. The bar is 1.9 times 1 rank for 2.",
 }

@@ -279,8 +279,8 @@ def test_more_memory_is_never_slower(shapes: dict[str, Shape]) -> None:
 
 
 def test_a_named_level_is_lean(shapes: dict[str, Shape]) -> None:
-    """Whoever names a level gets what else saves memory, as far as it costs next to nothing: less than the peer takes at the same level, and no more
-    than 3 % slower than the fastest. Without a name, and with names for all, nothing changes."""
+    """Whoever names a level gets what else saves memory, as far as it costs next to nothing: less than the peer takes at the same level, and hardly
+    slower than the fastest. Without a name, and with names for all, nothing changes."""
     for name, thousands, level, peer in (
         ("0.6B", 16, "none", 30.4),
         ("0.6B", 16, "full", 11.9),

@@ -69,7 +69,7 @@ def test_packed_equals_unpacked_equals_transformers(
     [
         {"activation_checkpointing": "full"},
         {"activation_checkpointing": "attention"},
-        {"reshard_after_forward": False},
+        {"reshard_after_forward": True},
         {"head_chunk": 5},
     ],
     ids=str,
@@ -83,6 +83,46 @@ def test_memory_settings_change_no_number(
     got = gradients(make_policy(tied_model, **settings), groups)
     for name, gradient in want.items():
         torch.testing.assert_close(got[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_backward_has_the_weights_that_it_reads(
+    reshard: bool, which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
+) -> None:
+    """Where weights are freed, one pass keeps those of embedding and head neither after forward nor while backward is in the layers; two passes read the
+    head's again in backward. Both give the same gradients, again and again."""
+    policy = make_policy(request.getfixturevalue(which), reshard_after_forward=reshard)
+    batch = to_device(collate(support.random_documents((17, 30)), 1), CPU)
+    held: list[list[bool]] = []  # whether the root's weights are there
+
+    def look() -> list[bool]:
+        (group,) = policy._get_fsdp_state()._fsdp_param_groups
+        return [p._unsharded_param.untyped_storage().size() > 0 for p in group.fsdp_params]
+
+    def one_pass() -> Tensor:
+        return policy(batch, cross_entropy)[0]
+
+    def two_passes() -> Tensor:
+        logprob, entropy = policy(batch)
+        return cross_entropy(logprob, entropy, batch.streams)[0]
+
+    def run(make_loss: Callable[[], Tensor]) -> dict[str, Tensor]:
+        policy.zero_grad()
+        loss = make_loss()
+        held.append(look())
+        loss.backward()
+        return {name: p.grad.full_tensor().clone() for name, p in named_parameters(policy)}
+
+    watch = policy.lm.model.layers[0].register_full_backward_pre_hook(lambda *_: held.append(look()))
+    results = [run(make_loss) for make_loss in (one_pass, two_passes, one_pass)]
+    watch.remove()
+    forward, backward = held[0::2], held[1::2]
+    assert [any(now) for now in forward] == [not reshard] * 3
+    assert [any(now) for now in backward] == [not reshard, True, not reshard]
+    for result in results[1:]:
+        for name, gradient in results[0].items():
+            torch.testing.assert_close(result[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_empty_micro_batch_has_zero_gradients(make_policy: Callable[..., Policy], tied_model: Path) -> None:
