@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from prime_rl.launcher.split import split, split_lines
 from prime_rl.monitor.monitor import metrics_path, parse_line, read_metrics
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.lives import read_lives
@@ -157,8 +158,11 @@ def step_line(step: int, max_steps: int | None, orchestrator: Row, trainer: Row,
         _named("", trainer.get("perf/throughput"), ",.0f", " tokens/s"),
         _named("", trainer.get("time/step"), ".2f", " s"),
     ]
+    apart = orchestrator is trainer
+    found = None if apart or step == 0 else split([orchestrator], [trainer])  # the first one's time is the start-up's
+    limit = [] if found is None else [f"limited by {found.limit}"]
     eta = [] if remaining is None else [f"ETA {minutes(remaining)}"]
-    return " | ".join([f"Step {step} {done}", *(value for value in values if value), *eta])
+    return " | ".join([f"Step {step} {done}", *(value for value in values if value), *limit, *eta])
 
 
 def eval_lines(row: Row) -> list[str]:
@@ -191,9 +195,23 @@ def summary(output_dir: Path, since: float) -> list[str]:
             lines.append(_change(f"eval {name}, first → last", values[0], values[-1]))
         else:
             lines.append(f"eval {name}: {values[0]:.4f}")
+    lines += _time_lines(rows, output_dir, since)
     if newest := newest_weights(output_dir):
         lines.append(f"weights  {newest}")
     return lines
+
+
+def _time_lines(orchestrator: Sequence[Row], output_dir: Path, since: float) -> list[str]:
+    """Of the steps that both sides made, but the first, whose time is the start-up's."""
+    trainer: dict[int, Row] = {}
+    for row in read_metrics(metrics_path(output_dir, "trainer")):
+        if row["time"] >= since:
+            step = int(row["step"])
+            trainer[step] = {**trainer.get(step, {}), **row}
+    made = {int(row["step"]): row for row in orchestrator if is_step(row)}
+    steps = sorted(made.keys() & trainer.keys())[1:]
+    found = split([made[step] for step in steps], [trainer[step] for step in steps])
+    return [] if found is None else split_lines(found)
 
 
 def newest_weights(output_dir: Path) -> Path | None:

@@ -13,6 +13,7 @@ The shell (`orchestrator.py`) feeds events in (`finish`, `fail`, `serve`) and do
 episode's state is told to a `Record`, the ledger. Simulators and property tests drive this very class.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Generic
@@ -70,17 +71,22 @@ class Core(Generic[Result]):
         self._tasks = tasks
         self._record: Record[Result] = record or Unrecorded()
         self._groups: dict[int, Group[Result]] = {}  # open or complete, not yet in a batch; in the order of opening
+        self._numbers: list[int] = []  # their numbers, ascending; so are the two lists below
+        self._startable: list[int] = []  # groups with an episode to start
+        self._complete: list[int] = []
         self._flying: dict[str, Start] = {}
         self._unproven: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
+        self._looked_for_stale = False  # among what has finished, since something in it or the step changed
 
     def restore(self, groups: Iterable[Group[Result]], issued: int, trained: int, dropped: Mapping[Drop, int]) -> None:
         """Go on with what an earlier life of the orchestrator left: its open groups, in the order of opening, and its counts.
 
         What is `finished` in them was proven. Call `begin_life` afterwards: versions may have been given up meanwhile.
         """
-        self._groups = {group.number: group for group in groups}
         self.issued, self.trained, self.dropped = issued, trained, Counter(dropped)
-        for group in list(self._groups.values()):
+        self._looked_for_stale = False
+        for group in groups:
+            self._add(group)
             self._settle(group)
 
     # -- what may start ------------------------------------------------------------------------------------------------------
@@ -89,7 +95,7 @@ class Core(Generic[Result]):
         """The next episode that may start now, or None. Opened groups are continued before a new one is opened."""
         if self.must_go_back or len(self._flying) >= self.limits.max_concurrent:
             return None
-        group = self._startable()
+        group = self._first_startable()
         if group is None:
             if not self.may_open():
                 return None
@@ -102,6 +108,7 @@ class Core(Generic[Result]):
         start = Start(group.number, number, attempt, group.task, self.version)
         group.flying.add(start.episode)
         self._flying[start.episode] = start
+        self._place(group)
         self._record.issued(start.episode, start.version, self.life)
         return start
 
@@ -120,6 +127,8 @@ class Core(Generic[Result]):
         finished = Finished(start, start.version, self.announced, result, self.life)
         group.finished.append(finished)
         self._unproven[episode] = finished
+        self._looked_for_stale = self._looked_for_stale and not self._too_old(finished.first)
+        self._place(group)
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
         """An episode ended without a result. With `retry` it is issued again, up to `max_attempts` times. Returns whether it will be."""
@@ -206,12 +215,13 @@ class Core(Generic[Result]):
         Nothing changes until `advance` or `discard`.
         """
         self._drop_stale()
-        complete = [group for group in self._groups.values() if group.complete]
-        if len(complete) < self.limits.groups_per_batch:
+        count = self.limits.groups_per_batch
+        if len(self._complete) < count:
             return None
-        for group in complete:
+        groups = [self._groups[number] for number in self._complete[:count]]
+        for group in groups:
             group.finished.sort(key=lambda finished: finished.start.number)
-        return Batch(self.step, complete[: self.limits.groups_per_batch])
+        return Batch(self.step, groups)
 
     def advance(
         self, batch: Batch[Result], trained: Collection[str], filtered: Collection[str], truncated: Collection[str] = ()
@@ -235,6 +245,7 @@ class Core(Generic[Result]):
         self.dropped[Drop.FILTERED] += len(filtered)
         self.dropped[Drop.TRUNCATED] += len(truncated)
         self.step += 1
+        self._looked_for_stale = False
         numbers = [group.number for group in batch.groups]
         self._record.batched(batch.step, list(trained), list(filtered), list(truncated), numbers)
 
@@ -263,6 +274,7 @@ class Core(Generic[Result]):
                 self._unproven.pop(finished.start.episode, None)
                 self._drop(group, finished.start, Drop.CANCELLED)
             group.finished.clear()
+            self._place(group)
             self._settle(group)
         return flying
 
@@ -306,18 +318,18 @@ class Core(Generic[Result]):
         """The step that the group at `place` among the unbatched ones will be trained at."""
         return planned_step(self.step, place, self.limits.groups_per_batch)
 
-    def _startable(self) -> Group[Result] | None:
-        """The first open group with an episode to start that the gate lets through. It is closed for one again after going back."""
-        for place, group in enumerate(self._groups.values()):
-            if group.again or group.waiting:
-                allowed = may_start(self._planned_step(place), self.version, self.limits.async_level)
-                return group if allowed else None
-        return None
+    def _first_startable(self) -> Group[Result] | None:
+        """The first open group with an episode to start, if the gate lets it through. It is closed for one again after going back."""
+        if not self._startable:
+            return None
+        number = self._startable[0]
+        step = self._planned_step(bisect_left(self._numbers, number))
+        return self._groups[number] if may_start(step, self.version, self.limits.async_level) else None
 
     def _open(self) -> Group[Result]:
         task = next(self._tasks)
         group: Group[Result] = Group(self.groups_opened, task, [(i, 0) for i in range(self.limits.group_size)])
-        self._groups[group.number] = group
+        self._add(group)
         self.groups_opened += 1
         self._record.opened(group.number, task.env, task.index, task.task_id)
         return group
@@ -337,6 +349,7 @@ class Core(Generic[Result]):
             group.waiting.sort()
         else:
             group.lost += 1
+        self._place(group)
 
     def _give_up(self, group: Group[Result], finished: Finished[Result], detail: str) -> None:
         group.finished.remove(finished)
@@ -352,13 +365,16 @@ class Core(Generic[Result]):
     def _settle(self, group: Group[Result]) -> None:
         """A complete group without a single result is no group: it leaves, and another one takes its place."""
         if group.complete and not group.finished:
-            del self._groups[group.number]
+            self._leave(group)
             self._record.discarded([group.number], Drop.ERRORED, "no episode of the group has a result")
 
     def _too_old(self, version: int) -> bool:
         return too_old(self.step, version, self.limits.max_off_policy_steps)
 
     def _drop_stale(self) -> None:
+        if self._looked_for_stale:
+            return
+        self._looked_for_stale = True
         for group in list(self._groups.values()):
             for finished in [episode for episode in group.finished if self._too_old(episode.first)]:
                 self.prove([finished.start.episode])  # it is dropped at once, but what it was like should be known
@@ -371,4 +387,44 @@ class Core(Generic[Result]):
 
     def _remove(self, batch: Batch[Result]) -> None:
         for group in batch.groups:
-            del self._groups[group.number]
+            self._leave(group)
+
+    # The scheduler is asked thousands of times a second about thousands of groups: what may start and what is complete is kept, not looked for.
+
+    def _add(self, group: Group[Result]) -> None:
+        """The group, whose number is the highest, is not in a batch yet."""
+        self._groups[group.number] = group
+        self._numbers.append(group.number)
+        self._place(group)
+
+    def _leave(self, group: Group[Result]) -> None:
+        del self._groups[group.number]
+        for numbers in (self._numbers, self._startable, self._complete):
+            _discard(numbers, group.number)
+
+    def _place(self, group: Group[Result]) -> None:
+        """What may be done with the group has changed."""
+        if group.number not in self._groups:
+            return
+        for numbers, belongs in (
+            (self._startable, bool(group.again or group.waiting)),
+            (self._complete, group.complete),
+        ):
+            if belongs:
+                _include(numbers, group.number)
+            else:
+                _discard(numbers, group.number)
+
+
+def _include(numbers: list[int], number: int) -> None:
+    """Into an ascending list, once."""
+    place = bisect_left(numbers, number)
+    if place == len(numbers) or numbers[place] != number:
+        numbers.insert(place, number)
+
+
+def _discard(numbers: list[int], number: int) -> None:
+    """Out of an ascending list, if it is there."""
+    place = bisect_left(numbers, number)
+    if place < len(numbers) and numbers[place] == number:
+        del numbers[place]

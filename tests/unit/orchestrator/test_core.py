@@ -43,14 +43,30 @@ class World:
             self.fill()
             self.advance()
             self.core.check_conservation()
+            self.check_lists()
         raise AssertionError("the run did not end: the scheduler is stuck")
+
+    def check_lists(self) -> None:
+        """What the core keeps to answer quickly is what it would find by looking at every group."""
+        groups = self.core._groups
+        assert self.core._numbers == sorted(groups) == self.core.open_groups
+        assert self.core._startable == [n for n, group in groups.items() if group.waiting or group.again]
+        assert self.core._complete == [n for n, group in groups.items() if group.complete]
 
     def fill(self) -> None:
         while (start := self.core.next_start()) is not None:
             self.flying.append(start)
             self.starts.append((self.core.step, self.core.version, start))
 
+    def doubt(self) -> None:
+        """The server was started again: what is not proven is made again."""
+        assert {start.episode for start in self.core.doubt("gone")} == {start.episode for start in self.flying}
+        self.flying.clear()
+        self.fill()
+
     def advance(self) -> None:
+        if self.random.random() < 0.02:
+            self.doubt()
         choices = []
         if self.flying:
             choices += ["land"] * 4

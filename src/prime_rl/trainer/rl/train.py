@@ -97,10 +97,10 @@ def run(
     while config.max_steps is None or step < config.max_steps:
         report.step(step)
         checkpoints.look()
-        started = time.perf_counter()
         if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
             rows.flush()
             versions.settle()
+        started = time.perf_counter()
         if not data.wait(step, stop):
             break
         batch = data.read(step)

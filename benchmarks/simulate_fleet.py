@@ -1,0 +1,259 @@
+"""The orchestrator's core against a simulated fleet on a virtual clock: does it keep up as the fleet grows, and does the pipeline stay full?
+
+    uv run --group cpu python benchmarks/simulate_fleet.py --output benchmarks/results/simulate_fleet.json    # all rows, about seven minutes
+    uv run --group cpu python benchmarks/simulate_fleet.py --replicas 10 --levels 0 1 --rate 100
+
+Fleets of `--replicas` at `--level`, then the smallest of them at each of `--levels`. Every replica has `--seats` seats; an episode takes one at once and samples `--rate` tokens a second. Replies are as long as rollouts are: lognormal,
+median 600 tokens, at most 4,096 (of a group of 16 the longest takes about a minute). A batch is half as many episodes as there are seats. The trainer takes as long for one as the full fleet takes to sample it,
+so that neither is the bottleneck by itself, and a new version stops all replicas for `--pause` seconds.
+
+Real are the scheduler with all its decisions and its account, the samples and advantages of every batch with all their tokens, and the step's metrics:
+the code of an orchestrator that is asked after every landing what may start and whether a batch is complete. Not run are HTTP, environments, the event
+loop and the disk (`ledger.py`, `env_worker.py`). Processor time is that of the calls into this code, per simulated second.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import resource
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from machine import describe_machine
+
+from prime_rl.config import OrchestratorConfig
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
+from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.samples import score_batch
+from prime_rl.trainer.packing import rollout_lengths
+
+GROUP_SIZE, PROMPT, LONGEST = 16, 128, 4096
+LENGTH_STEP = 32  # replies are rounded up to so many tokens, and those of one length share their lists
+SEATS_PER_BATCH = 2
+
+T = TypeVar("T")
+
+
+@dataclass
+class Fleet:
+    """What is simulated. Times in seconds, `rate` in tokens per second and episode."""
+
+    replicas: int
+    seats: int = 100
+    rate: float = 50.0
+    pause: float = 0.5
+    level: int = 8
+    bound: int = 16
+    seconds: float = 60.0
+    warm: float = 120.0
+
+    @property
+    def in_flight(self) -> int:
+        return self.replicas * self.seats
+
+    @property
+    def batch(self) -> int:
+        return max(self.in_flight // SEATS_PER_BATCH // GROUP_SIZE, 1) * GROUP_SIZE
+
+
+@dataclass
+class Meter:
+    """Processor seconds by part."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def of(self, part: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        began = time.thread_time()
+        result = call(*arguments, **options)
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.thread_time() - began
+        return result
+
+
+class Simulation:
+    """Two clocks: `now`, and the seconds of it in which the replicas did not stand still, by which episodes end."""
+
+    def __init__(self, fleet: Fleet, seed: int = 0) -> None:
+        self.fleet = fleet
+        self.config = OrchestratorConfig.model_validate(
+            {
+                "environment": {"id": "simulated"},
+                "batch_size": fleet.batch,
+                "rollouts_per_example": GROUP_SIZE,
+                "async_level": fleet.level,
+                "max_off_policy_steps": fleet.bound,
+                "seq_len": PROMPT + LONGEST,
+            }
+        )
+        limits = Limits(fleet.batch, GROUP_SIZE, fleet.level, fleet.bound, fleet.in_flight)
+        tasks = (Task("simulated", number, f"task-{number}") for number in itertools.count())
+        self.core: Core[EpisodeResult] = Core(limits, tasks)
+        self.meter = Meter()
+        self.draw = np.random.default_rng(seed)
+        self.replies = {
+            length: _reply(self.draw, length) for length in range(LENGTH_STEP, LONGEST + LENGTH_STEP, LENGTH_STEP)
+        }
+        self._lengths = self._draw_lengths()
+        mean = float(np.mean([next(self._lengths) for _ in range(20_000)]))
+        self.train_seconds = fleet.batch * mean / (fleet.in_flight * fleet.rate)
+        self.now = self.stood = 0.0
+        self.flying: list[tuple[float, str, int]] = []  # (end in sampling seconds, episode, length)
+        self.forgotten: set[str] = set()
+        self.trained_at: list[float] = []  # when each batch will have been trained
+        self.tally = Tally()
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from now on."""
+        self.meter.seconds.clear()
+        self.began, self.busy, self.landed, self.ages = self.now, 0.0, 0, []
+
+    def run(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            self._launch()
+            landing = self.flying[0][0] + self.stood if self.flying else np.inf
+            version = self.core.version
+            trained = self.trained_at[version] if version < len(self.trained_at) else np.inf
+            self._go_to(min(landing, trained, end))
+            if trained <= min(landing, end):
+                self._update(version + 1)
+            elif landing <= end:
+                self._land(*heapq.heappop(self.flying)[1:])
+            self._ship()
+
+    def row(self) -> dict[str, Any]:
+        """What the seconds since `reset` were like."""
+        fleet, seconds = self.fleet, self.now - self.began
+        parts = {part: used / seconds for part, used in self.meter.seconds.items()}
+        return {
+            **asdict(fleet),
+            "episodes_in_flight": self.core.in_flight,
+            "batch_size": fleet.batch,
+            "episodes_per_second": self.landed / seconds,
+            "steps": len(self.ages),
+            "utilisation": self.busy / (seconds * fleet.in_flight),
+            "staleness_mean": float(np.mean([mean for mean, _ in self.ages])) if self.ages else None,
+            "staleness_max": max((most for _, most in self.ages), default=None),
+            "dropped_stale": self.core.dropped[Drop.STALE],
+            "cpu_seconds_per_second": parts,
+            "cpu_total": sum(parts.values()),
+            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        }
+
+    # -- what happens --------------------------------------------------------------------------------------------------------
+
+    def _go_to(self, moment: float) -> None:
+        self.busy += (moment - self.now) * self.core.in_flight
+        self.now = moment
+
+    def _launch(self) -> None:
+        while (start := self.meter.of("what may start", self.core.next_start)) is not None:
+            length = next(self._lengths)
+            end = self.now - self.stood + length / self.fleet.rate
+            heapq.heappush(self.flying, (end, start.episode, length))
+
+    def _land(self, episode: str, length: int) -> None:
+        if episode in self.forgotten:
+            self.forgotten.remove(episode)
+            return
+        result = EpisodeResult(
+            episode, "simulated", "task", Outcome.OK, reward=float(self.draw.integers(2)), samples=[self.replies[length]],
+            num_turns=1,
+        )  # fmt: skip
+        self.landed += 1
+        self.meter.of("landings", self._finish, episode, result)
+
+    def _finish(self, episode: str, result: EpisodeResult) -> None:
+        self.tally.finish(result)
+        self.core.finish(episode, result)
+
+    def _update(self, version: int) -> None:
+        """All replicas stand still, then serve `version`."""
+        self.meter.of("updates", self.core.announce, version)
+        self.now += self.fleet.pause
+        self.stood += self.fleet.pause
+        for start in self.meter.of("updates", self._serve, version):
+            self.forgotten.add(start.episode)
+
+    def _serve(self, version: int) -> list[Start]:
+        self.core.serve(version)
+        stale = self.core.stale()
+        for start in stale:
+            self.core.fail(start.episode, Drop.STALE)
+        return stale
+
+    def _ship(self) -> None:
+        while (batch := self.meter.of("batches", self.core.ready_batch)) is not None:
+            scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0})
+            self.meter.of(
+                "metrics", step_metrics, batch, scored, self.tally, stale=self.core.dropped[Drop.STALE],
+                seconds=1.0, updating=self.fleet.pause,
+            )  # fmt: skip
+            self.tally = Tally(stale_before=self.core.dropped[Drop.STALE])
+            ages = [batch.step - finished.first for group in batch.groups for finished in group.finished]
+            self.ages.append((float(np.mean(ages)), max(ages)))
+            self.meter.of("batches", self._commit, batch, scored)
+            begun = max(self.now, self.trained_at[-1] if self.trained_at else 0.0)
+            self.trained_at.append(begun + self.train_seconds)
+
+    def _commit(self, batch: Any, scored: Any) -> None:
+        self.core.prove(self.core.unproven())
+        self.core.advance(batch, scored.trained, scored.filtered, scored.truncated)
+        self.core.check_conservation()
+
+    def _draw_lengths(self) -> Iterator[int]:
+        while True:
+            for length in rollout_lengths(self.draw, 10_000, LONGEST):
+                yield -(-length // LENGTH_STEP) * LENGTH_STEP
+
+
+def _reply(draw: np.random.Generator, length: int) -> SampleTokens:
+    tokens = PROMPT + length
+    return SampleTokens(
+        input_ids=draw.integers(0, 151_936, tokens).tolist(),
+        loss_mask=[False] * PROMPT + [True] * length,
+        logprobs=[0.0] * PROMPT + (-draw.exponential(0.5, length)).tolist(),
+        prompt_len=PROMPT,
+        reward=0.0,
+    )
+
+
+def measure(fleet: Fleet) -> dict[str, Any]:
+    """One row: the time until the pipeline has settled is left out."""
+    simulation = Simulation(fleet)
+    simulation.run(fleet.warm)
+    simulation.reset()
+    simulation.run(fleet.seconds)
+    return simulation.row()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = Fleet(0)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[10, 100, 1000])
+    parser.add_argument("--levels", type=int, nargs="*", default=[0, 1, 2, 4, 6])
+    for name in ("seats", "rate", "pause", "level", "bound", "seconds", "warm"):
+        value = getattr(defaults, name)
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    parser.add_argument("--output", type=Path, help="file for the figures")
+    arguments = parser.parse_args()
+    given = {name: value for name, value in vars(arguments).items() if name in Fleet.__dataclass_fields__}
+    sizes = sorted(arguments.replicas)
+    fleets = [Fleet(**{**given, "replicas": sizes[0], "level": level}) for level in arguments.levels]
+    fleets += [Fleet(**{**given, "replicas": size}) for size in sizes]
+    rows = []
+    for fleet in fleets:  # the largest last: the peak memory is the process's
+        rows.append(measure(fleet))
+        print(json.dumps(rows[-1]), flush=True)
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps({**describe_machine(), "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
