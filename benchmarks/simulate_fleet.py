@@ -36,6 +36,7 @@ from prime_rl.trainer.packing import rollout_lengths
 GROUP_SIZE, PROMPT, LONGEST = 16, 128, 4096
 LENGTH_STEP = 32  # replies are rounded up to so many tokens, and those of one length share their lists
 SEATS_PER_BATCH = 2
+LEVEL_SECONDS = 600.0  # simulated for each level: at level 0 a step takes a minute and a half
 
 T = TypeVar("T")
 
@@ -237,7 +238,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     defaults = Fleet(0)
     parser.add_argument("--replicas", type=int, nargs="+", default=[10, 100, 1000])
-    parser.add_argument("--levels", type=int, nargs="*", default=[0, 1, 2, 4, 6])
+    parser.add_argument("--levels", type=int, nargs="*", default=[0, 1, 2, 4, 6, 8])
     for name in ("seats", "rate", "pause", "level", "bound", "seconds", "warm"):
         value = getattr(defaults, name)
         parser.add_argument(f"--{name}", type=type(value), default=value)
@@ -245,7 +246,8 @@ def main() -> None:
     arguments = parser.parse_args()
     given = {name: value for name, value in vars(arguments).items() if name in Fleet.__dataclass_fields__}
     sizes = sorted(arguments.replicas)
-    fleets = [Fleet(**{**given, "replicas": sizes[0], "level": level}) for level in arguments.levels]
+    longer = {**given, "replicas": sizes[0], "seconds": LEVEL_SECONDS}
+    fleets = [Fleet(**{**longer, "level": level}) for level in arguments.levels]
     fleets += [Fleet(**{**given, "replicas": size}) for size in sizes]
     rows = []
     for fleet in fleets:  # the largest last: the peak memory is the process's

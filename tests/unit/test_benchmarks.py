@@ -18,12 +18,15 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
+        import simulate_fleet
         import steps
         import suites
         import tables
         import trainer_profile
 
-        yield {"steps": steps, "suites": suites, "tables": tables, "profile": trainer_profile}
+        yield {
+            "steps": steps, "suites": suites, "tables": tables, "profile": trainer_profile, "fleet": simulate_fleet
+        }  # fmt: skip
     finally:
         sys.path[:] = before
 
@@ -80,6 +83,20 @@ def test_time_is_credited_once(modules: dict[str, ModuleType]) -> None:
     alone = {name: group["alone_ms"] for name, group in groups.items()}
     assert alone == pytest.approx({"attention": 0.006, "matmul": 0.010, "pointwise": 0.001, "copies": 0.002})
     assert groups["copies"]["ms"] == pytest.approx(0.007)
+
+
+def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
+    """The real core on a virtual clock: the further it may run ahead, the fuller the fleet and the older what is trained. At level 0 nothing is old, and
+    the seats stand empty while the slowest of a batch are awaited and while the trainer works."""
+    fleet = modules["fleet"]
+    rows = [fleet.measure(fleet.Fleet(2, level=level, seconds=60.0, warm=120.0)) for level in (0, 4, 8)]
+    assert all(row["steps"] > 0 and row["episodes_in_flight"] <= 200 for row in rows)
+    assert [row["utilisation"] for row in rows] == sorted(row["utilisation"] for row in rows)
+    assert rows[0]["utilisation"] < 0.2
+    assert rows[2]["utilisation"] > 0.85
+    assert rows[0]["staleness_max"] == 0
+    assert 0 < rows[1]["staleness_mean"] < rows[2]["staleness_mean"]
+    assert set(rows[0]["cpu_seconds_per_second"]) >= {"what may start", "landings", "batches", "scoring", "updates"}
 
 
 def test_the_page_shows_what_the_files_hold(modules: dict[str, ModuleType]) -> None:

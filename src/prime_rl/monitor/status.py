@@ -78,7 +78,9 @@ class Status:
     """
 
     def __init__(self, output_dir: Path, process: str) -> None:
-        self._path = status_path(output_dir, process)
+        self._path = status_path(
+            output_dir.resolve(), process
+        )  # by which the one before is known, however it was written
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._process = process
         self._phase = "starting"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from prime_rl.trainer.activations import LEVELS
@@ -46,6 +47,7 @@ class Shape:
     root_parameters: int  # embedding, last norm and head: of no layer
     experts: int = 0
     chosen: int = 1
+    root_is_read_once: bool = True
 
     @classmethod
     def of(cls, lm: PreTrainedModel) -> "Shape":
@@ -67,6 +69,7 @@ class Shape:
             root_parameters=total - in_layers,
             experts=experts,
             chosen=chosen,
+            root_is_read_once=_root_is_embedding_and_head(lm),
         )
 
     @property
@@ -84,6 +87,19 @@ class Shape:
     @property
     def head_parameters(self) -> int:
         return self.vocabulary * self.hidden
+
+
+def final_norm(lm: PreTrainedModel) -> list[nn.Module]:
+    """The norm before the head, where it has the usual name."""
+    return [module for name, module in lm.model.named_children() if name == "norm"]
+
+
+def _root_is_embedding_and_head(lm: PreTrainedModel) -> bool:
+    """Whether nothing but these two is outside of the layers and the final norm. An embedding's backward reads no weight, and the head forms its
+    gradients in forward."""
+    apart = [lm.model.layers, *final_norm(lm), lm.get_input_embeddings(), lm.lm_head]
+    known = {id(parameter) for module in apart for parameter in module.parameters()}
+    return all(id(parameter) in known for parameter in lm.parameters())
 
 
 @dataclass(frozen=True)
@@ -172,12 +188,13 @@ def kept_bytes(shape: Shape, level: "Recompute", itemsize: int = 2, compiled: bo
 def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
     """Bytes at the moments of a step at which they may peak, later than the first step's first micro-batch."""
     s, size, tokens = shape, job.itemsize, job.tokens
+    root_stays = 0 if s.root_is_read_once else s.root_parameters
     held = {
         "fp32 weights": 4 * s.parameters // job.shards,
         "gradients": 4 * s.parameters // job.shards,
         "optimizer states": int(job.state_bytes * s.parameters) // job.shards,
         # Those that stay: weights that are freed come and go around their use.
-        "gathered weights": 0 if settings.reshard else size * s.parameters,
+        "gathered weights": size * (root_stays if settings.reshard else s.parameters),
     }
     hidden, weight = tokens * s.hidden * size, s.head_parameters
     kept = {level: tokens * kept_bytes(s, level, size, job.compiled) for level in set(settings.levels)}
@@ -195,10 +212,10 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
             "activations": everything,
             # the last block's output, the rows of its norm that are trained on and their gradient
             "head": 3 * hidden + min(settings.head_chunk, tokens) * s.vocabulary * size + 4 * weight,
-            "weights of embedding and head": size * s.root_parameters if settings.reshard else 0,
+            "weights of embedding and head": size * (s.root_parameters - root_stays) if settings.reshard else 0,
         },
         "the head's gradient": {"activations": everything, "head": 3 * hidden + (4 + size) * weight},
-        "the reduction of embedding and head": {"reduction": summed * s.root_parameters},
+        "the reduction of embedding and head": {"reduction": (size + summed) * s.root_parameters},
     }
     plain = tokens * kept_bytes(s, "none", size, job.compiled)
     done = 0

@@ -16,6 +16,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import attention, moe
 from prime_rl.trainer.activations import checkpoint_layers, wide_products
 from prime_rl.trainer.batch import MicroBatch
+from prime_rl.trainer.footprint import final_norm
 from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loading import initialize_buffers, load_weights, randomize
 from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
@@ -36,14 +37,14 @@ class Policy(nn.Module):
         self.lm, self.memory, self.compiled = lm, memory, compiled
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.routers: list[FSDPModule] = []  # units that are gathered here, as blocks read them without their hooks
-        self.root_is_read_once = _root_is_embedding_and_head(lm)
 
     def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, Tensor]:
         """The loss [] and metric sums [M] of `token_loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
         for unit in self.routers:
             unit.unshard()
-        if isinstance(self, FSDPModule):  # one pass forms the head's gradients here, and an embedding's need no weight
-            self.set_unshard_in_backward(token_loss is None or not self.root_is_read_once)
+        if isinstance(self, FSDPModule) and torch.is_grad_enabled():
+            # One pass forms the head's gradients here, and an embedding's need no weight. (It holds for the next backward: one forward, then its own.)
+            self.set_unshard_in_backward(token_loss is None or not self.memory.shape.root_is_read_once)
         hidden_TH = self.lm.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -103,8 +104,8 @@ def build_policy(
     memory = plan_memory(config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim)
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
-    final_norm = _final_norm(lm)
-    for module in [*blocks, *final_norm] if compiled else ():
+    last = final_norm(lm)
+    for module in [*blocks, *last] if compiled else ():
         module.compile(fullgraph=True)
     if settings.parked:
         blocks = offload_layers(blocks, world.device, settings.parked)
@@ -119,10 +120,10 @@ def build_policy(
     policy.routers = moe.shard_routers(lm, world.mesh)
     for layer in layers:
         fully_shard(layer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
-    for norm in final_norm:
+    for norm in last:
         fully_shard(norm, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
     # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
-    frees_root = settings.reshard and policy.root_is_read_once
+    frees_root = settings.reshard and memory.shape.root_is_read_once
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frees_root)
     units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     reduction: Any = SingleRankReduction()
@@ -142,18 +143,6 @@ def build_policy(
         directory = source.directory
         agree(world, lambda: load_weights(policy, directory, world))
     return policy
-
-
-def _final_norm(lm: PreTrainedModel) -> list[nn.Module]:
-    """The norm before the head, where it has the usual name."""
-    return [module for name, module in lm.model.named_children() if name == "norm"]
-
-
-def _root_is_embedding_and_head(lm: PreTrainedModel) -> bool:
-    """Whether nothing but the embedding and the head is outside of the layers and the final norm."""
-    apart = [lm.model.layers, *_final_norm(lm), lm.get_input_embeddings(), lm.lm_head]
-    known = {id(parameter) for module in apart for parameter in module.parameters()}
-    return all(id(parameter) in known for parameter in lm.parameters())
 
 
 def _check_architecture(lm: PreTrainedModel, name: str) -> None:

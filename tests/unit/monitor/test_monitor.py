@@ -193,9 +193,10 @@ def test_progress_is_told_apart_from_life(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_second_status_goes_on_where_the_first_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two writers in one process do not contradict each other; what was ready stays so."""
+    """Two writers in one process do not contradict each other, whether the directory's path is relative or not; what was ready stays so."""
     monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 0.02)
-    Status(tmp_path, "inference").ready()
+    monkeypatch.chdir(tmp_path)
+    Status(Path(), "inference").ready()
     Status(tmp_path, "inference").phase("serving")
     time.sleep(0.1)
     status = read_status(tmp_path)["inference"]

@@ -32,7 +32,7 @@ from prime_rl.trainer.footprint import (
     parked_bytes,
     state_bytes,
 )
-from prime_rl.trainer.memory import GIB, HEAD_CHUNKS, LEAN, MemoryPlan, choose
+from prime_rl.trainer.memory import GIB, HEAD_CHUNKS, MemoryPlan, choose
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import train
 from prime_rl.trainer.source import find_model
@@ -228,8 +228,24 @@ def test_a_single_rank_reduces_in_place(shapes: dict[str, Shape]) -> None:
     shape = shapes["4B"]
     for ranks, size in ((1, 4), (2, 8)):
         moments = estimate(shape, Job(16384, ranks=ranks), everywhere(shape, "full")).moments
-        assert moments["the reduction of embedding and head"]["reduction"] == size * shape.root_parameters
+        # The root's, in bfloat16, are there until they have been sent.
+        assert moments["the reduction of embedding and head"]["reduction"] == (2 + size) * shape.root_parameters
         assert moments["backward of a block (full)"]["reduction"] == (2 + size) * shape.layer_parameters
+
+
+def test_embedding_and_head_are_freed_where_backward_does_not_read_them(shapes: dict[str, Shape]) -> None:
+    """With weights that are freed they are there until the head is done; where something else belongs to the root, or nothing is freed, always."""
+    shape = shapes["4B"]
+    freed = replace(everywhere(shape, "full"), reshard=True)
+    root = 2 * shape.root_parameters
+    for settings, read_once, stays, head in (
+        (freed, True, 0, root),
+        (freed, False, root, 0),
+        (everywhere(shape, "full"), True, 2 * shape.parameters, 0),
+    ):
+        moments = estimate(replace(shape, root_is_read_once=read_once), Job(16384), settings).moments
+        assert {moment["gathered weights"] for moment in moments.values()} == {stays}
+        assert moments["the head"]["weights of embedding and head"] == head
 
 
 def test_shards_divide_states_only(shapes: dict[str, Shape]) -> None:
@@ -279,8 +295,8 @@ def test_more_memory_is_never_slower(shapes: dict[str, Shape]) -> None:
 
 
 def test_a_named_level_is_lean(shapes: dict[str, Shape]) -> None:
-    """Whoever names a level gets what else saves memory, as far as it costs next to nothing: less than the peer takes at the same level, and hardly
-    slower than the fastest. Without a name, and with names for all, nothing changes."""
+    """Whoever names a level gets what else saves memory, as far as it costs next to nothing: less than the peer takes at the same level, and no more
+    than 5 % slower than the fastest. Without a name, and with names for all, nothing changes."""
     for name, thousands, level, peer in (
         ("0.6B", 16, "none", 30.4),
         ("0.6B", 16, "full", 11.9),
@@ -303,7 +319,7 @@ def test_a_named_level_is_lean(shapes: dict[str, Shape]) -> None:
         rounded = (peer + 0.05) * GIB
         assert estimate(shape, job, lean).total < rounded < estimate(shape, job, fast).total
         more = added_seconds(shape, job, lean) - added_seconds(shape, job, fast)
-        assert 0 < more <= LEAN * least_seconds(shape, job)
+        assert 0 < more <= 0.05 * least_seconds(shape, job)
     assert not chosen(shapes["4B"], 138).reshard
 
 

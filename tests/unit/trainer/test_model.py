@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PersimmonConfig
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
@@ -123,6 +123,23 @@ def test_backward_has_the_weights_that_it_reads(
     for result in results[1:]:
         for name, gradient in results[0].items():
             torch.testing.assert_close(result[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_a_root_with_more_than_embedding_and_head_stays(make_policy: Callable[..., Policy], tmp_path: Path) -> None:
+    """Persimmon's last norm has another name and remains in the root: its weight is there in backward, where weights are freed as well."""
+    config = PersimmonConfig(
+        vocab_size=support.VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, initializer_range=0.2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    groups = [support.random_documents((17, 30)), support.random_documents((25,))]
+    freed, kept = (make_policy(tmp_path, reshard_after_forward=reshard) for reshard in (True, False))
+    assert not freed.memory.shape.root_is_read_once
+    want = gradients(kept, groups)
+    assert any("final_layernorm" in name and gradient.any() for name, gradient in want.items())
+    for name, gradient in gradients(freed, groups).items():
+        torch.testing.assert_close(gradient, want[name], atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_empty_micro_batch_has_zero_gradients(make_policy: Callable[..., Policy], tied_model: Path) -> None:
