@@ -158,8 +158,7 @@ def step_line(step: int, max_steps: int | None, orchestrator: Row, trainer: Row,
         _named("", trainer.get("perf/throughput"), ",.0f", " tokens/s"),
         _named("", trainer.get("time/step"), ".2f", " s"),
     ]
-    apart = orchestrator is trainer
-    found = None if apart or step == 0 else split([orchestrator], [trainer])  # the first one's time is the start-up's
+    found = split([orchestrator], [trainer]) if step > 0 else None  # the first one's time is the start-up's
     limit = [] if found is None else [f"limited by {found.limit}"]
     eta = [] if remaining is None else [f"ETA {minutes(remaining)}"]
     return " | ".join([f"Step {step} {done}", *(value for value in values if value), *limit, *eta])

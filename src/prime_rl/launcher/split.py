@@ -43,13 +43,16 @@ class Split:
 
 
 def split(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Split | None:
-    """Of the same steps' rows of both sides; None where a side does not say how long its steps took."""
+    """Of the same steps' rows of both sides; None where these do not say how long each side took, and waited for the other."""
 
     def total(rows: Sequence[Row], key: str) -> float:
         return sum(row.get(key, 0.0) for row in rows)
 
     making, training = total(orchestrator, "time/step"), total(trainer, "time/step")
-    if making <= 0 or training <= 0:
+    waits = any("time/wait_for_weights" in row for row in orchestrator) and any(
+        "time/wait_for_batch" in row for row in trainer
+    )
+    if not waits or making <= 0 or training <= 0:
         return None
     computed = total(trainer, "time/forward_backward") + total(trainer, "time/optimizer")
     return Split(
