@@ -3,9 +3,10 @@
     uv run --group cpu python benchmarks/simulate_fleet.py --output benchmarks/results/simulate_fleet.json    # all rows, about seven minutes
     uv run --group cpu python benchmarks/simulate_fleet.py --replicas 10 --levels 0 1 --rate 100
 
-Fleets of `--replicas` at `--level`, then the smallest of them at each of `--levels`. Every replica has `--seats` seats; an episode takes one at once and samples `--rate` tokens a second. Replies are as long as rollouts are: lognormal,
-median 600 tokens, at most 4,096 (of a group of 16 the longest takes about a minute). A batch is half as many episodes as there are seats. The trainer takes as long for one as the full fleet takes to sample it,
-so that neither is the bottleneck by itself, and a new version stops all replicas for `--pause` seconds.
+Fleets of `--replicas` at `--level`, and the smallest of them at each of `--levels`. Every replica has `--seats` seats; an episode takes one at once
+and samples `--rate` tokens a second. Replies are as long as rollouts are: lognormal, median 600 tokens, at most 4,096 (of a group of 16 the longest
+takes about a minute). A batch is half as many episodes as there are seats. The trainer takes as long for one as the full fleet takes to sample it, so
+that neither is the bottleneck by itself, and a new version stops all replicas for `--pause` seconds.
 
 Real are the scheduler with all its decisions and its account, the samples and advantages of every batch with all their tokens, and the step's metrics:
 the code of an orchestrator that is asked after every landing what may start and whether a batch is complete. Not run are HTTP, environments, the event
