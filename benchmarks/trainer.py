@@ -113,11 +113,13 @@ def run_attention(arguments: argparse.Namespace, deadline: float) -> None:
 
 
 def collect(folder: Path) -> None:
-    """Rows take the places of older ones with the same names; those of `mismatch.json`, which belong together, all at once."""
+    """Rows take the places of older ones with the same names, but where they failed or could not run; those of `mismatch.json`, which belong
+    together, all at once."""
     for path in sorted(folder.glob("*.json")):
         if path.name == "trainer.json":
+            older = json.loads(RESULTS.read_text())
             for suite, rows in json.loads(path.read_text()).items():
-                save(RESULTS, suite, rows)
+                save(RESULTS, suite, replace_rows(older.get(suite, {}), rows))
         elif path.stem in ("neutrality", "profile"):
             merge(path, RESULTS.parent / f"{path.stem}_h200.json")
         elif path.stem == "mismatch":
@@ -126,14 +128,21 @@ def collect(folder: Path) -> None:
 
 def merge(path: Path, into: Path) -> None:
     """Rows of one file into another, each with the machine and the date that its file gives for all."""
-    rows = {}
+    rows: dict[str, Any] = {}
     for one in (into, path):
         if one.is_file():
             found = json.loads(one.read_text())
             measured = {key: found[key] for key in ("date", "cpu", "cores", "python", "packages", "gpus")}
-            rows |= {name: {"measured": measured, **row} for name, row in found.pop("rows").items()}
+            rows = replace_rows(rows, {name: {"measured": measured, **row} for name, row in found.pop("rows").items()})
     found.pop("curves", None)
     into.write_text(json.dumps({**found, "rows": rows}, indent=1, ensure_ascii=False) + "\n")
+
+
+def replace_rows(older: dict[str, Any], newer: dict[str, Any]) -> dict[str, Any]:
+    """Both, `newer` in the place of `older`: a row without a result takes the place of none."""
+    return older | {
+        name: row for name, row in newer.items() if name not in older or not row.keys() & {"failed", "absent"}
+    }
 
 
 def roomy(case: Case) -> Path:

@@ -22,10 +22,12 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         import steps
         import suites
         import tables
+        import trainer
         import trainer_profile
 
         yield {
-            "steps": steps, "suites": suites, "tables": tables, "profile": trainer_profile, "fleet": simulate_fleet
+            "steps": steps, "suites": suites, "tables": tables, "trainer": trainer, "profile": trainer_profile,
+            "fleet": simulate_fleet,
         }  # fmt: skip
     finally:
         sys.path[:] = before
@@ -97,6 +99,14 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
     assert rows[0]["staleness_max"] == 0
     assert 0 < rows[1]["staleness_mean"] < rows[2]["staleness_mean"]
     assert set(rows[0]["cpu_seconds_per_second"]) >= {"what may start", "landings", "batches", "scoring", "updates"}
+
+
+def test_what_failed_takes_no_measured_place(modules: dict[str, ModuleType]) -> None:
+    """A run that was cut off, or on a machine with fewer GPUs, leaves what an earlier one has measured."""
+    older = {"a": {"rate": 1.0}, "b": {"rate": 2.0}, "c": {"absent": "not here"}}
+    newer = {"a": {"rate": 3.0}, "b": {"failed": "time limit"}, "c": {"rate": 4.0}, "d": {"absent": "needs 2 GPUs"}}
+    kept = modules["trainer"].replace_rows(older, newer)
+    assert kept == {"a": {"rate": 3.0}, "b": {"rate": 2.0}, "c": {"rate": 4.0}, "d": {"absent": "needs 2 GPUs"}}
 
 
 def test_the_page_shows_what_the_files_hold(modules: dict[str, ModuleType]) -> None:
