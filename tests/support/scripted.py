@@ -70,6 +70,9 @@ class ScriptedEngine:
     async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
         await asyncio.sleep(0)
 
+    async def answers(self) -> bool:
+        return True
+
     async def served(self) -> Served:
         return self.now
 
@@ -129,7 +132,7 @@ class World:
 
     def orchestrator(self) -> Orchestrator:
         monitor = Monitor(self.directory, "orchestrator", self.config.monitor, {})
-        return Orchestrator(self.config, self.pool, self.engine, Status(self.directory, "orchestrator"), monitor)
+        return Orchestrator(self.config, self.pool, [self.engine], Status(self.directory, "orchestrator"), monitor)
 
     def joint(self, step: int) -> None:
         """A complete checkpoint of `step`, as both processes left it."""

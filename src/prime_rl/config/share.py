@@ -189,6 +189,12 @@ def _share_address(tree: Tree) -> Problem | None:
             name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
             _set(tree, "orchestrator.client.base_url", f"http://{name}:{port if port_given else DEFAULT_PORT}/v1")
         return None
+    if isinstance(url, list) and len(url) > 1:
+        return Problem(
+            f"orchestrator.client.base_url names {len(url)} servers, but [inference] starts one: start them by hand and leave it out",
+            "orchestrator.client.base_url",
+        )
+    url = url[0] if isinstance(url, list) and url else url
     try:
         address = urlsplit(str(url))
         url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)

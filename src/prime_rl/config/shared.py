@@ -83,23 +83,40 @@ def _port_to_url(port: Any) -> str:
     return f"http://localhost:{port}/v1"
 
 
+def _one_or_several(urls: str | list[str]) -> str | list[str]:
+    found = [urls] if isinstance(urls, str) else urls
+    if not found:
+        raise ValueError("names no server")
+    for url in found:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} does not start with http:// or https://")
+    roots = [api_root(url) for url in found]
+    if twice := {root for root in roots if roots.count(root) > 1}:
+        raise ValueError(f"{sorted(twice)[0]} is named twice")
+    return found if len(found) > 1 else found[0]
+
+
+def api_root(url: str) -> str:
+    """A server's address without a trailing slash or /v1: where /health and the weight routes are."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class ClientConfig(Section):
-    """The inference server to talk to."""
+    """The inference servers to talk to."""
 
     older: ClassVar[dict[str, Older]] = {"port": Older("base_url", _port_to_url)}
 
-    base_url: str = Field(
+    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] = Field(
         default="http://localhost:8000/v1",
-        pattern="^https?://",
-        description="Address of the server, with or without /v1.",
+        description="Address of the server, with or without /v1, or of several.",
     )
     api_key_var: str = Field(default="VLLM_API_KEY", description="Environment variable that holds the API key.")
-    ready_timeout: PositiveFloat = Field(default=600.0, description="Seconds to wait for the server to become ready.")
+    ready_timeout: PositiveFloat = Field(default=600.0, description="Seconds to wait for a server to become ready.")
     timeout: PositiveFloat = Field(default=600.0, description="Seconds that one request may take.")
 
     @model_validator(mode="after")
     def _no_password(self) -> Self:
-        if has_password(self.base_url):
+        if any(has_password(url) for url in self.base_urls):
             raise Problem(
                 "base_url holds a password, which would be written and shown: put the key into $VLLM_API_KEY",
                 "base_url",
@@ -107,9 +124,14 @@ class ClientConfig(Section):
         return self
 
     @property
-    def api_root(self) -> str:
-        """`base_url` without a trailing slash or /v1: where /health and the weight routes are."""
-        return self.base_url.rstrip("/").removesuffix("/v1")
+    def base_urls(self) -> list[str]:
+        """The addresses, as they were given."""
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url
+
+    @property
+    def api_roots(self) -> list[str]:
+        """See `api_root`."""
+        return [api_root(url) for url in self.base_urls]
 
 
 class SamplingConfig(Section):

@@ -108,14 +108,15 @@ class EnvPool:
         envs: Sequence[EnvConfig],
         *,
         model: str,
-        base_url: str,
+        base_url: str | Sequence[str],
         api_key: str | None,
         renderer: str = "auto",
         output_dir: Path,
         log_level: str = "info",
         hang_timeout: float = 120.0,
     ) -> None:
-        """`model`: hub name or directory, also the name the engine serves; `base_url`: with or without /v1;
+        """`model`: hub name or directory, also the name the engine serves; `base_url`: with or without /v1, the first of
+        several is asked where `run` names none;
         `hang_timeout`: seconds that environment code may block a worker's event loop before it is restarted."""
         logs = Path(output_dir) / "logs" / "envs"
         names = [config.name for config in envs]
@@ -127,7 +128,7 @@ class EnvPool:
         self._logs = {name: logs / f"{name.replace('/', '--')}.log" for name in names}
         self._envs: dict[str, _Env] = {}
         self._model = model
-        self._base_url = base_url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._api_key = api_key
         self._renderer = renderer
         self._log_level = log_level
@@ -192,10 +193,12 @@ class EnvPool:
         policy_version: int,
         episode_id: str,
         deadline: float,
+        server: str | None = None,
     ) -> EpisodeResult:
         """One episode; always returns a result by `deadline` (a `time.monotonic()` value) plus a short grace.
 
         `sampling`: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …; None values are left out.
+        `server`: the address of the one that samples it, with or without /v1.
         Cancelling the call cancels the episode and its engine requests. Raises UserError once the pool has failed.
         """
         state = self._envs[env]
@@ -207,6 +210,7 @@ class EnvPool:
         life = await self._free_life(state, deadline)
         if life is None:
             return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
+        base_url = self._base_urls[0] if server is None else _v1(server)
         request = next(self._requests)
         future: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
         life.pending[request] = future
@@ -214,7 +218,8 @@ class EnvPool:
         try:
             async with asyncio.timeout(timeout + GRACE_SECONDS):
                 await self._send(
-                    life, Run(request, episode_id, task_index, task.task_id, sampling, policy_version, timeout)
+                    life,
+                    Run(request, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout),
                 )
                 # Owed by the worker; `_supervise` fails it when the worker is gone.
                 return await future
@@ -323,7 +328,6 @@ class EnvPool:
             env_id=config.id,
             args=config.args,
             model=self._model,
-            base_url=self._base_url,
             renderer=self._renderer,
             max_concurrent=config.max_concurrent,
             log_level=self._log_level,
@@ -348,7 +352,7 @@ class EnvPool:
             passed,
             lifeline=self._lifeline.env,
             token=self._token,
-            base_url=self._base_url,
+            base_urls=self._base_urls,
             api_key=self._api_key,
             path=process.expose_package(self._directory / "path") if own_python else None,
         )
@@ -479,6 +483,10 @@ class EnvPool:
     def _address(self) -> str:
         assert self._directory is not None
         return f"ipc://{self._directory}/pool"
+
+
+def _v1(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 class _WorkerGone(Exception):

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 1
+VERSION = 2
 TOKEN_VAR = "PRIMERL_ENV_TOKEN"
 # The engine's key. The name holds API_KEY so that verifiers keeps it from the programs it starts.
 API_KEY_VAR = "PRIMERL_ENV_API_KEY"
@@ -101,7 +101,6 @@ class Setup:
     env_id: str
     args: dict[str, Any]
     model: str
-    base_url: str  # ends in /v1
     renderer: str
     max_concurrent: int
     log_level: str
@@ -140,6 +139,7 @@ class Run:
     task_id: str  # must be what the worker has at `task_index`: two workers may load different lists
     sampling: dict[str, Any]
     policy_version: int
+    base_url: str  # of the server that samples; ends in /v1
     timeout: float  # seconds from receipt: clocks are not shared
 
 

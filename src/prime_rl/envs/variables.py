@@ -32,13 +32,13 @@ def worker_variables(
     *,
     lifeline: dict[str, str],
     token: str,
-    base_url: str,
+    base_urls: Sequence[str],
     api_key: str | None,
     path: Path | None,
 ) -> dict[str, str]:
     """`passed`, and what a worker needs from us: the lifeline, its token, the engine's key, a `path` of its own if it has its own Python."""
     # A proxy of the user's must not get the requests to our own servers.
-    local = ["127.0.0.1", "localhost", urlsplit(base_url).hostname or ""]
+    local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in base_urls)])
     no_proxy = ",".join([os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), *local]).strip(",")
     variables = {
         **passed,

@@ -44,13 +44,13 @@ class VerifiersEnv:
         except renderer.RendererError as error:
             raise LoadError(str(error)) from error
         self.renderer = choice.name
-        self._client = vf.TrainClientConfig(
-            base_url=setup.base_url,
+        self._client = vf.TrainClientConfig(  # `_client_of` says of which server
             api_key_var=API_KEY_VAR,
             renderer=choice.config,
             renderer_model_name=setup.model,
             multiplex=max(256, setup.max_concurrent),
         )
+        self._clients: dict[str, vf.TrainClientConfig] = {}  # by the server's address
         # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
         shared = ElasticRendererPool(setup.model, choice.config, multiplex=self._client.multiplex)
         shared.renderers.append(RendererSlot(choice.renderer))
@@ -65,11 +65,6 @@ class VerifiersEnv:
 
     async def __aenter__(self) -> Self:
         await self._serving.enter_async_context(self._env.serving())
-        # The interception server makes the clients it does not have; this one is made for it, and it closes it.
-        interception = self._env._interception
-        client = lean_client(self._client)
-        interception.clients[self._client.model_dump_json()] = client
-        interception.stack.push_async_callback(client.close)
         return self
 
     async def __aexit__(
@@ -79,19 +74,31 @@ class VerifiersEnv:
         await self._serving.aclose()
 
     async def run(
-        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str
+        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
-        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
+        """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
         (slot,) = self._env.slots(self._tasks[task_index])
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
         values = {**_PINNED_SAMPLING, **sampling, "cache_salt": f"v{policy_version}"}
         context = vf.ModelContext(
             model=self._model,
-            client=self._client,
+            client=self._client_of(base_url),
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
         episode = await self._env.run_slot(slot, context)
         return convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
+
+    def _client_of(self, base_url: str) -> vf.TrainClientConfig:
+        """verifiers' name of the client of a server. Its interception server makes the clients it does not have; this one is made for it, and it
+        closes it."""
+        config = self._clients.get(base_url)
+        if config is None:
+            config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
+            interception = self._env._interception
+            client = lean_client(config)
+            interception.clients[config.model_dump_json()] = client
+            interception.stack.push_async_callback(client.close)
+        return config
 
 
 def _env_config(setup: Setup) -> Any:

@@ -140,7 +140,9 @@ class Worker:
                 async with asyncio.timeout(run.timeout), slots:
                     if faults.point(f"run:{name}") == "error":
                         raise RuntimeError("fault injection")
-                    result = await env.run(run.task_index, run.sampling, run.policy_version, run.episode_id)
+                    result = await env.run(
+                        run.task_index, run.sampling, run.policy_version, run.episode_id, run.base_url
+                    )
             except TimeoutError:
                 result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
             except asyncio.CancelledError:

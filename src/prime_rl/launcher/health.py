@@ -53,7 +53,7 @@ class ServerWatch:
         if now < self.due or (self.ready and not self.own):
             return None
         self.due = now + (_SERVING_SECONDS if self.ready else _START_SECONDS)
-        if healthy(self.server.health):
+        if any(healthy(url) for url in (self.server.health, *self.server.others)):  # the first is enough to begin with
             news = None if self.ready else Health.READY
             self.ready, self.answered = True, now
             return news

@@ -32,13 +32,14 @@ class Process:
 
 @dataclass(frozen=True)
 class Server:
-    """The inference server: `health` answers 200 once it serves. `port` is None when somebody else started it."""
+    """The inference server: `health` answers 200 once it serves. `port` is None when somebody else started it, who may have started `others`."""
 
     url: str
     health: str
     ready_timeout: float
     host: str = ""
     port: int | None = None
+    others: tuple[str, ...] = ()  # health routes of further servers
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,8 @@ def _client_key(config: RLConfig) -> dict[str, str]:
 def _server(config: RLConfig) -> Server:
     if config.inference is None:
         client = config.orchestrator.client
-        return Server(client.base_url, client.api_root + "/health", client.ready_timeout)
+        first, *others = [f"{root}/health" for root in client.api_roots]
+        return Server(", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others))
     server = config.inference.server
     wildcard = server.host in (None, "0.0.0.0", "::")
     host = "localhost" if wildcard else str(server.host)

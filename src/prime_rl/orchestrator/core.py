@@ -166,16 +166,26 @@ class Core(Generic[Result]):
             if finished is not None:
                 self._record_finished(finished)
 
-    def doubt(self, detail: str) -> list[Start]:
-        """The engines served something else since the last proof: what finished since then, and what is in flight, is made again.
+    def without_proof(self) -> set[str]:
+        """Episodes in flight, and those that finished since the last proof."""
+        return {*self._flying, *self._unproven}
+
+    def doubt(self, detail: str, episodes: Collection[str]) -> list[Start]:
+        """An engine served something else since its last proof: what it sampled since then, finished or in flight, is made again.
+
+        Args:
+            episodes: What it sampled; those that are neither in flight nor unproven are passed over.
 
         Returns:
             What was in flight; the shell cancels it.
         """
-        for finished in list(self._unproven.values()):
+        for finished in [found for found in self._unproven.values() if found.start.episode in episodes]:
             self._give_up(self._groups[finished.start.group], finished, detail)
+        return self._give_up_flying([start for name, start in self._flying.items() if name in episodes], detail)
+
+    def retract(self) -> None:
+        """The update that was announced has come to nothing, and nothing is left that it could have reached."""
         self.announced = self.version
-        return self._give_up_flying(list(self._flying.values()), detail)
 
     def begin_life(self, life: int, lives: Mapping[int, int]) -> list[Start]:
         """The trainer's present life is `life`: what versions sampled that it gave up is made again.

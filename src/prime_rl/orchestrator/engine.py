@@ -20,6 +20,7 @@ logger = log.get(__name__)
 
 _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
+_PROOF_TIMEOUT_SECONDS = 60.0  # for a server that is busy; who takes longer proves nothing
 _SAY_WAIT_AFTER_SECONDS = 0.5
 
 
@@ -43,8 +44,8 @@ class Served:
 class Engine:
     """A client of one inference server. Use it as an asynchronous context manager."""
 
-    def __init__(self, config: "ClientConfig") -> None:
-        self.root = config.base_url.rstrip("/").removesuffix("/v1")
+    def __init__(self, config: "ClientConfig", root: str | None = None) -> None:
+        self.root = root or config.api_roots[0]
         self._config = config
         key = os.environ.get(config.api_key_var, "")
         self._http = httpx.AsyncClient(
@@ -88,13 +89,17 @@ class Engine:
         if (waited := time.monotonic() - start) > _SAY_WAIT_AFTER_SECONDS:
             logger.info("the inference server at %s answers after %.0f s", self.root, waited)
 
+    async def answers(self) -> bool:
+        """Whether the server is healthy now; takes at most a few seconds."""
+        return await self._trouble(_PROBE_TIMEOUT_SECONDS) is None
+
     async def served(self) -> Served:
         """Ask what is served.
 
         Raises:
             UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
         """
-        body = await self._call("GET", "/weights")
+        body = await self._call("GET", "/weights", timeout=min(_PROOF_TIMEOUT_SECONDS, self._config.timeout))
         return Served(int(body["version"]), str(body["hash"]), str(body.get("boot", "")))
 
     async def update(self, weights: WeightsManifest) -> Served:
@@ -138,13 +143,16 @@ class Engine:
             return str(error) or type(error).__name__
         return None if response.is_success else f"GET /health gives HTTP {response.status_code}"
 
-    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        limit = httpx.Timeout(timeout or self._config.timeout, connect=_PROBE_TIMEOUT_SECONDS)
         try:
             try:
-                response = await self._http.request(method, path, json=body)
+                response = await self._http.request(method, path, json=body, timeout=limit)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                 # A connection that broke says nothing about the server; every call here may be repeated.
-                response = await self._http.request(method, path, json=body)
+                response = await self._http.request(method, path, json=body, timeout=limit)
         except httpx.TransportError as error:
             raise EngineTrouble(
                 f"the inference server at {self.root} did not answer {method} {path}: {error!r}"

@@ -38,7 +38,7 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
     pool = EnvPool(
         config.environments,
         model=config.model.name,
-        base_url=config.client.base_url,
+        base_url=config.client.base_urls,
         api_key=os.environ.get(config.client.api_key_var),
         renderer=config.renderer,
         output_dir=config.output_dir,

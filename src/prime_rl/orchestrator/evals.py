@@ -14,6 +14,7 @@ from prime_rl.orchestrator.seeds import request_seed
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import SamplingConfig
+    from prime_rl.orchestrator.fleet import RoutedPool
 
 
 _ATTEMPTS = 3  # at an episode whose worker dies
@@ -78,7 +79,7 @@ class EvalReport:
 
 
 async def evaluate(
-    pool: EnvPool,
+    pool: "EnvPool | RoutedPool",
     plan: EvalPlan,
     *,
     version: int,

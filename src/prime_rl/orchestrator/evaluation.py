@@ -8,6 +8,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
+from prime_rl.orchestrator.fleet import RoutedPool
 from prime_rl.orchestrator.plans import eval_plans, limits
 from prime_rl.orchestrator.serving import Serving
 
@@ -28,7 +29,8 @@ class Evaluations:
     ) -> None:
         self.config = config
         self._section = config.eval
-        self._pool, self._monitor, self._status, self._serving = pool, monitor, status, serving
+        self._pool = RoutedPool(pool, serving.fleet)
+        self._monitor, self._status, self._serving = monitor, status, serving
         self._plans = list(eval_plans(config))
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
@@ -83,13 +85,13 @@ class Evaluations:
         serving = self._serving
         for _ in range(_ATTEMPTS):
             async with serving.lock:
-                version = serving.core.version
+                version, losses = serving.core.version, serving.fleet.losses
                 reports = [
                     await self._run_plan(plan, version)
                     for plan in self._plans
                     if (plan.env, version) not in self._logged
                 ]
-                proven = await serving.policy.proven()
+                proven = await serving.prove() and serving.fleet.losses == losses
                 async with serving.shipping:
                     serving.notice_life()
                 if serving.core.must_go_back:

@@ -9,6 +9,8 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
@@ -20,6 +22,7 @@ from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
+from prime_rl.orchestrator.fleet import EngineClient, Fleet, Replica
 from prime_rl.orchestrator.journal import FLUSH_SECONDS, Journal
 from prime_rl.orchestrator.metrics import Tally, bench_table, step_metrics
 from prime_rl.orchestrator.plans import limits, make_pool
@@ -51,7 +54,12 @@ class Orchestrator:
     """One life of a run's orchestrator. `run()` is all of it."""
 
     def __init__(
-        self, config: "OrchestratorConfig", pool: EnvPool, engine: Engine, status: Status, monitor: Monitor
+        self,
+        config: "OrchestratorConfig",
+        pool: EnvPool,
+        engines: Sequence[EngineClient],
+        status: Status,
+        monitor: Monitor,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -65,7 +73,8 @@ class Orchestrator:
         self.progress = Progress()
         if not config.bench:
             self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
-        self.serving = Serving(config, engine, status, self)
+        self.fleet = Fleet(engines, slack=config.rollouts_per_example)
+        self.serving = Serving(config, self.fleet, status, self)
         self.evaluations = Evaluations(config, pool, monitor, status, self.serving)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.journal: Journal | None = None
@@ -92,7 +101,7 @@ class Orchestrator:
             await self._start()
             if self.evaluations.owed(self.core.version):
                 await self.evaluations.run()
-            background = [] if self.config.bench else [self.serving.follow(), self._keep_books()]
+            background = [] if self.config.bench else [self.serving.follow(), self.serving.watch(), self._keep_books()]
             tasks = [asyncio.create_task(work) for work in background]
             for task in tasks:
                 task.add_done_callback(self.note_failure)
@@ -132,9 +141,12 @@ class Orchestrator:
             self._log_missing()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.start(config.client.ready_timeout))
-            group.create_task(self.serving.engine.wait_ready(self.status.waiting))
+            ready = group.create_task(self.fleet.wait_ready(self.status.waiting, config.client.ready_timeout))
         version = 0
-        if not config.bench:
+        if config.bench:
+            for replica in ready.result():  # bounded: the group has awaited it
+                self.fleet.admit(replica)
+        else:
             version = await self.serving.start(self.progress, self.evaluations.owed)
         self.started = True
         self._make_core(version)
@@ -146,7 +158,7 @@ class Orchestrator:
         )  # fmt: skip
 
     def _make_core(self, version: int) -> None:
-        config, journal, policy = self.config, self.journal, self.serving.policy
+        config, journal, history = self.config, self.journal, self.serving.history
         tasks = {
             env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
             for env in config.environments
@@ -157,15 +169,15 @@ class Orchestrator:
             stream if journal is None else journal.drawing(stream),
             step=self.progress.step,
             version=version,
-            life=policy.life.number,
+            life=history.life.number,
             record=None if journal is None else journal.ledger,
         )
-        self.serving.core = self.core
+        self.serving.begin(self.core)
         if journal is not None:
-            newest = policy.newest
+            newest = history.newest
             assert newest is not None
             self.tally = journal.restore(self.core, self.progress.state, stream, newest)
-            self.core.begin_life(policy.life.number, policy.lives)
+            self.core.begin_life(history.life.number, history.lives)
             journal.check(self.core)
 
     def _log_missing(self) -> None:
@@ -180,13 +192,17 @@ class Orchestrator:
         if self.serving.recovering:
             return
         while not self.stopping and (start := self.core.next_start()) is not None:
-            task = asyncio.create_task(self._run_episode(start))
+            replica = self.fleet.place(start.group)
+            assert replica is not None  # one serves, or nothing starts
+            self.fleet.start(start.episode, replica)
+            task = asyncio.create_task(self._run_episode(start, replica))
+            task.add_done_callback(partial(self._leave, replica))
             task.add_done_callback(self.note_failure)
             if not self._running:
                 self._last_landing = time.monotonic()
             self._running[start.episode] = task
 
-    async def _run_episode(self, start: Start) -> None:
+    async def _run_episode(self, start: Start, replica: Replica) -> None:
         sampling = self.sampling[start.task.env]
         result = await self.pool.run(
             env=start.task.env,
@@ -197,10 +213,16 @@ class Orchestrator:
             policy_version=start.version,
             episode_id=start.episode,
             deadline=time.monotonic() + self.config.rollout_timeout,
+            server=replica.name,
         )
         self._land(start, result)
         if result.outcome is Outcome.ENGINE_UNAVAILABLE:
-            self.serving.recover()
+            self.serving.recover(replica)
+
+    @staticmethod
+    def _leave(replica: Replica, task: "asyncio.Task[None]") -> None:
+        """An episode is not in flight any more, whatever ended it."""
+        replica.in_flight -= 1
 
     def _land(self, start: Start, result: EpisodeResult) -> None:
         del self._running[start.episode]
@@ -212,6 +234,7 @@ class Orchestrator:
             self.tally.finish(result)
             self.core.finish(start.episode, result)
             return
+        self.fleet.forget([start.episode])
         drop = Drop.TIMEOUT if result.outcome is Outcome.TIMEOUT else Drop.ERRORED
         self.tally.fail(drop)
         if not self.core.fail(start.episode, drop, str(result.outcome), retry=result.outcome in _RETRIED):
@@ -293,12 +316,16 @@ class Orchestrator:
     def _tell(self) -> None:
         """What the orchestrator does while episodes are in flight, or what keeps it waiting for unusually long."""
         quiet = time.monotonic() - self._last_landing
-        loading = self.serving.policy.loading
+        loading = self.fleet.loading
         if self.evaluations.running:
             return  # it tells by itself
         if loading is not None:
             subject = f"version {loading} to be loaded"
-            self.status.waiting(subject, f"inference at {self.serving.engine.root}", self.config.client.timeout)
+            self.status.waiting(
+                subject,
+                f"inference at {', '.join(replica.name for replica in self.fleet.serving)}",
+                self.config.client.timeout,
+            )
         elif quiet > _QUIET_SECONDS:
             subject = f"one of {self.core.in_flight} episodes to end"
             self.status.waiting(subject, "inference and environments", self.config.rollout_timeout)
@@ -319,7 +346,7 @@ class Orchestrator:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
             scored = score_batch(batch, self.config, temperatures)
-            if not await self._prove():
+            if not await self._prove(batch):
                 return False
             if not scored.samples:
                 self._discard(batch, scored)
@@ -335,14 +362,13 @@ class Orchestrator:
         self._report(batch, metrics)
         return True
 
-    async def _prove(self) -> bool:
-        """Ask the engines what they serve: what had finished before counts then. Else they are brought back, and it is made again."""
-        finished = self.core.unproven()
-        if not self.config.bench and not await self.serving.policy.proven():
-            self.serving.recover()
-            return False
-        self.core.prove(finished)
-        return True
+    async def _prove(self, batch: Batch[EpisodeResult]) -> bool:
+        """Have the servers prove what sampled the batch. What they cannot prove is made again; then it is no batch any more."""
+        if self.config.bench:
+            self.core.prove(batch.episodes)
+        else:
+            await self.serving.prove()
+        return batch.episodes.isdisjoint(self.core.unproven())
 
     def _discard(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
         self.core.discard(batch, scored.truncated)
@@ -382,17 +408,17 @@ class Orchestrator:
             await asyncio.sleep(FLUSH_SECONDS / 2)
 
     async def _write_books(self, last: bool = False) -> None:
-        journal, policy = self.journal, self.serving.policy
+        journal, history = self.journal, self.serving.history
         assert journal is not None
         async with self._books:
-            if policy.newest is not None and not self.core.must_go_back:
-                journal.ledger.trained_through(policy.newest)
+            if history.newest is not None and not self.core.must_go_back:
+                journal.ledger.trained_through(history.newest)
             if last or journal.due:
                 async with self.serving.shipping:
                     if self.core.unproven() and not self.serving.recovering:
-                        await self._prove()
+                        await self.serving.prove()
                     await journal.flush()
-            await asyncio.to_thread(self.checkpoints.join, dict(policy.lives))
+            await asyncio.to_thread(self.checkpoints.join, dict(history.lives))
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
@@ -414,7 +440,7 @@ class Orchestrator:
             ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new life meanwhile
         await self._write_books(last=True)
         self.journal.check(self.core)
-        self.serving.policy.release()
+        self.serving.history.release()
 
     @property
     def _served_to_the_end(self) -> bool:
@@ -453,8 +479,9 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
     monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
     pool = make_pool(config)
     try:
-        async with Engine(config.client) as engine:
-            orchestrator = Orchestrator(config, pool, engine, status, monitor)
+        async with AsyncExitStack() as stack:
+            engines = [await stack.enter_async_context(Engine(config.client, root)) for root in config.client.api_roots]
+            orchestrator = Orchestrator(config, pool, engines, status, monitor)
             current = asyncio.current_task()
             assert current is not None
             for number in (signal.SIGINT, signal.SIGTERM):

@@ -70,7 +70,7 @@ def make_pool(config: "OrchestratorConfig") -> EnvPool:
     return EnvPool(
         [*config.environments, *evals],
         model=config.model.name,
-        base_url=config.client.base_url,
+        base_url=config.client.base_urls,
         api_key=os.environ.get(config.client.api_key_var),
         renderer=config.renderer,
         output_dir=config.output_dir,

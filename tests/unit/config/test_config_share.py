@@ -250,7 +250,9 @@ def test_sampling_override() -> None:
 
 @pytest.mark.parametrize("url", ["http://h:1", "http://h:1/", "http://h:1/v1", "http://h:1/v1/"])
 def test_base_url_with_and_without_v1(url: str) -> None:
-    assert parse(EvalConfig, ["--environment-ids", "x", "--client.base-url", url], {}).client.api_root == "http://h:1"
+    assert parse(EvalConfig, ["--environment-ids", "x", "--client.base-url", url], {}).client.api_roots == [
+        "http://h:1"
+    ]
 
 
 @pytest.mark.parametrize(

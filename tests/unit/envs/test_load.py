@@ -27,7 +27,7 @@ def _environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def load(env_id: str, model: Path, **args: Any) -> Any:
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
-    return VerifiersEnv(Setup(env_id, env_id, args, str(model), "http://127.0.0.1:9/v1", "auto", 4, "info"))
+    return VerifiersEnv(Setup(env_id, env_id, args, str(model), "auto", 4, "info"))
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ EPISODE = EpisodeResult(
 )
 MESSAGES: list[Message] = [
     Hello(VERSION, "token", 12),
-    Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "http://x/v1", "auto", 64, "info"),
+    Setup("name", "owner/env", {"split": "eval", "deep": {"a": [1, None]}}, "model", "auto", 64, "info"),
     Ready("chatml", ["split"]),
     LoadFailed("no"),
     ListTasks(),
     Tasks(["a", "b"]),
-    Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, 12.5),
+    Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
     Cancel(1),
     Result(1, EPISODE),
     Heartbeat(0.01, "", 3, 4),

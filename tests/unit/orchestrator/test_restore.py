@@ -73,7 +73,7 @@ class World:
         self.core.prove(self.core.unproven())
 
     def doubt(self) -> None:
-        self.forget(self.core.doubt("scripted"))
+        self.forget(self.core.doubt("scripted", self.core.without_proof()))
 
     def flush(self) -> None:
         self.journal.ledger.flush()

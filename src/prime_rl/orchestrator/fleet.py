@@ -1,0 +1,240 @@
+"""The inference servers: which of them may be given work, which one an episode goes to, and what each of them can prove.
+
+A *replica* is one server as the orchestrator knows it. It is `away` until it has answered and proven that it serves what it was given; `serving`
+replicas get episodes. What a replica sampled counts once that replica, not another one, has proven what it served meanwhile.
+"""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol
+
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.engine import Served
+from prime_rl.transport.weights import WeightsManifest
+from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
+
+_HOMES = 65_536  # groups whose server is remembered
+_GRACE_SECONDS = 30.0  # for a wait that has a deadline of its own
+
+
+class EngineClient(Protocol):
+    """What a fleet asks of a server: `engine.Engine`."""
+
+    @property
+    def root(self) -> str: ...
+    async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None: ...
+    async def answers(self) -> bool: ...
+    async def served(self) -> Served: ...
+    async def update(self, weights: WeightsManifest) -> Served: ...
+
+
+class Standing(StrEnum):
+    """What the orchestrator thinks of a server."""
+
+    AWAY = "away"  # not heard of yet, gone, or serving something else: no work until it is proven
+    SERVING = "serving"
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server. `unproven` are episodes that it samples, or has sampled since it proved what it serves."""
+
+    engine: EngineClient
+    standing: Standing = Standing.AWAY
+    in_flight: int = 0
+    unproven: set[str] = field(default_factory=set)
+    given: Served | None = None  # the last version that it loaded
+    coming: Served | None = None  # what it is loading: during an update either of the two is right
+
+    @property
+    def name(self) -> str:
+        return self.engine.root
+
+    @property
+    def serving(self) -> bool:
+        return self.standing is Standing.SERVING
+
+    async def load(self, manifest: WeightsManifest) -> bool:
+        """Have the server load a committed version and prove it.
+
+        Returns:
+            Whether it is still the server that was asked before: one that was started again in between served its base model meanwhile.
+
+        Raises:
+            UserError: it refused; the earlier version is still expected.
+        """
+        before = self.given
+        self.coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
+        try:
+            self.given = await self.engine.update(manifest)
+        finally:
+            self.coming = None
+        return before is None or before.boot == self.given.boot
+
+    async def proven(self) -> bool:
+        """Whether the server answers, is the one that was asked before, and serves what it was given."""
+        try:
+            return await self.engine.served() in (self.given, self.coming)
+        except UserError:
+            return False
+
+
+class Fleet:
+    """All servers of a run. Which one an episode goes to: the one its group is at, unless that has more than `slack` episodes more than the one
+    with the fewest; attempts at one task share their prompt, which a server computes once.
+
+    Attributes:
+        losses: How many times a replica stopped serving.
+    """
+
+    def __init__(self, engines: Iterable[EngineClient], slack: int = 1) -> None:
+        self.replicas = [Replica(engine) for engine in engines]
+        self.losses = 0
+        self._slack = slack
+        self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
+        self._where: dict[str, Replica] = {}  # of episodes that are not proven
+
+    # -- who serves ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def serving(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.serving]
+
+    @property
+    def away(self) -> list[Replica]:
+        return [replica for replica in self.replicas if not replica.serving]
+
+    @property
+    def loading(self) -> int | None:
+        """The version that a serving replica is loading now, if one is."""
+        return next((replica.coming.version for replica in self.serving if replica.coming is not None), None)
+
+    def admit(self, replica: Replica) -> None:
+        """It has proven itself: it gets work."""
+        replica.standing = Standing.SERVING
+
+    def lose(self, replica: Replica) -> None:
+        """It gets no work until it has proven itself again."""
+        if replica.serving:
+            replica.standing = Standing.AWAY
+            self.losses += 1
+
+    async def wait_ready(self, on_wait: Callable[[str, str, float], None], seconds: float) -> list[Replica]:
+        """Wait until one server at least is healthy; each is given `seconds`. Returns those that are.
+
+        Raises:
+            UserError: none came up in time.
+        """
+        waits = [asyncio.create_task(replica.engine.wait_ready(on_wait)) for replica in self.replicas]
+
+        def decided() -> bool:
+            errors = [wait.exception() for wait in waits if wait.done()]
+            if None in errors:
+                return True
+            if len(errors) == len(waits):
+                raise UserError("; ".join(str(error) for error in errors))
+            return False
+
+        try:
+            subject, limit = "a healthy server", seconds + _GRACE_SECONDS
+            await wait_async(decided, subject=subject, owner="inference", seconds=limit, poll=LEAST_POLL_SECONDS)
+        finally:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.wait(waits, timeout=_GRACE_SECONDS)
+        if len(self.replicas) == 1:
+            return list(self.replicas)
+        answers = await asyncio.gather(*(replica.engine.answers() for replica in self.replicas))
+        return [replica for replica, answered in zip(self.replicas, answers, strict=True) if answered]
+
+    # -- where an episode goes -------------------------------------------------------------------------------------------------
+
+    def place(self, group: Hashable) -> Replica | None:
+        """The server for an episode of `group`; None where none serves."""
+        serving = self.serving
+        if not serving:
+            return None
+        chosen = min(serving, key=lambda replica: replica.in_flight)
+        home = self._homes.pop(group, None)
+        if home is not None and home.serving and home.in_flight <= chosen.in_flight + self._slack:
+            chosen = home
+        self._homes[group] = chosen
+        if len(self._homes) > _HOMES:
+            self._homes.popitem(last=False)
+        return chosen
+
+    def start(self, episode: str, replica: Replica) -> None:
+        """`replica` samples the episode: it counts once that replica has proven itself afterwards. Whoever ends it lowers `in_flight`."""
+        replica.in_flight += 1
+        replica.unproven.add(episode)
+        self._where[episode] = replica
+
+    def forget(self, episodes: Iterable[str]) -> None:
+        """These are proven, or will never count."""
+        for episode in episodes:
+            replica = self._where.pop(episode, None)
+            if replica is not None:
+                replica.unproven.discard(episode)
+
+    def keep(self, episodes: Collection[str]) -> None:
+        """Only these are without a proof."""
+        for replica in self.replicas:
+            replica.unproven.intersection_update(episodes)
+        self._where = {episode: replica for episode, replica in self._where.items() if episode in replica.unproven}
+
+    @contextmanager
+    def busy(self, replica: Replica) -> Iterator[None]:
+        """An episode is in flight there."""
+        replica.in_flight += 1
+        try:
+            yield
+        finally:
+            replica.in_flight -= 1
+
+    # -- what they can prove ---------------------------------------------------------------------------------------------------
+
+    async def prove(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
+        """Ask every serving replica what it serves.
+
+        Args:
+            finished: Episodes that had ended before the question.
+
+        Returns:
+            Those of them that now count, and the replicas that could not prove themselves.
+        """
+        asked = self.serving
+        waiting = {replica: replica.unproven.intersection(finished) for replica in asked}
+        proofs = await asyncio.gather(*(replica.proven() for replica in asked))
+        counting = [
+            episode
+            for replica, proof in zip(asked, proofs, strict=True)
+            if proof and replica.serving
+            for episode in waiting[replica]
+        ]
+        return counting, [replica for replica, proof in zip(asked, proofs, strict=True) if not proof]
+
+
+class RoutedPool:
+    """An environment pool whose every episode goes to a serving replica: for evaluations."""
+
+    def __init__(self, pool: EnvPool, fleet: Fleet) -> None:
+        self._pool, self._fleet = pool, fleet
+
+    def tasks(self, env: str) -> Sequence[TaskInfo]:
+        return self._pool.tasks(env)
+
+    async def run(self, *, env: str, task_index: int, episode_id: str, **arguments: Any) -> EpisodeResult:
+        """See `EnvPool.run`."""
+        replica = self._fleet.place((env, task_index))
+        if replica is None:
+            return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, "no inference server serves")
+        with self._fleet.busy(replica):
+            return await self._pool.run(
+                env=env, task_index=task_index, episode_id=episode_id, server=replica.name, **arguments
+            )
