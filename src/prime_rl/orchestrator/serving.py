@@ -20,7 +20,7 @@ from prime_rl.orchestrator.engine import EngineTrouble
 from prime_rl.orchestrator.fleet import Fleet, Replica
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.protocol import Lease, Life, first_lease, goes_on_from, lease_to_load
+from prime_rl.transport.protocol import Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
 from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Serving:
             for replica in ready:
                 if replica not in failures:
                     self.fleet.admit(replica)
-            self.history.hold(Lease(life, version))
+            self.history.hold(lease_to_hold(life, version))
             return version
 
     def begin(self, core: Core[EpisodeResult]) -> None:
@@ -304,7 +304,7 @@ class Serving:
 
     def _hold(self, life: int, version: int) -> None:
         """`version` is served: nothing older is read, but by servers that come back."""
-        self.history.hold(Lease(life, min([version, *self._reading.values()])))
+        self.history.hold(lease_to_hold(life, version, self._reading.values()))
 
     # -- what counts -----------------------------------------------------------------------------------------------------------
 

@@ -153,6 +153,11 @@ def lease_to_load(held: Lease, life: int, version: int) -> Lease:
     return Lease(life, min(held.version, version))
 
 
+def lease_to_hold(life: int, served: int, reading: Collection[int] = ()) -> Lease:
+    """What is committed once all engines that are given work serve `served`. Engines that come back meanwhile may still be `reading` older ones."""
+    return Lease(life, min([served, *reading]))
+
+
 def joinable(parts: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
     """Trainer parts (step: life that saved it) that may become joint checkpoints, ascending: those of the present history."""
     return sorted(step for step, life in parts.items() if valid(step, life, lives))

@@ -61,7 +61,8 @@ def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]
         done = replica._replace(version=version, life=life, known=2 if late else 1, reading=None, broken=False)
         return f"an engine proves that it serves version {version}", d, put(o, index, done)
     back = replica.version == 0 or d.weights[replica.version] == replica.life
-    if not back and not d.given_up(replica.version, replica.life):
+    spare = replica.known == 2 and o.phase in ("run", "end")  # it serves nobody: broken, it is given the next version
+    if not back and not spare and not d.given_up(replica.version, replica.life):
         raise Violation(f"weights/step_{replica.version} was pruned, to which an engine goes back after a failed load")
     done = replica._replace(reading=None, broken=not back, known=2, flying=())
     words = "goes back" if back else "cannot go back and stays paused"

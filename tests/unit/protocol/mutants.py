@@ -65,6 +65,10 @@ MUTANTS = {
         "the orchestrator chooses a version before it holds a lease",
         Rules(lease_before_look=False), Bounds(steps=4, async_level=0, keep_checkpoints=2, drain=False, killed="W"), "pruned",
     ),
+    "lease-of-served": Mutant(
+        "the lease is raised to what the others serve while an engine that joins reads an older version",
+        Rules(lease_to_hold=lambda life, served, reading: Lease(life, served)), Bounds(replicas=2, steps=3, crashes=0, interval=3, drain=False), "pruned",
+    ),
     "prune-in-a-new-life": Mutant(
         "pruning goes on before the orchestrator has taken the new life up",
         Rules(prunable=prune_before_the_new_life_is_taken_up), Bounds(steps=3, async_level=0, crashes=2, killed="TO"), "pruned",

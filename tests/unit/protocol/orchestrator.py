@@ -66,10 +66,12 @@ def lease(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 
 def load(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
-    """Every engine has to serve the first version before anything starts."""
-    if all(replica.known < 2 and not due(o, replica) and replica.reading is None for replica in o.replicas):
+    """One engine is enough to begin; those that are not there yet load what is served when they come."""
+    there = [replica for replica in o.replicas if replica.known < 2]
+    reading = any(replica.reading is not None for replica in o.replicas)  # also for an orchestrator that is dead
+    if there and not reading and not any(due(o, replica) for replica in there):
         ready = o._replace(phase="run", served=o.loading, announced=o.loading, loading=NOTHING, waits=False)
-        return [(f"orchestrator serves version {o.loading} everywhere", d, ready)]
+        return [(f"orchestrator serves version {o.loading}", d, ready)]
     return []
 
 
@@ -138,9 +140,10 @@ def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
             begun = o._replace(loading=newest, announced=max(o.announced, announced))
             leased = d if rules.lease_after_load else d._replace(lease=(o.seen - 1, newest))
             found.append((f"orchestrator announces version {newest}", leased, begun))
-        if healthy and d.lease != (o.seen - 1, o.served):
-            words = f"orchestrator raises its lease to life {o.seen - 1}, version {o.served}"
-            found.append((words, d._replace(lease=(o.seen - 1, o.served)), o))
+        held = rules.lease_to_hold(o.seen - 1, o.served, [r.reading[0] for r in o.replicas if r.reading is not None])
+        if healthy and d.lease != (held.life, held.version):
+            words = f"orchestrator raises its lease to life {held.life}, version {held.version}"
+            found.append((words, d._replace(lease=(held.life, held.version)), o))
     elif healthy and all(replica.version == o.loading and replica.reading is None for replica in healthy):
         served = o._replace(served=o.loading, announced=max(o.announced, o.loading), loading=NOTHING)
         found.append((f"orchestrator serves version {o.loading}", d, cancel_stale(served, rules, bounds)))

@@ -48,6 +48,7 @@ class Rules(NamedTuple):
     expendable_checkpoints: Callable[..., list[int]] = protocol.expendable_checkpoints
     first_lease: Callable[..., Lease] = protocol.first_lease
     lease_to_load: Callable[..., Lease] = protocol.lease_to_load
+    lease_to_hold: Callable[..., Lease] = protocol.lease_to_hold
     life_before_aside: bool = True
     lease_before_look: bool = True
     lease_after_load: bool = True
