@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
+from prime_rl.orchestrator.fleet import Fleet, Replica, RoutedPool
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.transport.commit import write_atomically
 
@@ -46,11 +48,14 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
     )
     reports = []
     try:
-        async with Engine(config.client) as engine:
+        async with AsyncExitStack() as stack:
+            fleet = Fleet(
+                [await stack.enter_async_context(Engine(config.client, root)) for root in config.client.api_roots]
+            )
             status.phase("waiting for the server")
-            await engine.wait_ready(status.waiting)
+            version = await _admit(fleet, await fleet.wait_ready(status.waiting, config.client.ready_timeout))
             await pool.start(config.client.ready_timeout)
-            version = (await engine.served()).version
+            routed = RoutedPool(pool, fleet)
             for env in config.environments:
                 sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
                 plan = EvalPlan(
@@ -58,7 +63,7 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
                 )
                 status.phase(f"evaluating {env.name}")
                 report = await evaluate(
-                    pool, plan, version=version, seed=config.seed, max_concurrent=config.max_concurrent, timeout=config.rollout_timeout
+                    routed, plan, version=version, seed=config.seed, max_concurrent=config.max_concurrent, timeout=config.rollout_timeout
                 )  # fmt: skip
                 monitor.log(version, report.metrics())
                 write_results(report, config.output_dir / "evals" / f"{env.name}.jsonl")
@@ -74,6 +79,24 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
         )
     status.done("finished")
     return reports
+
+
+async def _admit(fleet: Fleet, ready: list[Replica]) -> int:
+    """Let in all servers that are there. Returns the version that they serve.
+
+    Raises:
+        UserError: they do not serve the same.
+    """
+    served = {replica: await replica.engine.served() for replica in ready}
+    if len({(one.version, one.hash) for one in served.values()}) > 1:
+        listed = ", ".join(f"{replica.name} version {one.version} ({one.hash[:12]})" for replica, one in served.items())
+        raise UserError(f"the servers do not serve the same weights: {listed}")
+    for replica in fleet.replicas:
+        if replica in served:
+            fleet.admit(replica)
+        else:
+            logger.warning("%s does not answer: evaluating without it", replica.name)
+    return next(iter(served.values())).version
 
 
 def write_results(report: EvalReport, path: Path) -> None:

@@ -5,6 +5,7 @@ replicas get episodes. What a replica sampled counts once that replica, not anot
 """
 
 import asyncio
+import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,10 @@ class Fleet:
         self.replicas = [Replica(engine) for engine in engines]
         self.losses = 0
         self._slack = slack
+        self._loads: list[
+            tuple[int, int]
+        ] = []  # a heap of (episodes, place of the replica); all but the last of each are out of date
+        self._places = {replica: place for place, replica in enumerate(self.replicas)}
         self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
         self._where: dict[str, Replica] = {}  # of episodes that are not proven
 
@@ -118,6 +123,7 @@ class Fleet:
     def admit(self, replica: Replica) -> None:
         """It has proven itself: it gets work."""
         replica.standing = Standing.SERVING
+        self._weigh(replica)
 
     def lose(self, replica: Replica) -> None:
         """It gets no work until it has proven itself again."""
@@ -157,10 +163,9 @@ class Fleet:
 
     def place(self, group: Hashable) -> Replica | None:
         """The server for an episode of `group`; None where none serves."""
-        serving = self.serving
-        if not serving:
+        chosen = self._least_loaded()
+        if chosen is None:
             return None
-        chosen = min(serving, key=lambda replica: replica.in_flight)
         home = self._homes.pop(group, None)
         if home is not None and home.serving and home.in_flight <= chosen.in_flight + self._slack:
             chosen = home
@@ -170,10 +175,16 @@ class Fleet:
         return chosen
 
     def start(self, episode: str, replica: Replica) -> None:
-        """`replica` samples the episode: it counts once that replica has proven itself afterwards. Whoever ends it lowers `in_flight`."""
+        """`replica` samples the episode, until `end`: it counts once that replica has proven itself afterwards."""
         replica.in_flight += 1
+        self._weigh(replica)
         replica.unproven.add(episode)
         self._where[episode] = replica
+
+    def end(self, replica: Replica) -> None:
+        """An episode is not in flight there any more, whatever ended it."""
+        replica.in_flight -= 1
+        self._weigh(replica)
 
     def forget(self, episodes: Iterable[str]) -> None:
         """These are proven, or will never count."""
@@ -190,12 +201,30 @@ class Fleet:
 
     @contextmanager
     def busy(self, replica: Replica) -> Iterator[None]:
-        """An episode is in flight there."""
+        """An episode is in flight there that needs no proof of its own."""
         replica.in_flight += 1
+        self._weigh(replica)
         try:
             yield
         finally:
-            replica.in_flight -= 1
+            self.end(replica)
+
+    # Among a thousand servers the least loaded one is kept, not looked for.
+
+    def _weigh(self, replica: Replica) -> None:
+        heapq.heappush(self._loads, (replica.in_flight, self._places[replica]))
+        if len(self._loads) > 8 * len(self.replicas) + 64:
+            self._loads = [(serving.in_flight, self._places[serving]) for serving in self.serving]
+            heapq.heapify(self._loads)
+
+    def _least_loaded(self) -> Replica | None:
+        while self._loads:
+            load, place = self._loads[0]
+            replica = self.replicas[place]
+            if replica.serving and replica.in_flight == load:
+                return replica
+            heapq.heappop(self._loads)
+        return None
 
     # -- what they can prove ---------------------------------------------------------------------------------------------------
 

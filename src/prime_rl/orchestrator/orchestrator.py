@@ -196,7 +196,7 @@ class Orchestrator:
             assert replica is not None  # one serves, or nothing starts
             self.fleet.start(start.episode, replica)
             task = asyncio.create_task(self._run_episode(start, replica))
-            task.add_done_callback(partial(self._leave, replica))
+            task.add_done_callback(partial(self._left, replica))
             task.add_done_callback(self.note_failure)
             if not self._running:
                 self._last_landing = time.monotonic()
@@ -219,10 +219,8 @@ class Orchestrator:
         if result.outcome is Outcome.ENGINE_UNAVAILABLE:
             self.serving.recover(replica)
 
-    @staticmethod
-    def _leave(replica: Replica, task: "asyncio.Task[None]") -> None:
-        """An episode is not in flight any more, whatever ended it."""
-        replica.in_flight -= 1
+    def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
+        self.fleet.end(replica)
 
     def _land(self, start: Start, result: EpisodeResult) -> None:
         del self._running[start.episode]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from prime_rl.config import (
     ConfigError,
@@ -15,6 +16,7 @@ from prime_rl.config import (
     parse,
 )
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.shared import ClientConfig
 
 ORCH = ["--orchestrator.environment.id", "x"]
 
@@ -253,6 +255,32 @@ def test_base_url_with_and_without_v1(url: str) -> None:
     assert parse(EvalConfig, ["--environment-ids", "x", "--client.base-url", url], {}).client.api_roots == [
         "http://h:1"
     ]
+
+
+@pytest.mark.parametrize("given", [["http://a:1/v1", "http://b:1"], ["http://a:1/v1,http://b:1"]])
+def test_several_servers(given: list[str]) -> None:
+    config = parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", *given], {})
+    assert config.client.api_roots == ["http://a:1", "http://b:1"]
+
+
+@pytest.mark.parametrize(
+    ("urls", "problem"),
+    [
+        (["http://a:1", "http://a:1/v1/"], "http://a:1 is named twice"),
+        (["http://a:1", "b:1"], "'b:1' does not start with http"),
+        (["http://a:1", "http://u:secret@b:1"], "holds a password"),
+        ([], "names no server"),
+    ],
+)
+def test_servers_that_cannot_be_meant(urls: list[str], problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        ClientConfig(base_url=urls)
+
+
+def test_rl_starts_one_server_not_several() -> None:
+    """Contract: it never ignores a server that was named."""
+    urls = ("--orchestrator.client.base-url", "http://a:1", "http://b:1")
+    assert "names 2 servers, but [inference] starts one" in problem(*urls, "--inference.max-model-len", "64")
 
 
 @pytest.mark.parametrize(

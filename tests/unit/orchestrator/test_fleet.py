@@ -9,6 +9,7 @@ import pytest
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status
+from prime_rl.orchestrator import eval_run
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.orchestrator import Orchestrator
@@ -145,10 +146,10 @@ def test_load_is_even_to_the_slack_and_groups_stay_together(seed):
             if home is not None and home.serving and home.in_flight <= least + slack:
                 assert chosen is home
             homes[group] = chosen
-            chosen.in_flight += 1
+            fleet.start("episode", chosen)
             flying.append(chosen)
         else:
-            flying.pop(chance.randrange(len(flying))).in_flight -= 1
+            fleet.end(flying.pop(chance.randrange(len(flying))))
 
 
 async def test_a_proof_is_of_one_server_alone():
@@ -279,6 +280,16 @@ async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_p
     assert restarted
     assert set(evaluated) == {server.root for server in world.servers}
     assert len(world.pool.evaluated) > 2 * 12  # one of the two was made twice
+
+
+async def test_servers_of_different_weights_are_not_evaluated_together():
+    fleet = Fleet([Server("http://0"), Server("http://1")])
+    with pytest.raises(UserError, match="do not serve the same weights: http://0 version 0 .*, http://1 version 3"):
+        fleet.replicas[1].engine.now = Served(3, "f" * 32)
+        await eval_run._admit(fleet, fleet.replicas)
+    fleet.replicas[1].engine.base()
+    assert await eval_run._admit(fleet, fleet.replicas[:1]) == 0
+    assert [replica.serving for replica in fleet.replicas] == [True, False]
 
 
 async def test_no_server_at_all_is_one_clear_line(tmp_path):
