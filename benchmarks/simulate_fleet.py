@@ -8,7 +8,7 @@ and samples `--rate` tokens a second. Replies are as long as rollouts are: logno
 takes about a minute). A batch is half as many episodes as there are seats. The trainer takes as long for one as the full fleet takes to sample it, so
 that neither is the bottleneck by itself, and a new version stops all replicas for `--pause` seconds.
 
-Real are the scheduler with all its decisions and its account, the samples and advantages of every batch with all their tokens, and the step's metrics:
+Real are the scheduler with all its decisions and its account, the routing of episodes to servers, the samples and advantages of every batch with all their tokens, and the step's metrics:
 the code of an orchestrator that is asked after every landing what may start and whether a batch is complete. Not run are HTTP, environments, the event
 loop and the disk (`ledger.py`, `env_worker.py`). Processor time is that of the calls into this code, per simulated second.
 """
@@ -30,6 +30,8 @@ from machine import describe_machine
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
+from prime_rl.orchestrator.fleet import Fleet as Servers
+from prime_rl.orchestrator.fleet import Replica
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.trainer.packing import rollout_lengths
@@ -77,6 +79,13 @@ class Meter:
         return result
 
 
+@dataclass(frozen=True)
+class Server:
+    """What routing asks of a server."""
+
+    root: str
+
+
 class Simulation:
     """Two clocks: `now`, and the seconds of it in which the replicas did not stand still, by which episodes end."""
 
@@ -104,7 +113,11 @@ class Simulation:
         mean = float(np.mean([next(self._lengths) for _ in range(20_000)]))
         self.train_seconds = fleet.batch * mean / (fleet.in_flight * fleet.rate)
         self.now = self.stood = 0.0
+        self.servers = Servers([Server(f"http://{number}") for number in range(fleet.replicas)], slack=GROUP_SIZE)
+        for replica in self.servers.replicas:
+            self.servers.admit(replica)
         self.flying: list[tuple[float, str, int]] = []  # (end in sampling seconds, episode, length)
+        self.where: dict[str, Replica] = {}
         self.forgotten: set[str] = set()
         self.trained_at: list[float] = []  # when each batch will have been trained
         self.tally = Tally()
@@ -114,6 +127,7 @@ class Simulation:
         """Count from now on."""
         self.meter.seconds.clear()
         self.began, self.busy, self.landed, self.ages = self.now, 0.0, 0, []
+        self.most = 0
 
     def run(self, seconds: float) -> None:
         end = self.now + seconds
@@ -142,6 +156,7 @@ class Simulation:
             "utilisation": self.busy / (seconds * fleet.in_flight),
             "staleness_mean": float(np.mean([mean for mean, _ in self.ages])) if self.ages else None,
             "staleness_max": max((most for _, most in self.ages), default=None),
+            "most_on_a_replica": self.most,
             "dropped_stale": self.core.dropped[Drop.STALE],
             "cpu_seconds_per_second": parts,
             "cpu_total": sum(parts.values()),
@@ -159,8 +174,18 @@ class Simulation:
             length = next(self._lengths)
             end = self.now - self.stood + length / self.fleet.rate
             heapq.heappush(self.flying, (end, start.episode, length))
+            replica = self.meter.of("routing", self._place, start)
+            self.where[start.episode] = replica
+            self.most = max(self.most, replica.in_flight)
+
+    def _place(self, start: Start) -> Replica:
+        replica = self.servers.place(start.group)
+        assert replica is not None
+        self.servers.start(start.episode, replica)
+        return replica
 
     def _land(self, episode: str, length: int) -> None:
+        self.meter.of("routing", self.servers.end, self.where.pop(episode))
         if episode in self.forgotten:
             self.forgotten.remove(episode)
             return
@@ -206,6 +231,7 @@ class Simulation:
 
     def _commit(self, batch: Any, scored: Any) -> None:
         self.core.prove(self.core.unproven())
+        self.servers.keep(self.core.without_proof())
         self.core.advance(batch, scored.trained, scored.filtered, scored.truncated)
         self.core.check_conservation()
 

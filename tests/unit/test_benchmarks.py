@@ -92,6 +92,7 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
     the seats stand empty while the slowest of a batch are awaited and while the trainer works."""
     fleet = modules["fleet"]
     rows = [fleet.measure(fleet.Fleet(2, level=level, seconds=60.0, warm=120.0)) for level in (0, 4, 8)]
+    assert all(row["most_on_a_replica"] <= 100 + 16 + 1 for row in rows)  # as even as the slack of a group
     assert all(row["steps"] > 0 and row["episodes_in_flight"] <= 200 for row in rows)
     assert [row["utilisation"] for row in rows] == sorted(row["utilisation"] for row in rows)
     assert rows[0]["utilisation"] < 0.2

@@ -284,8 +284,8 @@ async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_p
 
 async def test_servers_of_different_weights_are_not_evaluated_together():
     fleet = Fleet([Server("http://0"), Server("http://1")])
+    fleet.replicas[1].engine.now = Served(3, "f" * 32)
     with pytest.raises(UserError, match="do not serve the same weights: http://0 version 0 .*, http://1 version 3"):
-        fleet.replicas[1].engine.now = Served(3, "f" * 32)
         await eval_run._admit(fleet, fleet.replicas)
     fleet.replicas[1].engine.base()
     assert await eval_run._admit(fleet, fleet.replicas[:1]) == 0
