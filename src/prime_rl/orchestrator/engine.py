@@ -100,7 +100,12 @@ class Engine:
             UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
         """
         body = await self._call("GET", "/weights", timeout=min(_PROOF_TIMEOUT_SECONDS, self._config.timeout))
-        return Served(int(body["version"]), str(body["hash"]), str(body.get("boot", "")))
+        try:
+            return Served(int(body["version"]), str(body["hash"]), str(body.get("boot", "")))
+        except (KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.root}/weights does not say what is served ({error!r}): is this server started with `inference`?"
+            ) from error
 
     async def update(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and prove it.
@@ -165,7 +170,12 @@ class Engine:
             raise EngineTrouble(f"the inference server at {self.root} failed {method} {path}: {_message(response)}")
         if not response.is_success:
             raise UserError(f"the inference server at {self.root} refused {method} {path}: {_message(response)}")
-        return dict(response.json())
+        try:
+            return dict(response.json())
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{self.root}{path} does not answer with an object: is this server started with `inference`?"
+            ) from error
 
 
 def _message(response: httpx.Response) -> str:

@@ -8,7 +8,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
-from prime_rl.orchestrator.fleet import RoutedPool
+from prime_rl.orchestrator.fleet import Replica, RoutedPool
 from prime_rl.orchestrator.plans import eval_plans, limits
 from prime_rl.orchestrator.serving import Serving
 
@@ -29,7 +29,7 @@ class Evaluations:
     ) -> None:
         self.config = config
         self._section = config.eval
-        self._pool = RoutedPool(pool, serving.fleet)
+        self._pool = pool
         self._monitor, self._status, self._serving = monitor, status, serving
         self._plans = list(eval_plans(config))
         self._running: asyncio.Task[None] | None = None
@@ -83,35 +83,41 @@ class Evaluations:
 
     async def _evaluate(self) -> None:
         serving = self._serving
+        avoid: set[Replica] = set()
         for _ in range(_ATTEMPTS):
+            if serving.recovering:
+                await serving.brought_back()
             async with serving.lock:
-                version, losses = serving.core.version, serving.fleet.losses
+                version, pool = serving.core.version, RoutedPool(self._pool, serving.fleet, avoid)
                 reports = [
-                    await self._run_plan(plan, version)
+                    await self._run_plan(pool, plan, version)
                     for plan in self._plans
                     if (plan.env, version) not in self._logged
                 ]
-                proven = await serving.prove() and serving.fleet.losses == losses
+                spoilt = await pool.spoilt()
                 async with serving.shipping:
                     serving.notice_life()
                 if serving.core.must_go_back:
                     return  # the version was given up meanwhile
-                if proven:
+                if not spoilt and not pool.turned_away:
                     for report in reports:
                         self._log(report)
                     self._last = max(self._last, version)
                     return
             logger.warning("the server was lost during the evaluation of version %d: it is made again", version)
+            avoid.update(spoilt)
+            for replica in spoilt:
+                serving.recover(replica)
             await serving.brought_back()
             if serving.core.must_go_back:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
-    async def _run_plan(self, plan: EvalPlan, version: int) -> EvalReport:
+    async def _run_plan(self, pool: RoutedPool, plan: EvalPlan, version: int) -> EvalReport:
         where = f"evaluating {plan.env} on version {version}"
         self._status.phase(where)
         return await evaluate(
-            self._pool, plan, version=version, seed=self.config.seed,
+            pool, plan, version=version, seed=self.config.seed,
             max_concurrent=limits(self.config).max_concurrent, timeout=self.config.rollout_timeout,
             on_progress=partial(self._tell, where),
         )  # fmt: skip

@@ -6,6 +6,7 @@ replicas get episodes. What a replica sampled counts once that replica, not anot
 
 import asyncio
 import heapq
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.engine import Served
 from prime_rl.transport.weights import WeightsManifest
-from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
+from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 _HOMES = 65_536  # groups whose server is remembered
 _GRACE_SECONDS = 30.0  # for a wait that has a deadline of its own
@@ -44,12 +45,22 @@ class Standing(StrEnum):
 
 @dataclass(eq=False)
 class Replica:
-    """One server. `unproven` are episodes that it samples, or has sampled since it proved what it serves."""
+    """One server.
+
+    Attributes:
+        unproven: Episodes that it samples, or has sampled since it proved what it serves.
+        tainted: Those that it sampled before it was found to have been started again: no proof is of them any more.
+        silent: How many times in a row it did not answer.
+        losses: How many times it could not prove itself.
+    """
 
     engine: EngineClient
     standing: Standing = Standing.AWAY
     in_flight: int = 0
     unproven: set[str] = field(default_factory=set)
+    tainted: set[str] = field(default_factory=set)
+    silent: int = 0
+    losses: int = 0
     given: Served | None = None  # the last version that it loaded
     coming: Served | None = None  # what it is loading: during an update either of the two is right
 
@@ -76,7 +87,11 @@ class Replica:
             self.given = await self.engine.update(manifest)
         finally:
             self.coming = None
-        return before is None or before.boot == self.given.boot
+        same = before is None or before.boot == self.given.boot
+        if not same:  # at once: from here on it proves what it serves now
+            self.tainted |= self.unproven
+            self.unproven.clear()
+        return same
 
     async def proven(self) -> bool:
         """Whether the server answers, is the one that was asked before, and serves what it was given."""
@@ -89,14 +104,10 @@ class Replica:
 class Fleet:
     """All servers of a run. Which one an episode goes to: the one its group is at, unless that has more than `slack` episodes more than the one
     with the fewest; attempts at one task share their prompt, which a server computes once.
-
-    Attributes:
-        losses: How many times a replica stopped serving.
     """
 
     def __init__(self, engines: Iterable[EngineClient], slack: int = 1) -> None:
         self.replicas = [Replica(engine) for engine in engines]
-        self.losses = 0
         self._slack = slack
         self._loads: list[
             tuple[int, int]
@@ -123,13 +134,12 @@ class Fleet:
     def admit(self, replica: Replica) -> None:
         """It has proven itself: it gets work."""
         replica.standing = Standing.SERVING
+        replica.silent = 0
         self._weigh(replica)
 
     def lose(self, replica: Replica) -> None:
         """It gets no work until it has proven itself again."""
-        if replica.serving:
-            replica.standing = Standing.AWAY
-            self.losses += 1
+        replica.standing = Standing.AWAY
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None], seconds: float) -> list[Replica]:
         """Wait until one server at least is healthy; each is given `seconds`. Returns those that are.
@@ -150,14 +160,15 @@ class Fleet:
         try:
             subject, limit = "a healthy server", seconds + _GRACE_SECONDS
             await wait_async(decided, subject=subject, owner="inference", seconds=limit, poll=LEAST_POLL_SECONDS)
+            there = [wait.done() and wait.exception() is None for wait in waits]
         finally:
             for wait in waits:
                 wait.cancel()
             await asyncio.wait(waits, timeout=_GRACE_SECONDS)
-        if len(self.replicas) == 1:
-            return list(self.replicas)
-        answers = await asyncio.gather(*(replica.engine.answers() for replica in self.replicas))
-        return [replica for replica, answered in zip(self.replicas, answers, strict=True) if answered]
+        if not all(there):
+            answers = await asyncio.gather(*(replica.engine.answers() for replica in self.replicas))
+            there = [one or other for one, other in zip(there, answers, strict=True)]
+        return [replica for replica, ready in zip(self.replicas, there, strict=True) if ready]
 
     # -- where an episode goes -------------------------------------------------------------------------------------------------
 
@@ -192,12 +203,14 @@ class Fleet:
             replica = self._where.pop(episode, None)
             if replica is not None:
                 replica.unproven.discard(episode)
+                replica.tainted.discard(episode)
 
     def keep(self, episodes: Collection[str]) -> None:
         """Only these are without a proof."""
         for replica in self.replicas:
             replica.unproven.intersection_update(episodes)
-        self._where = {episode: replica for episode, replica in self._where.items() if episode in replica.unproven}
+            replica.tainted.intersection_update(episodes)
+        self._where = {episode: replica for episode, replica in self._where.items() if episode in episodes}
 
     @contextmanager
     def busy(self, replica: Replica) -> Iterator[None]:
@@ -250,20 +263,42 @@ class Fleet:
 
 
 class RoutedPool:
-    """An environment pool whose every episode goes to a serving replica: for evaluations."""
+    """An environment pool whose every episode goes to the least loaded serving replica: for one attempt at an evaluation.
 
-    def __init__(self, pool: EnvPool, fleet: Fleet) -> None:
-        self._pool, self._fleet = pool, fleet
+    Args:
+        avoid: Replicas that spoilt an earlier attempt: they are used if there is no other one.
+    """
+
+    def __init__(self, pool: EnvPool, fleet: Fleet, avoid: Collection[Replica] = ()) -> None:
+        self._pool, self._fleet, self._avoid = pool, fleet, avoid
+        self._used: dict[Replica, int] = {}  # and how often each had been lost before
+        self.turned_away = 0  # episodes for which there was no server
 
     def tasks(self, env: str) -> Sequence[TaskInfo]:
         return self._pool.tasks(env)
 
-    async def run(self, *, env: str, task_index: int, episode_id: str, **arguments: Any) -> EpisodeResult:
+    async def run(self, *, episode_id: str, env: str, deadline: float, **arguments: Any) -> EpisodeResult:
         """See `EnvPool.run`."""
-        replica = self._fleet.place((env, task_index))
-        if replica is None:
-            return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, "no inference server serves")
+        subject, seconds = "server that serves", deadline - time.monotonic()
+        try:
+            replica = await wait_async(self._choose, subject=subject, owner="inference", seconds=seconds)
+        except WaitTimeout as error:
+            self.turned_away += 1
+            return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, str(error))
+        assert replica is not None
+        self._used.setdefault(replica, replica.losses)
         with self._fleet.busy(replica):
             return await self._pool.run(
-                env=env, task_index=task_index, episode_id=episode_id, server=replica.name, **arguments
+                episode_id=episode_id, env=env, deadline=deadline, server=replica.name, **arguments
             )
+
+    async def spoilt(self) -> list[Replica]:
+        """Replicas that cannot prove that they served the same all the time."""
+        proofs = await asyncio.gather(*(replica.proven() for replica in self._used))
+        used = zip(self._used.items(), proofs, strict=True)
+        return [replica for (replica, before), proof in used if not proof or replica.losses != before]
+
+    def _choose(self) -> Replica | None:
+        serving = self._fleet.serving
+        fit = [replica for replica in serving if replica not in self._avoid] or serving
+        return min(fit, key=lambda replica: replica.in_flight, default=None)

@@ -260,7 +260,8 @@ class Orchestrator:
     def forget(self, starts: Sequence[Start]) -> None:
         """These were in flight, and the core has given them up."""
         for start in starts:
-            self._running.pop(start.episode).cancel()
+            if start.episode in self._running:  # else the run ends, and has cancelled it
+                self._running.pop(start.episode).cancel()
 
     def began_life(self, life: Life) -> None:
         """The trainer began a new life: batches from its start on are trained again."""
@@ -438,6 +439,7 @@ class Orchestrator:
             ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new life meanwhile
         await self._write_books(last=True)
         self.journal.check(self.core)
+        await self.serving.close()
         self.serving.history.release()
 
     @property
@@ -474,6 +476,15 @@ async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:
 async def orchestrate(config: "OrchestratorConfig") -> None:
     """Run the orchestrator to its end, or until SIGINT or SIGTERM asks it to stop (the second signal stops at once)."""
     status = Status(config.output_dir, "orchestrator")
+    try:
+        await _orchestrate(config, status)
+    except asyncio.CancelledError:
+        logger.info("stopped at once: what was in flight is started again in a run that goes on")
+        status.done("stopped")
+        raise
+
+
+async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
     pool = make_pool(config)
     try:

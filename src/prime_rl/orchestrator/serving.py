@@ -7,7 +7,7 @@ sampled: the others go on.
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from prime_rl import faults
@@ -31,9 +31,10 @@ logger = log.get("orchestrator")
 POLL_SECONDS = 0.1
 _ATTEMPTS = 5  # to load a version that may be removed, or to bring a server back
 _RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
-_REST_SECONDS = 60.0  # before a server that failed them all is tried again, while others serve
+_REST_SECONDS = 15.0  # at most between two looks at a server that is away, while others serve
 _CLOSE_SECONDS = 30.0
 _WATCH_SECONDS = 5.0
+_LOOK_SECONDS = 0.5  # between two looks at who was lost while it loads
 _SILENT_TIMES = 3  # that a server does not answer before the others take over what it had
 
 LoadError = UserError | CommitError
@@ -81,6 +82,9 @@ class Serving:
         self._moving = False  # what is served is being changed
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
+        self._lost: set[Replica] = set()
+        self._troubles: dict[Replica, str] = {}  # why each that is away is not back
+        self._empty_since: float | None = None  # when the last one was lost
 
     # -- the first version ---------------------------------------------------------------------------------------------------
 
@@ -100,10 +104,9 @@ class Serving:
             version, life = self._choose(owes), self.history.life.number
             self._lease_to_load(life, version)
             try:
-                for replica in ready:
-                    await self._check_base(replica, version)
+                failures = await self._check_bases(ready, version)
                 # Even a server that has this version already is given it: one that cannot reach the directory is found now.
-                failures = await self._load(ready, version)
+                failures |= await self._load([replica for replica in ready if replica not in failures], version)
             except (CommitError, UserError) as error:
                 await self._may_retry(error, version)
                 continue
@@ -113,6 +116,8 @@ class Serving:
             for replica in ready:
                 if replica not in failures:
                     self.fleet.admit(replica)
+            for replica, failure in failures.items():
+                logger.warning("the run begins without %s: %s", replica.name, failure)
             self.history.hold(lease_to_hold(life, version))
             return version
 
@@ -120,8 +125,24 @@ class Serving:
         """What `core` decides is served from now on; servers that are not there yet join as they come."""
         self.core = core
         for replica in self.fleet.away:
-            logger.info("%s is not there yet: the run begins without it", replica.name)
             self._watch_over(replica)
+
+    async def _check_bases(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
+        """Returns the servers that failed to say what they serve.
+
+        Raises:
+            UserError: one is not ours: it holds another base model, refuses the key, or has no such route.
+        """
+        outcomes = await asyncio.gather(
+            *(self._check_base(replica, version) for replica in replicas), return_exceptions=True
+        )
+        failures: dict[Replica, LoadError] = {}
+        for replica, outcome in zip(replicas, outcomes, strict=True):
+            if isinstance(outcome, EngineTrouble):
+                failures[replica] = outcome
+            elif isinstance(outcome, BaseException):
+                raise outcome
+        return failures
 
     async def _check_base(self, replica: Replica, version: int) -> None:
         """Before anything is loaded: a server that holds another base model than the trainer is not ours to overwrite.
@@ -250,7 +271,10 @@ class Serving:
 
     async def _try(self, version: int) -> bool:
         asked = self.fleet.serving
-        failures = await self._load(asked, version)
+        try:
+            failures = await self._load(asked, version)
+        except CommitError as gone:  # removed meanwhile
+            failures = dict.fromkeys(asked, gone)
         if len(failures) < len(asked):
             for replica, error in failures.items():
                 logger.warning(
@@ -273,20 +297,34 @@ class Serving:
         """
         faults.point(f"update:v{version}")
         manifest = self.history.manifest(version)
-        found = await asyncio.gather(*(replica.load(manifest) for replica in replicas), return_exceptions=True)
+        loads = {replica: asyncio.create_task(replica.load(manifest)) for replica in replicas}
+        try:
+            await self._until_loaded(loads)
+        finally:
+            for load in loads.values():
+                load.cancel()
         failures: dict[Replica, LoadError] = {}
-        for replica, outcome in zip(replicas, found, strict=True):
-            if isinstance(outcome, (UserError, CommitError)):
-                failures[replica] = outcome
-            elif isinstance(outcome, BaseException):
-                raise outcome
-            elif not outcome:
+        for replica, load in loads.items():
+            failure = load.exception() if load.done() and not load.cancelled() else EngineTrouble("lost meanwhile")
+            if isinstance(failure, UserError | CommitError):
+                failures[replica] = failure
+            elif failure is not None:
+                raise failure
+            elif replica.tainted:
                 async with self.shipping:
                     self._doubt(replica, "the server was started again")
         if len(failures) < len(replicas):
             self._failures = 0
         faults.point(f"updated:v{version}")
         return failures
+
+    async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[bool]]") -> None:
+        """Until all have ended, but for those of servers that were lost while others serve."""
+        pending = set(loads.values())
+        while pending:  # bounded: by the requests' deadlines
+            _, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS)
+            if self.fleet.serving:
+                pending -= {load for replica, load in loads.items() if replica in self._lost}
 
     async def _may_retry(self, error: LoadError, version: int) -> None:
         """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
@@ -308,22 +346,18 @@ class Serving:
 
     # -- what counts -----------------------------------------------------------------------------------------------------------
 
-    async def prove(self) -> bool:
-        """Ask the servers what they serve: what had finished before counts then. One that cannot say so is brought back.
-
-        Returns:
-            Whether all could.
-        """
+    async def prove(self) -> None:
+        """Ask the servers what they serve: what had finished before counts then. One that cannot say so is brought back."""
         counting, wrong = await self.fleet.prove(self.core.unproven())
         self.core.prove(counting)
         self.fleet.keep(self.core.without_proof())
         for replica in wrong:
             self.recover(replica)
-        return not wrong
 
     def _doubt(self, replica: Replica, detail: str) -> None:
         """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""
-        episodes = set(replica.unproven)
+        replica.losses += 1
+        episodes = replica.unproven | replica.tainted
         flying = self.core.doubt(detail, episodes)
         if len(self.fleet.replicas) == 1 and not self._moving:
             self.core.retract()
@@ -349,64 +383,114 @@ class Serving:
     def recover(self, replica: Replica) -> None:
         """It is gone, or serves something else: it gets no work until it is back and has proven what it serves."""
         self.fleet.lose(replica)
+        self._lost.add(replica)
+        if self.recovering:
+            self._empty_since = self._empty_since or time.monotonic()
         self._watch_over(replica)
 
     def _watch_over(self, replica: Replica) -> None:
         present = self._recoveries.get(replica)
         if present is None or present.done():
-            task = self._recoveries[replica] = asyncio.create_task(self._bring_back(replica))
+            work = self._bring_back(replica) if len(self.fleet.replicas) > 1 else self._bring_the_only_one_back(replica)
+            task = self._recoveries[replica] = asyncio.create_task(work)
             task.add_done_callback(self._shell.note_failure)
 
-    async def _bring_back(self, replica: Replica) -> None:
-        if not (self.recovering or self.config.bench or await replica.proven()):
-            async with self.shipping:  # the others take over what it had
-                self._doubt(replica, "the server is gone")
-            self._shell.wake()
-        failures, said = 0, ""
-        while True:  # bounded: where the run depends on it, failures end it
-            try:
-                await replica.engine.wait_ready(self.status.waiting if self.recovering else _say_nothing)
-            except UserError:
-                if self.recovering:
-                    raise
-                continue
-            try:
-                if await self._catch_up(replica):
-                    break
-            except (UserError, CommitError) as error:
-                failures += 1
-                if self.recovering and failures >= _ATTEMPTS:
-                    raise
-                if str(error) != said:
-                    said = str(error)
-                    logger.warning("%s was not brought back, trying again: %s", replica.name, error)
-                await asyncio.sleep(_RETRY_SECONDS * failures if failures < _ATTEMPTS else _REST_SECONDS)
-        if where := self._where():
-            logger.info("%s serves version %d%s", replica.name, self.core.version, where)
+    def _admit(self, replica: Replica) -> None:
+        self.fleet.admit(replica)
+        self._lost.discard(replica)
+        self._empty_since = None
+        self._troubles.pop(replica, None)
         self._shell.wake()
+
+    async def _bring_the_only_one_back(self, replica: Replica) -> None:
+        """The run depends on it: it is waited for, and after a few failures the run ends."""
+        for attempt in range(_ATTEMPTS):
+            await replica.engine.wait_ready(self.status.waiting)
+            try:
+                while not await self._catch_up(
+                    replica
+                ):  # bounded: by the requests' deadlines; what is served changes rarely
+                    await asyncio.sleep(POLL_SECONDS)
+                return
+            except (UserError, CommitError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS * (attempt + 1))
+
+    async def _bring_back(self, replica: Replica) -> None:
+        """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
+        rest = _RETRY_SECONDS
+        while True:  # bounded: `_check_hope`, and the run's end cancels it
+            await self._hand_over(replica)
+            trouble = "it does not answer"
+            if await replica.engine.answers():
+                try:
+                    if await self._catch_up(replica):
+                        break
+                    trouble = ""
+                except (UserError, CommitError) as error:
+                    trouble = str(error)
+            if trouble and trouble != self._troubles.get(replica):
+                self._troubles[replica] = trouble
+                logger.warning("%s gets no work%s: %s", replica.name, self._where(), trouble)
+            self._check_hope()
+            await asyncio.sleep(rest if trouble else POLL_SECONDS)
+            rest = min(2 * rest, _REST_SECONDS if self.fleet.serving else _RETRY_SECONDS)
+        logger.info("%s serves version %d%s", replica.name, self.core.version, self._where())
+
+    async def _hand_over(self, replica: Replica) -> None:
+        """What a server that is away cannot prove is made again, if there is another one to do it."""
+        if replica.unproven | replica.tainted and self.fleet.serving and not self.config.bench:
+            if replica.unproven and not replica.tainted and await replica.proven():
+                return
+            async with self.shipping:
+                if not replica.serving:
+                    self._doubt(replica, "the server is gone")
+            self._shell.wake()
+
+    def _check_hope(self) -> None:
+        """While none serves: somebody must come back in time.
+
+        Raises:
+            UserError: nobody did.
+        """
+        seconds = self.config.client.ready_timeout
+        if self._empty_since is None:
+            return
+        self.status.waiting("a healthy server", "inference", seconds)
+        if time.monotonic() - self._empty_since > seconds:
+            listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
+            raise UserError(
+                f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed}"
+            )
 
     async def _catch_up(self, replica: Replica) -> bool:
         """Have a healthy server load what the others serve, and let it in. False: what they serve has changed meanwhile."""
         await self._still()
         if self.config.bench or self.core.must_go_back:
-            self.fleet.admit(replica)  # there is nothing to prove, or `follow` loads what counts now
+            self._admit(replica)  # there is nothing to prove, or `follow` loads what counts now
             return True
         version, life = self.core.version, self.core.life
         if replica.given is None:
             await self._check_base(replica, 0)
-        if replica.given is None or replica.given.version != version or not await replica.proven():
+        proven = replica.given is not None and await replica.proven()
+        if not proven:
+            await self._take_back(replica)
+        if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
             await self._load_again(replica)
-        if self._moving or (version, life) != (self.core.version, self.core.life):
+        if self._moving or (version, life) != (self.core.version, self.core.life) or replica.tainted:
             return False
-        self.fleet.admit(replica)
+        self._admit(replica)
         return True
 
-    async def _load_again(self, replica: Replica) -> None:
+    async def _take_back(self, replica: Replica) -> None:
         async with self.shipping:
             self.notice_life()
             if replica.given is not None:
-                logger.warning("%s does not serve version %d: loading it", replica.name, self.core.version)
-            self._doubt(replica, "the server lost the weights it was given")
+                logger.warning("%s does not serve version %d any more", replica.name, replica.given.version)
+                self._doubt(replica, "the server lost the weights it was given")
+
+    async def _load_again(self, replica: Replica) -> None:
         if self.core.must_go_back:
             return  # `follow` loads what counts now
         version = self._reading[replica] = self.core.version
@@ -425,15 +509,13 @@ class Serving:
 
     async def watch(self) -> None:
         """Among several servers: one that does not answer any more is lost, and the others take over what it had. Until it is cancelled."""
-        silent = dict.fromkeys(self.fleet.replicas, 0)
         while len(self.fleet.replicas) > 1:  # bounded: the run cancels it at its end
             await asyncio.sleep(_WATCH_SECONDS)
             asked = self.fleet.serving
             answers = await asyncio.gather(*(replica.engine.answers() for replica in asked))
             for replica, answered in zip(asked, answers, strict=True):
-                silent[replica] = 0 if answered else silent[replica] + 1
-                if silent[replica] >= _SILENT_TIMES and replica.serving:
-                    logger.warning("%s does not answer: the others take over", replica.name)
+                replica.silent = 0 if answered else replica.silent + 1
+                if replica.silent >= _SILENT_TIMES and replica.serving:
                     self.recover(replica)
 
     async def brought_back(self) -> None:
@@ -452,7 +534,3 @@ class Serving:
             task.cancel()
         async with asyncio.timeout(_CLOSE_SECONDS):
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _say_nothing(subject: str, owner: str, seconds: float) -> None:
-    """Nobody waits for a server that is away while others serve."""

@@ -28,6 +28,8 @@ _SAME: dict[Party, tuple[str, ...]] = {
         ),
     ),
 }  # fmt: skip
+_DATA = "data"  # what the trainer trains on: compared with partners that are gone, too, for their versions stay
+_FAKE = "random samples (data.fake)"
 _SEQ_LEN = "seq_len"  # need not be equal: what the orchestrator makes must fit the trainer's micro-batches
 _ONE_PER_RUN: tuple[Party, ...] = ("trainer", "orchestrator")
 _FRESH_SECONDS = 30.0  # of a heartbeat, on another host
@@ -63,7 +65,17 @@ def agree(config: BaseConfig, process: Party) -> None:
     _refuse_twin(config.output_dir, process)
     for path in sorted(root.glob("*.json")):
         partner = _read(path)
-        if partner is None or partner.process == process or not _lives(config.output_dir, partner):
+        if partner is None or partner.process == process:
+            continue
+        if (
+            _FAKE in {mine.settings.get(_DATA), partner.settings.get(_DATA)}
+            and _DATA in mine.settings.keys() & partner.settings.keys()
+        ):
+            raise UserError(
+                f"the trainer in {config.output_dir} trains on {_FAKE}, not on what the orchestrator makes there: leave data.fake out "
+                "(--no-data.fake), or choose another --output-dir"
+            )
+        if not _lives(config.output_dir, partner):
             continue
         if difference := differs(mine, partner):
             raise UserError(difference)
@@ -79,12 +91,17 @@ def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
             here = here.get(part, table) if isinstance(here, Mapping) else table
         if here is not table:
             found[key] = here
+    if process == "orchestrator":
+        found[_DATA] = "rollouts"
+    elif process == "trainer":
+        fake = isinstance(table.get("data"), Mapping) and table["data"].get("fake") is not None
+        found[_DATA] = _FAKE if fake else "rollouts"
     return found
 
 
 def differs(mine: Committed, partner: Committed) -> str | None:
     """What the two disagree on, for people; None where they agree."""
-    for key in mine.settings.keys() & partner.settings.keys() - {_SEQ_LEN}:
+    for key in mine.settings.keys() & partner.settings.keys() - {_SEQ_LEN, _DATA}:
         ours, theirs = mine.settings[key], partner.settings[key]
         if ours != theirs:
             return (

@@ -77,6 +77,16 @@ def test_who_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> N
     agree(orchestrator(tmp_path), "orchestrator")
 
 
+@pytest.mark.parametrize("first", ["trainer", "orchestrator"])
+def test_a_trainer_of_random_samples_is_no_partner(tmp_path: Path, first: Party) -> None:
+    """Contract: what was trained on something else is never served as trained on the batches, though whoever made it is gone."""
+    parties = {"trainer": TrainerConfig(data={"fake": {}}, output_dir=tmp_path), "orchestrator": orchestrator(tmp_path)}
+    second: Party = "orchestrator" if first == "trainer" else "trainer"
+    agree(parties[first], first)
+    with pytest.raises(UserError, match="trains on random samples"):
+        agree(parties[second], second)
+
+
 def test_a_server_is_asked_for_its_model_alone(tmp_path: Path, partner: int) -> None:
     """Another seed of the server changes nothing; another model everything."""
     agree(InferenceConfig(output_dir=tmp_path, seed=5), "inference")

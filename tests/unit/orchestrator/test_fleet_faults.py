@@ -1,0 +1,316 @@
+"""Several servers, at the moments that are hardest to get right: each of these once went wrong."""
+
+import asyncio
+
+import pytest
+
+import prime_rl.orchestrator.serving as serving
+from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.monitor import Status, read_metrics
+from prime_rl.orchestrator.engine import EngineTrouble, Served
+from prime_rl.transport.lives import read_lease
+from support.scripted import World, has_batch, until
+from unit.orchestrator.test_fleet import FleetWorld, run
+
+EVAL = {"interval": 2, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
+
+
+def eval_rows(directory) -> list[dict[str, float]]:
+    rows = read_metrics(directory / "metrics" / "orchestrator.jsonl")
+    return [row for row in rows if "eval/held-out/errors/rate" in row]
+
+
+@pytest.mark.parametrize("slow_seconds", [0.0, 1.5])
+async def test_a_restart_that_an_update_covers_up_is_found_out(tmp_path, slow_seconds):
+    """It serves the newer version at once, while another one is still loading: what it sampled with its base before does not count by that."""
+    world = FleetWorld(tmp_path, servers=2, max_steps=5, async_level=2)
+    a, b = world.servers
+    up_a = a.update
+
+    async def slow(weights):
+        if weights.version == 2:
+            await asyncio.sleep(slow_seconds)
+        return await up_a(weights)
+
+    a.update = slow
+    pool_run = world.pool.pools[a.root].run
+
+    async def slower(**rest):  # A's episodes are longer
+        if world.pool.seconds == 0.1:
+            await asyncio.sleep(0.4)
+        return await pool_run(**rest)
+
+    world.pool.pools[a.root].run = slower
+    orchestrator = world.orchestrator()
+    running = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 2), run=running)  # all that version 0 allows
+    world.pool.seconds = 0.1
+    world.trainer.commit(1)
+    await until(lambda: orchestrator.core.version == 1, run=running)  # episodes for step 3 start on version 1
+    b.silent = True
+    b.base()  # B is started again by somebody: it samples them with its base
+    await asyncio.sleep(0.2)
+    world.trainer.commit(2)
+    await asyncio.sleep(0.6)
+    world.pool.seconds = 0.02
+    for v in (3, 4, 5):
+        await until(has_batch(world, v - 1), run=running)
+        world.trainer.commit(v)
+    async with asyncio.timeout(30):
+        await running
+    world.check(5)
+
+
+async def test_a_server_that_proves_itself_once_more_and_then_goes_for_good(tmp_path):
+    """What it had is made again by the other one."""
+    world = FleetWorld(tmp_path, servers=2, max_steps=6, max_error_rate=1.0, weights_timeout=15)
+    victim = world.servers[1]
+    pool_run = world.pool.pools[world.servers[0].root].run
+
+    async def slower(**rest):  # A's episodes are longer
+        await asyncio.sleep(0.2)
+        return await pool_run(**rest)
+
+    world.pool.pools[world.servers[0].root].run = slower
+    orchestrator = world.orchestrator()
+    running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(6))
+    await until(has_batch(world, 1), run=running)
+    replica = orchestrator.fleet.replicas[1]
+    await until(lambda: any(e in orchestrator.core.unproven() for e in replica.unproven), run=running)
+
+    async def never(on_wait):  # /health: 503; /weights still answers for a moment
+        await asyncio.sleep(1e6)
+
+    victim.wait_ready = never
+    orchestrator.serving.recover(replica)  # an episode failed there
+    await asyncio.sleep(0.05)
+    victim.up = False
+    async with asyncio.timeout(60):
+        await running
+        await trainer
+    world.check(6)
+
+
+async def test_an_evaluation_waits_for_a_server(tmp_path):
+    """One server; an episode fails there during the update after which an evaluation is due."""
+    world = World(
+        tmp_path,
+        max_steps=5,
+        max_error_rate=1.0,
+        async_level=2,
+        batch_size=6,
+        eval=EVAL | {"rollouts_per_example": 6},
+    )
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    update, seen = world.engine.update, []
+
+    def fail(e, v):
+        if e.startswith("eval") or seen:
+            return None
+        seen.append(e)
+        return Outcome.ENGINE_UNAVAILABLE
+
+    async def slow(weights):
+        if weights.version == 2:
+            world.pool.before = fail
+            await asyncio.sleep(0.5)
+        return await update(weights)
+
+    world.engine.update = slow
+    orchestrator = world.orchestrator()
+    running = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 2), run=running)  # all that version 0 allows
+    world.pool.seconds = 0.4
+    world.trainer.commit(1)
+    await until(lambda: orchestrator.core.in_flight > 3, run=running)
+    world.trainer.commit(2)
+    for v in (3, 4, 5):
+        await until(has_batch(world, v - 1), run=running)
+        await until(lambda v=v: orchestrator.core.version >= v - 1, run=running)
+        world.trainer.commit(v)
+    async with asyncio.timeout(30):
+        await running
+    assert seen
+    assert [row["eval/held-out/errors/rate"] for row in eval_rows(tmp_path)] == [0.0, 0.0, 0.0]
+
+
+async def test_a_server_of_another_base_does_not_end_the_run_when_the_good_one_restarts(tmp_path, monkeypatch):
+    """A server of another base came late: refused again and again; then the good one is restarted."""
+    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(serving, "_REST_SECONDS", 0.3)
+    world = FleetWorld(tmp_path, servers=2, max_steps=6, max_error_rate=1.0)
+    good, bad = world.servers
+    bad.up = False
+    orchestrator = world.orchestrator()
+    running = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=running)
+    bad.now = Served(0, "f" * 32, "other")
+    bad.up = True
+    await asyncio.sleep(1)
+    world.pool.seconds = 0.3
+    trainer = asyncio.create_task(world.train(6))
+    await asyncio.sleep(0.2)
+    good.up = False
+    good.base()
+    asyncio.get_running_loop().call_later(1.0, setattr, good, "up", True)
+    async with asyncio.timeout(30):
+        await running
+        await trainer
+
+
+async def test_nobody_answers_the_second_time(tmp_path):
+    """A server that was ready a moment ago is tried."""
+    world = FleetWorld(tmp_path, servers=2)
+
+    async def answers():
+        return False
+
+    for s in world.servers:
+        s.answers = answers
+    await run(world)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+async def test_a_version_that_goes_away_between_look_and_load(tmp_path, servers):
+    """The trainer has begun a new life: what it commits is served."""
+    world = FleetWorld(tmp_path, servers=servers, max_steps=3)
+    orchestrator = world.orchestrator()
+    history = orchestrator.serving.history
+    manifest, gone = history.manifest, []
+
+    def removed(version):
+        if version == 2 and not gone:
+            gone.append(1)
+            world.trainer.live(1, 1)
+        return manifest(version)
+
+    history.manifest = removed
+    running = asyncio.create_task(orchestrator.run())
+    for v in (1, 2):
+        await until(has_batch(world, v - 1), run=running)
+        world.trainer.commit(v)
+        await until(lambda v=v: orchestrator.core.version == v or gone, run=running)
+    await asyncio.sleep(0.3)
+    for v in (2, 3):
+        await until(has_batch(world, v - 1), run=running)
+        world.trainer.commit(v, 1)
+    async with asyncio.timeout(30):
+        await running
+
+
+async def test_a_server_that_is_loading_at_the_end_leaves_no_lease(tmp_path):
+    """A clean end gives the lease back."""
+    world = FleetWorld(tmp_path, servers=2, max_steps=3)
+    late = world.servers[1]
+    late.up = False
+    up = late.update
+
+    async def slow(weights):
+        await asyncio.sleep(5)
+        return await up(weights)
+
+    late.update = slow
+    orchestrator = world.orchestrator()
+    running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(3))
+    await until(has_batch(world, 0), run=running)
+    late.up = True
+    async with asyncio.timeout(30):
+        await running
+        await trainer
+    assert read_lease(tmp_path) is None
+
+
+async def test_a_server_that_dies_after_the_request_to_stop(tmp_path):
+    """The stop is as clean as without it."""
+    world = FleetWorld(tmp_path, servers=2, max_steps=50, max_error_rate=1.0)
+    st = Status(tmp_path, "trainer")
+    st.phase("saving")
+    world.pool.seconds = 0.3
+    orchestrator = world.orchestrator()
+    running = asyncio.create_task(orchestrator.run())
+    await until(lambda: orchestrator.started and orchestrator.core.in_flight > 3, run=running)
+    orchestrator.stop()
+    await asyncio.sleep(1.5)
+    world.servers[1].up = False
+    orchestrator.serving.recover(orchestrator.fleet.replicas[1])  # what `watch` does after 15 s
+    await asyncio.sleep(1.5)
+    st.done("stopped")
+    async with asyncio.timeout(30):
+        await running
+
+
+async def test_a_server_that_is_healthy_and_fails_every_request(tmp_path):
+    """Its episodes are made elsewhere."""
+    world = FleetWorld(tmp_path, servers=3, max_steps=6, weights_timeout=15)
+    pool = world.pool.pools[world.servers[1].root]
+    count = []
+
+    async def sick(*, episode_id, env, **rest):
+        await asyncio.sleep(0.002)
+        count.append(episode_id)
+        return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE, "status 500")
+
+    pool.run = sick
+    await run(world, 6)
+    assert count
+    world.check(6)
+
+
+async def test_one_that_cannot_say_what_it_serves_does_not_keep_the_others(tmp_path, monkeypatch):
+    """It is left out, with a warning."""
+    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.02)
+    world = FleetWorld(tmp_path, servers=3)
+
+    async def served():
+        raise EngineTrouble("GET /weights fails at server1")
+
+    world.servers[1].served = served
+    await run(world)
+
+
+async def test_an_evaluation_is_made_by_those_that_stay(tmp_path):
+    """A server that is started again and again spoils one attempt, not all."""
+    world = FleetWorld(
+        tmp_path,
+        servers=3,
+        max_steps=4,
+        max_error_rate=1.0,
+        eval=EVAL | {"rollouts_per_example": 12},
+    )
+    bad = world.servers[1]
+
+    def before(e, v):
+        if e.startswith("eval") and world.pool.sent[e] == bad.root:
+            bad.silent = True
+            bad.base()
+
+    world.pool.before = before
+    await run(world)
+
+
+async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeypatch):
+    """The others serve the version as soon as it is known to be lost."""
+    monkeypatch.setattr(serving, "_WATCH_SECONDS", 0.1)
+    world = FleetWorld(tmp_path, servers=3, max_steps=4, max_error_rate=1.0)
+    bad = world.servers[1]
+    hung = asyncio.Event()
+    up = bad.update
+
+    async def update(weights):
+        if weights.version >= 1:
+            bad.up = False
+            hung.set()
+            await asyncio.sleep(8)  # client.timeout: 600 s
+            raise EngineTrouble("did not answer")
+        return await up(weights)
+
+    bad.update = update
+    orchestrator = world.orchestrator()
+    running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(4))
+    await hung.wait()
+    await asyncio.sleep(3)
+    assert orchestrator.core.version >= 1  # the others serve it
+    async with asyncio.timeout(30):
+        await running
+        await trainer
