@@ -11,7 +11,7 @@ from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.settings import agree
+from prime_rl.transport.settings import agree, dry_path
 
 logger = log.get(__name__)
 
@@ -43,6 +43,8 @@ def run(config: OrchestratorConfig) -> None:
         progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over
     path = config.output_dir / "configs" / "orchestrator.toml"
+    if config.dry_run:
+        path = dry_path(config.output_dir, "orchestrator")
     write_toml(config, path)
     if config.dry_run:
         names = ", ".join(f"{env.name} ({env.workers} worker{'s' * (env.workers > 1)})" for env in config.environments)

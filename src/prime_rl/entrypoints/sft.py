@@ -10,6 +10,7 @@ from prime_rl.launcher.checks import check_dataset, check_model
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
+from prime_rl.transport.settings import dry_path
 
 logger = log.get(__name__)
 
@@ -39,7 +40,7 @@ def run(config: SFTConfig, rank: int) -> None:
         config = apart(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:
         if rank == 0:
-            path = config.output_dir / "configs" / "sft.toml"
+            path = dry_path(config.output_dir, "sft")
             write_toml(config, path)
             data = "fake data" if config.data.fake else config.data.name
             print(f"sft: {config.model.name} on {config.device}, {data}, weights to {config.output_dir / 'weights'}")

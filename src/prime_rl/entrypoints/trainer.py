@@ -10,7 +10,7 @@ from prime_rl.launcher.checks import check_model
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
-from prime_rl.transport.settings import agree
+from prime_rl.transport.settings import agree, dry_path
 
 logger = log.get(__name__)
 
@@ -38,7 +38,7 @@ def run(config: TrainerConfig, rank: int) -> None:
         config = apart(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:
         if rank == 0:
-            path = config.output_dir / "configs" / "trainer.toml"
+            path = dry_path(config.output_dir, "trainer")
             write_toml(config, path)
             data = "fake data" if config.data.fake else f"rollouts in {config.output_dir / 'rollouts'}"
             print(

@@ -12,7 +12,7 @@ from prime_rl.inference import checks, compat, pulse
 from prime_rl.inference.arguments import arguments, environment, guarded_host, is_loopback
 from prime_rl.inference.settings import PLUGIN, Settings
 from prime_rl.monitor import Status, log
-from prime_rl.transport.settings import agree
+from prime_rl.transport.settings import agree, dry_path
 
 
 def run(config: InferenceConfig) -> None:
@@ -81,7 +81,7 @@ def dry_run(config: InferenceConfig) -> None:
     """Print what would be started and write the resolved config; nothing else is touched."""
     engine = compat.installed_engine()
     argv = arguments(config, engine)
-    path = config.output_dir / "configs" / "inference.toml"
+    path = dry_path(config.output_dir, "inference")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_toml(config, path)
     installed = f"vLLM {engine.release} ({engine.device})" if engine else compat.INSTALL_HINT

@@ -81,6 +81,12 @@ def agree(config: BaseConfig, process: Party) -> None:
             raise UserError(difference)
 
 
+def dry_path(output_dir: Path, name: str) -> Path:
+    """Where a dry run writes the resolved configuration of process `name`: beside, not over, that of a run which the directory holds."""
+    held = any((output_dir / part).is_dir() for part in ("settings", "weights", "rollouts", "checkpoints"))
+    return output_dir / "configs" / ("dry-run" if held else "") / f"{name}.toml"
+
+
 def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
     """The settings that matter to partners, by dotted key."""
     table = config.model_dump(mode="json")

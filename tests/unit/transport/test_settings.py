@@ -14,7 +14,7 @@ from prime_rl.config.shared import CkptConfig, EnvConfig, ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.process import identify
 from prime_rl.monitor.status import status_path
-from prime_rl.transport.settings import Party, agree
+from prime_rl.transport.settings import Party, agree, dry_path
 
 
 @pytest.fixture
@@ -75,6 +75,12 @@ def test_who_agrees_or_is_gone_is_no_obstacle(tmp_path: Path, partner: int) -> N
     belongs_to(tmp_path, "trainer", partner)
     (tmp_path / "settings/trainer.json").write_text(json.dumps({**claim, "started": 1}))
     agree(orchestrator(tmp_path), "orchestrator")
+
+
+def test_a_dry_run_writes_beside_what_a_run_has_left(tmp_path: Path) -> None:
+    assert dry_path(tmp_path, "sft") == tmp_path / "configs" / "sft.toml"
+    (tmp_path / "weights").mkdir()
+    assert dry_path(tmp_path, "sft") == tmp_path / "configs" / "dry-run" / "sft.toml"
 
 
 @pytest.mark.parametrize("first", ["trainer", "orchestrator"])
