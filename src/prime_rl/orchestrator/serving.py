@@ -82,7 +82,6 @@ class Serving:
         self._moving = False  # what is served is being changed
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
-        self._lost: set[Replica] = set()
         self._troubles: dict[Replica, str] = {}  # why each that is away is not back
         self._empty_since: float | None = None  # when the last one was lost
 
@@ -319,12 +318,12 @@ class Serving:
         return failures
 
     async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[bool]]") -> None:
-        """Until all have ended, but for those of servers that were lost while others serve."""
-        pending = set(loads.values())
+        """Until all have ended, but for those of servers that stop serving meanwhile, while others serve."""
+        pending, served = set(loads.values()), [replica for replica in loads if replica.serving]
         while pending:  # bounded: by the requests' deadlines
             _, pending = await asyncio.wait(pending, timeout=_LOOK_SECONDS)
             if self.fleet.serving:
-                pending -= {load for replica, load in loads.items() if replica in self._lost}
+                pending -= {loads[replica] for replica in served if not replica.serving}
 
     async def _may_retry(self, error: LoadError, version: int) -> None:
         """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
@@ -383,7 +382,6 @@ class Serving:
     def recover(self, replica: Replica) -> None:
         """It is gone, or serves something else: it gets no work until it is back and has proven what it serves."""
         self.fleet.lose(replica)
-        self._lost.add(replica)
         if self.recovering:
             self._empty_since = self._empty_since or time.monotonic()
         self._watch_over(replica)
@@ -397,7 +395,6 @@ class Serving:
 
     def _admit(self, replica: Replica) -> None:
         self.fleet.admit(replica)
-        self._lost.discard(replica)
         self._empty_since = None
         self._troubles.pop(replica, None)
         self._shell.wake()
@@ -519,7 +516,7 @@ class Serving:
                     self.recover(replica)
 
     async def brought_back(self) -> None:
-        """Wait until a server serves, and every one that was lost is back or given up for now."""
+        """Wait until a server serves."""
         for replica in self.fleet.away:
             self._watch_over(replica)
         pending = [task for task in self._recoveries.values() if not task.done()]

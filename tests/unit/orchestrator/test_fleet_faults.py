@@ -289,6 +289,29 @@ async def test_an_evaluation_is_made_by_those_that_stay(tmp_path):
     await run(world)
 
 
+async def test_a_lost_server_that_takes_long_to_load_comes_back(tmp_path):
+    """Loading large weights takes seconds: that is not taken for another loss."""
+    world = FleetWorld(tmp_path, servers=2, max_steps=5, max_error_rate=1.0)
+    victim, update = world.servers[1], world.servers[1].update
+
+    async def slow(weights):
+        await asyncio.sleep(1.2 if victim.boots > 1 else 0)
+        return await update(weights)
+
+    victim.update = slow
+    orchestrator = world.orchestrator()
+    running = asyncio.create_task(orchestrator.run())
+    trainer = asyncio.create_task(world.train(5, lambda: victim.boots > 1 and world.all_serve))
+    await until(has_batch(world, 1), run=running)
+    victim.base()
+    orchestrator.serving.recover(orchestrator.fleet.replicas[1])
+    async with asyncio.timeout(40):
+        await running
+        await trainer
+    world.check(5)
+    assert victim.updates[-1] == (5, 0)
+
+
 async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeypatch):
     """The others serve the version as soon as it is known to be lost."""
     monkeypatch.setattr(serving, "_WATCH_SECONDS", 0.1)
