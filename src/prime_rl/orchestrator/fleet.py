@@ -1,7 +1,7 @@
 """The inference servers: which of them may be given work, which one an episode goes to, and what each of them can prove.
 
-A *replica* is one server as the orchestrator knows it. It is `away` until it has answered and proven that it serves what it was given; `serving`
-replicas get episodes. What a replica sampled counts once that replica, not another one, has proven what it served meanwhile.
+A *replica* is one server as the orchestrator knows it. It is away until it has answered and proven that it serves what it was given; then it
+is `serving`, and gets episodes. What a replica sampled counts once that replica, not another one, has proven what it served meanwhile.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any, Protocol
 
 from prime_rl.envs.pool import EnvPool
@@ -36,18 +35,12 @@ class EngineClient(Protocol):
     async def update(self, weights: WeightsManifest) -> Served: ...
 
 
-class Standing(StrEnum):
-    """What the orchestrator thinks of a server."""
-
-    AWAY = "away"  # not heard of yet, gone, or serving something else: no work until it is proven
-    SERVING = "serving"
-
-
 @dataclass(eq=False)
 class Replica:
     """One server.
 
     Attributes:
+        serving: Whether it gets work. It does not while it is not heard of, gone, or serving something else.
         unproven: Episodes that it samples, or has sampled since it proved what it serves.
         tainted: Those that it sampled before it was found to have been started again: no proof is of them any more.
         silent: How many times in a row it did not answer.
@@ -55,7 +48,7 @@ class Replica:
     """
 
     engine: EngineClient
-    standing: Standing = Standing.AWAY
+    serving: bool = False
     in_flight: int = 0
     unproven: set[str] = field(default_factory=set)
     tainted: set[str] = field(default_factory=set)
@@ -68,15 +61,9 @@ class Replica:
     def name(self) -> str:
         return self.engine.root
 
-    @property
-    def serving(self) -> bool:
-        return self.standing is Standing.SERVING
-
-    async def load(self, manifest: WeightsManifest) -> bool:
-        """Have the server load a committed version and prove it.
-
-        Returns:
-            Whether it is still the server that was asked before: one that was started again in between served its base model meanwhile.
+    async def load(self, manifest: WeightsManifest) -> None:
+        """Have the server load a committed version and prove it. If it is not the one that was asked before, but was started again and served
+        its base model meanwhile, what it had sampled is `tainted`.
 
         Raises:
             UserError: it refused; the earlier version is still expected.
@@ -87,11 +74,9 @@ class Replica:
             self.given = await self.engine.update(manifest)
         finally:
             self.coming = None
-        same = before is None or before.boot == self.given.boot
-        if not same:  # at once: from here on it proves what it serves now
+        if before is not None and before.boot != self.given.boot:  # at once: from here on it proves what it serves now
             self.tainted |= self.unproven
             self.unproven.clear()
-        return same
 
     async def proven(self) -> bool:
         """Whether the server answers, is the one that was asked before, and serves what it was given."""
@@ -133,13 +118,13 @@ class Fleet:
 
     def admit(self, replica: Replica) -> None:
         """It has proven itself: it gets work."""
-        replica.standing = Standing.SERVING
+        replica.serving = True
         replica.silent = 0
         self._weigh(replica)
 
     def lose(self, replica: Replica) -> None:
         """It gets no work until it has proven itself again."""
-        replica.standing = Standing.AWAY
+        replica.serving = False
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None], seconds: float) -> list[Replica]:
         """Wait until one server at least is healthy; each is given `seconds`. Returns those that are.

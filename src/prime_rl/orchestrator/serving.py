@@ -317,7 +317,7 @@ class Serving:
         faults.point(f"updated:v{version}")
         return failures
 
-    async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[bool]]") -> None:
+    async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[None]]") -> None:
         """Until all have ended, but for those of servers that stop serving meanwhile, while others serve."""
         pending, served = set(loads.values()), [replica for replica in loads if replica.serving]
         while pending:  # bounded: by the requests' deadlines
