@@ -16,7 +16,7 @@ trap 'rm -rf "$work"' EXIT
 read -r torch include suffix < <("$python" -c "
 import os, sysconfig, torch
 print(os.path.dirname(torch.__file__), sysconfig.get_paths()['include'], sysconfig.get_config_var('EXT_SUFFIX'))")
-cuda=$(dirname "$(dirname "$(realpath "$(command -v nvcc)")")")
+cuda=${CUDA_HOME:-/usr/local/cuda}
 code=$source/csrc/flash_attn
 without=(-DFLASHATTENTION_DISABLE_DROPOUT -DFLASHATTENTION_DISABLE_ALIBI -DFLASHATTENTION_DISABLE_SOFTCAP)
 headers=(-I"$code" -I"$code/src" -I"$source/csrc/cutlass/include" -I"$torch/include" -I"$torch/include/torch/csrc/api/include" -I"$include")

@@ -151,6 +151,31 @@ def test_an_own_server_is_started_again_and_nobody_else(launch: Start, number: s
     assert identify(first) is None
 
 
+def test_one_of_several_servers_is_started_again_alone(launch: Start) -> None:
+    """Each server is watched by its own health route; the other one goes on."""
+    run = launch("inference=serves", "inference-1=serves", "trainer=after", port=PORT + 10, policy=PATIENT)
+    run.up("inference", "inference-1")
+    os.kill(run.pid("inference-1"), signal.SIGKILL)
+    until(lambda: "inference-1 serves in life 2" in (run.base / "events").read_text(), "second life of the server")
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert (run.base / "inference.lives").read_text() == "x"
+
+
+def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
+    """One of several that fails again and again is given up alone; the last one is not."""
+    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", port=PORT + 12, policy=PATIENT)
+    file = run.base / "inference-1.lives"
+    until(lambda: file.exists() and file.read_text() == "xxx", "the last life of the server")
+    time.sleep(1.0)  # the launcher gives it up meanwhile
+    (run.base / "end").touch()
+    status, out = run.wait()
+    assert status == 0, out
+    assert "the run goes on without inference-1, on inference" in out
+    assert file.read_text() == "xxx"
+
+
 def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:
     """Suspended together with its children for longer than any timeout: afterwards all go on."""
     run = launch("trainer=mends:patient", "orchestrator=after", policy=PATIENT)

@@ -3,12 +3,17 @@
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from prime_rl.config.base import BaseConfig, Problem, Section
 from prime_rl.config.shared import Device, ModelConfig
 
 Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+def server_name(replica: int) -> str:
+    """Of the first server of a run "inference", of the others "inference-1" and so on."""
+    return f"inference-{replica}" if replica else "inference"
 
 
 class InferenceModel(ModelConfig):
@@ -80,8 +85,16 @@ class InferenceConfig(BaseConfig):
     deterministic: bool = Field(
         default=False, description="One sequence at a time, prefill unchunked: the same tokens every run."
     )
+    replica: NonNegativeInt = Field(
+        default=0, description="Which of the servers of one run this is, for its log and status (`rl` says so)."
+    )
     cpu: CPUConfig = Field(default_factory=CPUConfig, description="Settings of the engine on CPU.")
     vllm: dict[str, Any] = Field(default_factory=dict, description="Any other option of vLLM's server.")
+
+    @property
+    def process(self) -> str:
+        """The server's name among the processes of a run."""
+        return server_name(self.replica)
 
     @model_validator(mode="after")
     def _replicas_fit(self) -> Self:

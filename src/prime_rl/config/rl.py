@@ -35,7 +35,17 @@ class RLConfig(BaseConfig):
         description="Remove what an earlier run left in output_dir first.",
     )
     trainer_gpus: PositiveInt = Field(default=1, description="GPUs that train.")
-    inference_gpus: PositiveInt = Field(default=1, description="GPUs that serve.")
+    inference_gpus: PositiveInt | None = Field(
+        default=None, description="GPUs that serve (None: as many as the servers need)."
+    )
+    inference_servers: PositiveInt | None = Field(
+        default=None,
+        description="Servers to start, on ports from server.port on (None: as many as fit inference_gpus).",
+    )
+    share_gpus: bool = Field(
+        default=False,
+        description="Train and serve on the same GPUs: inference.gpu_memory_utilization splits their memory.",
+    )
     trainer_ranks: PositiveInt | None = Field(
         default=None, description="Processes that train (None: one per GPU, on CPU one)."
     )

@@ -191,7 +191,7 @@ def _share_address(tree: Tree) -> Problem | None:
         return None
     if isinstance(url, list) and len(url) > 1:
         return Problem(
-            f"orchestrator.client.base_url names {len(url)} servers, but [inference] starts one: start them by hand and leave it out",
+            f"orchestrator.client.base_url names {len(url)} servers, but [inference] starts its own: leave one of the two out (inference_servers starts several)",
             "orchestrator.client.base_url",
         )
     url = url[0] if isinstance(url, list) and url else url

@@ -123,7 +123,7 @@ class PrimeRoutes:
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         settings, engine = exported_settings(), compat.require_engine()
         model_config = engine_client.model_config
-        status = Status(settings.output_dir, "inference")
+        status = Status(settings.output_dir, settings.process)
         state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         state.prime_service = WeightService(
             engine_client,

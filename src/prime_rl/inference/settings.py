@@ -12,8 +12,9 @@ _ENV = "PRIMERL_SERVER"
 
 @dataclass(frozen=True)
 class Settings:
-    """`loopback`: only this machine reaches the server, so that a request may name any local directory."""
+    """`process`: the server's name in the run. `loopback`: only this machine reaches it, so that a request may name any local directory."""
 
+    process: str
     output_dir: Path
     weights_root: Path | None
     loopback: bool

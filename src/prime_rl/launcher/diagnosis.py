@@ -16,6 +16,11 @@ LEAST_FREE_BYTES = 64 * 2**20
 LONG_WAIT_SECONDS = 60.0
 
 
+def is_server(name: str) -> bool:
+    """Whether a process of this name serves: "inference", "inference-1", …"""
+    return name.partition("-")[0] == SERVER
+
+
 class State(Enum):
     """What the process table says. UNKNOWN: it runs, or ran, on another host."""
 
@@ -113,7 +118,7 @@ def diagnose(facts: Facts) -> Diagnosis:
 
 def _over(facts: Facts) -> Diagnosis:
     """Nobody is alive."""
-    jobs = {name: process for name, process in facts.processes.items() if process.status and name != SERVER}
+    jobs = {name: process for name, process in facts.processes.items() if process.status and not is_server(name)}
     for name, process in facts.processes.items():
         if process.status is not None and (process.status.outcome or "").startswith("failed"):
             return Diagnosis(Verdict.FAILED, f"{name} {process.status.outcome}{_go_on(facts)}", name)
@@ -137,7 +142,9 @@ def _go_on(facts: Facts) -> str:
 
 def _live(facts: Facts) -> Diagnosis:
     """Somebody is alive."""
-    chains = [_follow(facts, name, ()) for name in (*JOBS, SERVER) if name in facts.processes]
+    chains = [
+        _follow(facts, name, ()) for name in (*JOBS, *filter(is_server, facts.processes)) if name in facts.processes
+    ]
     for chain in chains:
         if chain.fault is not None:
             return Diagnosis(Verdict.STUCK, f"{' ← '.join(chain.path)}, {chain.fault}", chain.culprit)
@@ -222,7 +229,7 @@ def _fault(facts: Facts, name: str, process: ProcessFacts, waited_for: bool) -> 
             return None
         if again is not None:
             return f"which {again.reason}, was started again {facts.now - again.at:.0f} s ago and has not reported yet"
-        return "which has not reported: somebody else runs it" if name == SERVER else "which has not reported yet"
+        return "which has not reported: somebody else runs it" if is_server(name) else "which has not reported yet"
     if status.outcome is not None:
         failed = status.outcome.startswith("failed")
         return f"which has ended: {status.outcome}" if failed or waited_for else None
@@ -257,7 +264,7 @@ def _no_progress(facts: Facts, name: str, status: ProcessStatus) -> str | None:
     if status.waiting is not None or not status.progress:
         return None
     same_for = facts.now - status.progress
-    if name != SERVER:
+    if not is_server(name):
         return (
             f"which has got nowhere for {same_for:.0f} s ({status.phase})" if same_for > facts.stall_timeout else None
         )
@@ -283,6 +290,6 @@ def _lives(process: ProcessFacts) -> bool:
 
 def _all_finished(facts: Facts) -> bool:
     outcomes = [
-        process.status.outcome for name, process in facts.processes.items() if process.status and name != SERVER
+        process.status.outcome for name, process in facts.processes.items() if process.status and not is_server(name)
     ]
     return bool(outcomes) and all(outcome == "finished" for outcome in outcomes)

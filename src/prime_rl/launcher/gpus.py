@@ -14,6 +14,19 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return _installed() if wanted is None else parse_visible(wanted)
 
 
+def memory_gib() -> float | None:
+    """Memory of the smallest GPU of this machine, in GiB; None where nvidia-smi does not say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        asked = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        lines = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()
+    except subprocess.TimeoutExpired:
+        return None
+    return min((int(line) for line in lines if line.isdigit()), default=0) / 1024 or None
+
+
 def parse_visible(value: str) -> list[str]:
     """CUDA reads the list up to the first invalid entry, such as -1."""
     gpus: list[str] = []

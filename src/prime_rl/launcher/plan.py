@@ -8,10 +8,14 @@ from pathlib import Path
 
 from prime_rl.config import RLConfig
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
+from prime_rl.launcher.layout import Layout, Machine, lay_out
 
 RECOVER = "--recover"  # tells a job to go on from what is committed
+SERVER = "inference"
+_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,16 @@ class Process:
     drain_children: bool = False
     # Name of a process whose first status report this one waits for (bounded) before it is started.
     after: str | None = None
+    # Names of services that must have been ready once before this one is started: they measure what memory is free.
+    after_ready: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Server:
-    """The inference server: `health` answers 200 once it serves. `port` is None when somebody else started it, who may have started `others`."""
+    """An inference server, started as process `name`: `health` answers 200 once it serves. `port` is None when somebody else started it, who may
+    have started `others`."""
 
+    name: str
     url: str
     health: str
     ready_timeout: float
@@ -48,25 +56,20 @@ class Plan:
 
     processes: tuple[Process, ...]
     configs: Mapping[Path, BaseConfig]
-    server: Server | None
+    servers: tuple[Server, ...]
     output_dir: Path
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What the plan depends on besides the configuration."""
-
-    gpus: Sequence[str]
-    cores: int
-    environ: Mapping[str, str]
-
-
 def make_plan(config: RLConfig, machine: Machine) -> Plan:
-    """Raises UserError where the machine has fewer GPUs than asked for."""
-    placed = _place(config, machine)
-    threads = _threads(config, machine)
+    """Raises UserError for a layout that cannot be (see `layout`)."""
+    layout = lay_out(config, machine)
+    servers = tuple(_server(config, number) for number in range(len(layout.servers)))
+    placed = {server.name: gpus for server, gpus in zip(servers, layout.servers, strict=True)}
+    placed |= {"trainer": layout.trainer, "orchestrator": ()}
+    threads = _threads(config, machine, max(1, len(servers)))
     logs = config.output_dir / "logs"
-    configs = {config.output_dir / "configs" / f"{name}.toml": section for name, section in _sections(config).items()}
+    sections = _sections(config, layout, servers)
+    configs = {config.output_dir / "configs" / f"{name}.toml": section for name, section in sections.items()}
     few_cores = machine.cores <= 2
     processes = [
         Process(
@@ -76,6 +79,7 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
             _environment("trainer", placed, threads, machine),
             placed["trainer"],
             drain_children=trainer_ranks(config, placed["trainer"]) > 1,
+            after_ready=tuple(server.name for server in servers) if layout.split else (),
         ),
         Process(
             "orchestrator",
@@ -86,12 +90,18 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
             after="trainer" if few_cores else None,
         ),
     ]
-    if config.inference is not None:
-        environment = {**_environment("inference", placed, threads, machine), **_server_key(config)}
-        argv = _argv(config, "inference")
-        log = logs / "inference.log"
-        processes.insert(0, Process("inference", argv, log, environment, placed["inference"], service=True))
-    return Plan(tuple(processes), configs, _server(config), config.output_dir)
+    serving = [
+        Process(
+            server.name,
+            _argv(config, server.name),
+            logs / f"{server.name}.log",
+            {**_environment(server.name, placed, threads, machine), **_server_key(config)},
+            placed[server.name],
+            service=True,
+        )
+        for server in servers
+    ]
+    return Plan((*serving, *processes), configs, servers or (_running_already(config),), config.output_dir)
 
 
 def trainer_ranks(config: RLConfig, gpus: Sequence[str]) -> int:
@@ -114,19 +124,34 @@ def describe(plan: Plan) -> str:
         lines.append(f"{'':<15}{shlex.join(process.argv)}")
         if process.env:
             lines.append(f"{'':<15}{' '.join(f'{k}={_shown(k, v)}' for k, v in sorted(process.env.items()))}")
-    if plan.server is not None:
-        whose = "already running" if plan.server.port is None else f"port {plan.server.port}"
-        lines.append(f"server         {plan.server.url} ({whose})")
+    for server in plan.servers:
+        whose = "already running" if server.port is None else f"port {server.port}"
+        lines.append(f"server         {server.url} ({whose})")
     lines += [f"config         {path}" for path in plan.configs]
     return "\n".join(lines)
 
 
-def _sections(config: RLConfig) -> dict[str, BaseConfig]:
+def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> dict[str, BaseConfig]:
+    """What each process is configured with, by its name."""
     trainer = config.trainer.model_copy(update={"recovery_interval": recovery_interval(config)})
-    sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": config.orchestrator}
-    if config.inference is not None:
-        root = config.inference.weights_root or config.output_dir / "weights"
-        sections["inference"] = config.inference.model_copy(update={"weights_root": root})
+    orchestrator = config.orchestrator
+    if layout.split is not None:
+        limited = trainer.model.model_copy(update={"memory_limit": layout.split.training_gib})
+        trainer = trainer.model_copy(update={"model": limited})
+    if len(servers) > 1:
+        client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
+        orchestrator = orchestrator.model_copy(update={"client": client})
+    sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
+    for number, server in enumerate(servers):
+        assert config.inference is not None
+        sections[server.name] = config.inference.model_copy(
+            update={
+                "weights_root": config.inference.weights_root or config.output_dir / "weights",
+                "server": config.inference.server.model_copy(update={"port": server.port}),
+                "replica": number,
+                **({} if layout.split is None else {"gpu_memory_utilization": layout.split.serving}),
+            }
+        )
     return sections
 
 
@@ -134,35 +159,7 @@ def _shown(key: str, value: str) -> str:
     return "***" if key.endswith("KEY") else value
 
 
-def _place(config: RLConfig, machine: Machine) -> dict[str, tuple[str, ...]]:
-    """The inference server gets the first GPUs, the trainer the next ones, the orchestrator none."""
-    wants = {"inference": 0, "trainer": 0, "orchestrator": 0}
-    if config.inference is not None and _on_cuda(config.inference.device, machine):
-        wants["inference"] = config.inference_gpus
-    if _on_cuda(config.trainer.device, machine):
-        wants["trainer"] = config.trainer_gpus
-    total = sum(wants.values())
-    if total > len(machine.gpus):
-        parts = " + ".join(f"{count} for {name}" for name, count in wants.items() if count)
-        limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
-        source = "no GPU was found" if limit is None else f"CUDA_VISIBLE_DEVICES is '{limit}'"
-        have = source if not machine.gpus else f"{len(machine.gpus)} visible ({', '.join(machine.gpus)})"
-        raise UserError(
-            f"the run needs {total} GPUs ({parts}), but {have}: see --trainer-gpus, --inference-gpus, --device"
-        )
-    if wants["trainer"] and config.trainer_ranks not in (None, wants["trainer"]):
-        raise UserError(
-            f"trainer_ranks {config.trainer_ranks} must equal trainer_gpus {wants['trainer']}: one GPU a rank"
-        )
-    available = list(machine.gpus)
-    return {name: tuple(available.pop(0) for _ in range(count)) for name, count in wants.items()}
-
-
-def _on_cuda(device: str, machine: Machine) -> bool:
-    return device == "cuda" or (device == "auto" and len(machine.gpus) > 0)
-
-
-def _threads(config: RLConfig, machine: Machine) -> dict[str, int]:
+def _threads(config: RLConfig, machine: Machine, servers: int) -> dict[str, int]:
     """OpenMP threads of each process. Sampling ahead (async_level ≥ 1) keeps server and trainer busy at the same time,
     so they share the cores; taken in turns each may use nearly all. More threads than cores spin and cost much more."""
     cores, ranks = max(1, machine.cores), config.trainer_ranks or 1
@@ -171,7 +168,7 @@ def _threads(config: RLConfig, machine: Machine) -> dict[str, int]:
     else:
         serving = max(1, cores // 2)
         training = max(1, cores - serving)
-    return {"inference": serving, "trainer": max(1, training // ranks), "orchestrator": 1}
+    return {SERVER: max(1, serving // servers), "trainer": max(1, training // ranks), "orchestrator": 1}
 
 
 def _environment(
@@ -181,7 +178,7 @@ def _environment(
     defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     gpus = placed[name]
     if not gpus:
-        defaults["OMP_NUM_THREADS"] = str(threads[name])
+        defaults["OMP_NUM_THREADS"] = str(threads.get(name, threads[SERVER]))
     elif name == "trainer":
         defaults["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
         defaults["OMP_NUM_THREADS"] = str(max(1, min(8, machine.cores // (2 * len(gpus)))))
@@ -225,13 +222,19 @@ def _client_key(config: RLConfig) -> dict[str, str]:
     return {} if key is None else {config.orchestrator.client.api_key_var: key}
 
 
-def _server(config: RLConfig) -> Server:
-    if config.inference is None:
-        client = config.orchestrator.client
-        first, *others = [f"{root}/health" for root in client.api_roots]
-        return Server(", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others))
-    server = config.inference.server
-    wildcard = server.host in (None, "0.0.0.0", "::")
-    host = "localhost" if wildcard else str(server.host)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{server.port}"
-    return Server(url, f"{url}/health", config.ready_timeout, server.host or "127.0.0.1", server.port)
+def _running_already(config: RLConfig) -> Server:
+    client = config.orchestrator.client
+    first, *others = [f"{root}/health" for root in client.api_roots]
+    return Server(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others))
+
+
+def _server(config: RLConfig, number: int) -> Server:
+    """One of those that are started: they listen on one port after the other."""
+    assert config.inference is not None
+    listens, port = config.inference.server, config.inference.server.port + number
+    if port > _LAST_PORT:
+        raise UserError(f"inference.server.port {listens.port} leaves no ports for {number + 1} servers")
+    host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    name = server_name(number)
+    return Server(name, url, f"{url}/health", config.ready_timeout, listens.host or "127.0.0.1", port)

@@ -13,8 +13,9 @@ from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart, steps_apart
 from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.console import Console
-from prime_rl.launcher.gpus import visible_gpus
-from prime_rl.launcher.plan import Machine, Plan, describe, make_plan
+from prime_rl.launcher.gpus import memory_gib, visible_gpus
+from prime_rl.launcher.layout import Machine
+from prime_rl.launcher.plan import Plan, describe, make_plan
 from prime_rl.launcher.progress import bench_table, minutes, summary
 from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
 from prime_rl.orchestrator.ckpt import resume_progress
@@ -30,7 +31,8 @@ def run(config: RLConfig) -> int:
         print(warning, file=sys.stderr)
     if config.bench:
         config = run_apart(config, print)
-    machine = Machine(visible_gpus(os.environ), len(os.sched_getaffinity(0)), os.environ)
+    gpu_gib = memory_gib() if config.share_gpus else None
+    machine = Machine(visible_gpus(os.environ), len(os.sched_getaffinity(0)), os.environ, gpu_gib)
     if config.recover and not rundir.recoverable(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
@@ -94,7 +96,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
     supervisor = Supervisor(
         plan.processes,
-        plan.server,
+        plan.servers,
         config.output_dir,
         console.say,
         tick,
@@ -187,8 +189,9 @@ def _check(config: RLConfig) -> None:
 
 
 def _check_port(plan: Plan) -> None:
-    if plan.server is not None and plan.server.port is not None:
-        checks.check_port(plan.server.host, plan.server.port)
+    for server in plan.servers:
+        if server.port is not None:
+            checks.check_port(server.host, server.port)
 
 
 def _check_directory(config: RLConfig) -> None:

@@ -30,7 +30,7 @@ _LOCK_SECONDS = 5.0
 
 # What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
-_PROCESSES = ("rl", "trainer", "orchestrator", "inference")
+_PROCESSES = ("rl", "trainer", "orchestrator", "inference", "inference-*")
 _COMMITTED = ("step_*", ".step_*")
 _ASIDE = ("given_up_*_step_*", ".given_up_*")  # what a new life of the trainer has renamed out of the way
 _REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half

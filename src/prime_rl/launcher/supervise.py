@@ -30,7 +30,6 @@ DRAIN_SECONDS = 300.0
 STOP_SECONDS = 15.0
 AFTER_SECONDS = 30.0
 _ECHO_SECONDS = 0.5
-SERVER_NAME = "inference"
 
 
 class Outcome(Enum):
@@ -85,7 +84,7 @@ class Supervisor:
     def __init__(
         self,
         processes: Sequence[Process],
-        server: Server | None,
+        servers: Sequence[Server],
         output_dir: Path,
         say: Callable[[str], None],
         tick: Callable[[], None],
@@ -97,7 +96,7 @@ class Supervisor:
     ) -> None:
         self._policy = policy or Policy()
         self._due = [_Due(process, 0.0) for process in processes]
-        self._server = None if server is None else ServerWatch(server, self._policy)
+        self._servers = {server.name: ServerWatch(server, self._policy) for server in servers}
         self._output_dir = output_dir
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds = drain_seconds
@@ -151,8 +150,8 @@ class Supervisor:
 
     def _forgive(self) -> None:
         self._vigil.forgive(self._clock.now)
-        if self._server is not None:
-            self._server.forgive(self._clock.now)
+        for watch in self._servers.values():
+            watch.forgive(self._clock.now)
 
     def _look(self) -> Outcome | None:
         """One look at everything: the outcome once there is one."""
@@ -167,25 +166,27 @@ class Supervisor:
             return Outcome.FAILURE
         if not self._jobs_left:
             return Outcome.SUCCESS
-        return self._look_at_server()
+        return next(filter(None, map(self._look_at_server, [*self._servers.values()])), None)
 
     # -- starting ------------------------------------------------------------------------------------------------------------
 
     def _start_due(self, lifeline: Lifeline) -> None:
         for due in self._due[:]:
-            if self._clock.now >= due.at and (due.spec.after is None or self._has_reported(due.spec.after)):
+            if self._clock.now >= due.at and self._may_start(due.spec):
                 self._due.remove(due)
                 self._spawn(due, lifeline)
 
-    def _has_reported(self, name: str) -> bool:
-        return self._clock.now > AFTER_SECONDS or name in read_status(self._output_dir)
+    def _may_start(self, spec: Process) -> bool:
+        reported = spec.after is None or self._clock.now > AFTER_SECONDS or spec.after in read_status(self._output_dir)
+        # A server that never serves ends the run, or leaves it.
+        return reported and all(name in self._was_ready or name not in self._servers for name in spec.after_ready)
 
     def _spawn(self, due: _Due, lifeline: Lifeline) -> None:
         name, now = due.spec.name, self._clock.now
         self._children[name] = spawn(due.spec, due.options, lifeline, os.environ, now)
         self._vigil.begin(name, now)
-        if name == SERVER_NAME and self._server is not None:
-            self._server.begin(now)
+        if name in self._servers:
+            self._servers[name].begin(now)
 
     # -- who has fallen ------------------------------------------------------------------------------------------------------
 
@@ -272,7 +273,7 @@ class Supervisor:
             if grant is not None and self._policy.max_restarts:
                 self._say(f"error: {name} was started again {self._policy.max_restarts} times {grant.value}: giving up")
                 self._tell_doctor()
-            return False
+            return self._does_without(name)
         recover = not fall.child.spec.service and name in self._was_ready
         options = (RECOVER,) if recover and RECOVER not in fall.child.spec.argv else ()
         forget_status_of(self._output_dir, name)
@@ -280,6 +281,14 @@ class Supervisor:
         self._note(
             Restart(time.time(), name, _reason(fall), grant.number, grant.seconds, now - fall.child.began, recover)
         )
+        return True
+
+    def _does_without(self, name: str) -> bool:
+        """Whether the run goes on without this process: one server of several is given up alone."""
+        if name not in self._servers or len(self._servers) == 1:
+            return False
+        del self._servers[name]
+        self._say(f"the run goes on without {name}, on {', '.join(self._servers)}")
         return True
 
     def _note(self, restart: Restart) -> None:
@@ -303,20 +312,23 @@ class Supervisor:
         for line in self._doctor(full):
             self._say(line)
 
-    def _look_at_server(self) -> Outcome | None:
-        watch = self._server
-        child = self._children.get(SERVER_NAME)
-        if watch is None or (watch.own and (child is None or not child.running)):
+    def _look_at_server(self, watch: ServerWatch) -> Outcome | None:
+        server = watch.server
+        child = self._children.get(server.name)
+        if watch.own and (child is None or not child.running):
             return None
-        health, server = watch.look(self._clock.now), watch.server
+        health = watch.look(self._clock.now)
         if health is Health.READY:
-            self._was_ready.add(SERVER_NAME)
-            self._say(f"inference ready in {self._clock.now - watch.began:.1f} s ({server.url})")
-        elif health is Health.NEVER and SERVER_NAME not in self._was_ready:
+            self._was_ready.add(server.name)
+            self._say(f"{server.name} ready in {self._clock.now - watch.began:.1f} s ({server.url})")
+        elif health is Health.NEVER and server.name not in self._was_ready:
             hint = "see its log" if watch.own else "start one (`inference @ …`) or give [inference]"
             self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
             self._tell_doctor()
-            return Outcome.FAILURE
+            if len(self._servers) == 1 or child is None:
+                return Outcome.FAILURE
+            self._reap(child)
+            self._does_without(server.name)
         elif health is not None and child is not None:
             late = f"is not ready after {server.ready_timeout:.0f} s"
             silent = f"has not answered {server.health} for {self._clock.now - watch.answered:.0f} s"
@@ -366,11 +378,12 @@ class Supervisor:
         strays = [process for child in running for process in child.look_below()]
         if running:
             self._say(f"stopping {', '.join(child.name for child in running)}")
-        loading = self._server is not None and not self._server.ready and not self._draining
         for child in running:
+            watch = self._servers.get(child.name)
+            loading = watch is not None and not watch.ready and not self._draining
             if not child.exited():
                 # A server that is still loading hears no SIGTERM and has nothing to lose.
-                os.kill(child.popen.pid, signal.SIGKILL if loading and child.spec.service else signal.SIGTERM)
+                os.kill(child.popen.pid, signal.SIGKILL if loading else signal.SIGTERM)
         self._await_exits(running)
         known = self._known()
         for child in running:

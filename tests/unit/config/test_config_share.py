@@ -277,10 +277,10 @@ def test_servers_that_cannot_be_meant(urls: list[str], problem: str) -> None:
         ClientConfig(base_url=urls)
 
 
-def test_rl_starts_one_server_not_several() -> None:
+def test_servers_are_named_or_started_not_both() -> None:
     """Contract: it never ignores a server that was named."""
     urls = ("--orchestrator.client.base-url", "http://a:1", "http://b:1")
-    assert "names 2 servers, but [inference] starts one" in problem(*urls, "--inference.max-model-len", "64")
+    assert "names 2 servers, but [inference] starts its own" in problem(*urls, "--inference.max-model-len", "64")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, Train
 from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.gpus import parse_visible
-from prime_rl.launcher.plan import Machine, Plan, describe, make_plan
+from prime_rl.launcher.layout import Machine
+from prime_rl.launcher.plan import Plan, describe, make_plan
 
 
 def config(inference: InferenceConfig | None = None, serve: bool = True, **shared: object) -> RLConfig:
@@ -33,12 +34,96 @@ def env(plan: Plan, name: str) -> dict[str, str]:
     return next(dict(process.env) for process in plan.processes if process.name == name)
 
 
-def test_server_gets_the_first_gpus_and_the_trainer_the_next() -> None:
+def section(plan: Plan, name: str) -> object:
+    return plan.configs[Path(f"outputs/configs/{name}.toml")]
+
+
+def test_servers_get_the_first_gpus_and_the_trainer_the_next() -> None:
     """COMMANDS: `--trainer-gpus 2 --inference-gpus 6`; the orchestrator sees none."""
-    plan = make_plan(config(trainer_gpus=2, inference_gpus=6), machine(8))
+    large = InferenceConfig(tensor_parallel_size=3, data_parallel_size=2)
+    plan = make_plan(config(large, trainer_gpus=2), machine(8))
     assert gpus(plan) == {"inference": ("0", "1", "2", "3", "4", "5"), "trainer": ("6", "7"), "orchestrator": ()}
     assert env(plan, "trainer")["CUDA_VISIBLE_DEVICES"] == "6,7"
     assert env(plan, "orchestrator")["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_gpus_that_serve_are_filled_with_servers() -> None:
+    """Every GPU that was asked for is used: one server a group of GPUs, each on a port of its own, all of them known to the orchestrator."""
+    two_each = InferenceConfig(tensor_parallel_size=2)
+    plan = make_plan(config(two_each, inference_gpus=4), machine(5))
+    assert gpus(plan) == {"inference": ("0", "1"), "inference-1": ("2", "3"), "trainer": ("4",), "orchestrator": ()}
+    assert [server.url for server in plan.servers] == ["http://localhost:8000", "http://localhost:8001"]
+    orchestrator = section(plan, "orchestrator")
+    assert isinstance(orchestrator, OrchestratorConfig)
+    assert orchestrator.client.api_roots == ["http://localhost:8000", "http://localhost:8001"]
+    second = section(plan, "inference-1")
+    assert isinstance(second, InferenceConfig)
+    assert (second.server.port, second.process) == (8001, "inference-1")
+    assert plan.processes[1].argv[-1] == "outputs/configs/inference-1.toml"
+    run = section(plan, "rl")
+    assert isinstance(run, RLConfig)
+    assert (
+        run.orchestrator.client.base_url == "http://localhost:8000/v1"
+    )  # as it was given: `rl @ configs/rl.toml` plans the same again
+
+
+def test_several_servers_on_a_cpu_share_the_cores() -> None:
+    plan = make_plan(config(inference_servers=2), machine(0, cores=8))
+    assert [env(plan, name)["OMP_NUM_THREADS"] for name in ("inference", "inference-1")] == ["2", "2"]
+
+
+@pytest.mark.parametrize(
+    ("inference", "shared", "message"),
+    [
+        (InferenceConfig(tensor_parallel_size=4), {"inference_gpus": 6}, r"a server uses 4 \(tensor_parallel_size 4\), 6 is no multiple"),
+        (InferenceConfig(), {"inference_gpus": 3, "inference_servers": 2}, "a server uses 1, 2 servers use 2"),
+        (InferenceConfig(data_parallel_size=4), {"inference_gpus": 2}, r"a server uses 4 \(data_parallel_size 4\), 2 is no multiple"),
+    ],
+)  # fmt: skip
+def test_gpus_that_no_server_would_use_are_refused(
+    inference: InferenceConfig, shared: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(config(inference, **shared), machine(8))
+
+
+def test_one_gpu_trains_and_serves() -> None:
+    """Its memory is split, neither side takes more than its share, and the trainer starts once the server has measured what is free."""
+    one = Machine(["0"], 8, {}, gpu_gib=80.0)
+    with pytest.raises(UserError, match="one GPU can do both: --share-gpus"):
+        make_plan(config(), one)
+    plan = make_plan(config(InferenceConfig(gpu_memory_utilization=0.25), share_gpus=True), one)
+    assert gpus(plan) == {"inference": ("0",), "trainer": ("0",), "orchestrator": ()}
+    trainer, inference = section(plan, "trainer"), section(plan, "inference")
+    assert isinstance(trainer, TrainerConfig)
+    assert isinstance(inference, InferenceConfig)
+    assert (inference.gpu_memory_utilization, trainer.model.memory_limit) == (0.25, 55.0)
+    assert next(process for process in plan.processes if process.name == "trainer").after_ready == ("inference",)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gib", "inference", "shared", "message"),
+    [
+        (["0"], 8.0, InferenceConfig(gpu_memory_utilization=0.5), {}, r"of 8.0 GiB the server takes 50% = 4.0 .* leaves 0.0"),
+        (["0", "1"], 80.0, InferenceConfig(), {"trainer_gpus": 2}, "as many GPUs that train as serve, not 2 and 1"),
+        (["0"], None, InferenceConfig(), {}, "give trainer.model.memory_limit"),
+        ([], None, InferenceConfig(), {}, "both do not use GPUs"),
+        (["0"], 80.0, None, {}, r"there is no \[inference\]"),
+    ],
+)  # fmt: skip
+def test_gpus_that_cannot_be_shared(
+    gpus: list[str], gib: float | None, inference: InferenceConfig | None, shared: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(
+            config(inference, serve=inference is not None, share_gpus=True, **shared), Machine(gpus, 8, {}, gpu_gib=gib)
+        )
+
+
+def test_servers_beyond_the_last_port_are_refused() -> None:
+    last = InferenceConfig.model_validate({"server": {"port": 65535}})
+    with pytest.raises(UserError, match="port 65535 leaves no ports for 2 servers"):
+        make_plan(config(last, inference_servers=2), machine(0))
 
 
 def test_visible_devices_are_respected() -> None:
@@ -71,16 +156,15 @@ def test_without_inference_the_trainer_gets_the_first_gpus() -> None:
     """A server that runs already is used and not planned."""
     plan = make_plan(config(serve=False), machine(2))
     assert gpus(plan) == {"trainer": ("0",), "orchestrator": ()}
-    assert plan.server is not None
-    assert plan.server.port is None
-    assert plan.server.health == "http://localhost:8000/health"
+    (server,) = plan.servers
+    assert server.port is None
+    assert server.health == "http://localhost:8000/health"
 
 
 def test_of_several_servers_that_run_already_any_is_asked() -> None:
     several = config(serve=False)
     several.orchestrator.client.base_url = ["http://a:1/v1", "http://b:2"]
-    server = make_plan(several, machine(2)).server
-    assert server is not None
+    (server,) = make_plan(several, machine(2)).servers
     assert (server.health, server.others) == ("http://a:1/health", ("http://b:2/health",))
 
 
