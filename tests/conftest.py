@@ -26,6 +26,22 @@ CHATML = (
 REPOSITORY = Path(__file__).parent.parent
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Two workers for the whole suite, none for what is picked from it, nor on GPUs, which they would share."""
+    picked = config.option.file_or_dir or config.option.keyword or config.option.markexpr == "gpu"
+    return 0 if picked else min(2, os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What one worker runs, one after the other: a file, and all that start real servers, which share one of them and want a core each."""
+    for item in items:
+        place = item.path.relative_to(REPOSITORY / "tests")
+        group = str(place)
+        if place.parts[0] == "integration":
+            group = "launcher" if place.name.startswith("test_launcher") else "servers"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 def make_tiny_model(directory: Path, *, experts: int = 0, tied: bool = True, seed: int = 0) -> Path:
     """A random Qwen3 (with `experts`, Qwen3-MoE) of some 100 k parameters with a byte tokenizer and the ChatML template."""
     import torch

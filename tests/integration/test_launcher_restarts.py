@@ -153,7 +153,7 @@ def test_an_own_server_is_started_again_and_nobody_else(launch: Start, number: s
 
 def test_one_of_several_servers_is_started_again_alone(launch: Start) -> None:
     """Each server is watched by its own health route; the other one goes on."""
-    run = launch("inference=serves", "inference-1=serves", "trainer=after", port=PORT + 10, policy=PATIENT)
+    run = launch("inference=serves", "inference-1=serves", "trainer=after", port=PORT + 20, policy=PATIENT)
     run.up("inference", "inference-1")
     os.kill(run.pid("inference-1"), signal.SIGKILL)
     until(lambda: "inference-1 serves in life 2" in (run.base / "events").read_text(), "second life of the server")
@@ -165,7 +165,7 @@ def test_one_of_several_servers_is_started_again_alone(launch: Start) -> None:
 
 def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
     """One of several that fails again and again is given up alone; the last one is not."""
-    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", port=PORT + 12, policy=PATIENT)
+    run = launch("inference=serves", "inference-1=always-raises", "trainer=after", port=PORT + 22, policy=PATIENT)
     file = run.base / "inference-1.lives"
     until(lambda: file.exists() and file.read_text() == "xxx", "the last life of the server")
     time.sleep(1.0)  # the launcher gives it up meanwhile

@@ -54,7 +54,8 @@ def test_every_setting_has_one_line_of_help(cls: type[BaseConfig]) -> None:
         assert len(description) <= 120, keys
 
 
-def test_types_defaults_and_sections() -> None:
+def test_types_defaults_and_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")  # a narrow terminal breaks lines
     text = help_text(TrainerConfig, "trainer")
     lines = text.splitlines()
     assert any("--optim.lr float" in line and "[default: 1e-06]" in line for line in lines)

@@ -168,7 +168,7 @@ def test_the_process_ends_with_its_parent(directory: Path, writer: WriterProcess
     process.stdin.write(json.dumps(order).encode() + b"\n")
     process.stdin.flush()
     deadline = time.monotonic() + 30
-    while process.poll() is None and time.monotonic() < deadline and not _ignores(process.pid, signal.SIGINT):
+    while process.poll() is None and time.monotonic() < deadline and not _ignores(process.pid, signal.SIGTERM):
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
     process.send_signal(signal.SIGTERM)
