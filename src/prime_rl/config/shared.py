@@ -1,13 +1,15 @@
 """Sections that several entrypoints have in common."""
 
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import Older, Problem, Section
-from prime_rl.redact import has_password, key_in
+from prime_rl.redact import has_password, key_in, without_password
 
 Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -89,16 +91,34 @@ def _one_or_several(urls: str | list[str]) -> str | list[str]:
         raise ValueError("names no server")
     for url in found:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} does not start with http:// or https://")
-    roots = [api_root(url) for url in found]
-    if twice := {root for root in roots if roots.count(root) > 1}:
-        raise ValueError(f"{sorted(twice)[0]} is named twice")
+            raise ValueError(f"{without_password(url)!r} does not start with http:// or https://")
+    seen: dict[str, str] = {}
+    for url in found:
+        before = seen.setdefault(same_server(url), url)
+        if before is not url:
+            one, other = (without_password(api_root(each)) for each in (before, url))
+            raise ValueError(f"{one} is named twice" if one == other else f"{one} and {other} are the same server")
     return found if len(found) > 1 else found[0]
 
 
 def api_root(url: str) -> str:
     """A server's address without a trailing slash or /v1: where /health and the weight routes are."""
     return url.rstrip("/").removesuffix("/v1")
+
+
+def same_server(url: str) -> str:
+    """Equal for addresses of one server: every name of this machine itself is the same one, and so is a port that goes without saying."""
+    try:
+        parts = urlsplit(api_root(url))
+        host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return url  # no address; who connects will say so
+    try:
+        address = ipaddress.ip_address(host)
+        host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
+    except ValueError:
+        pass  # a name
+    return f"{parts.scheme}://{host}:{port}{parts.path}"
 
 
 class ClientConfig(Section):

@@ -192,7 +192,7 @@ class Orchestrator:
         if self.serving.recovering:
             return
         while not self.stopping and (start := self.core.next_start()) is not None:
-            replica = self.fleet.place(start.group)
+            replica = self.fleet.place(start.group, again=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
             self.fleet.start(start.episode, replica)
             task = asyncio.create_task(self._run_episode(start, replica))
@@ -216,8 +216,10 @@ class Orchestrator:
             server=replica.name,
         )
         self._land(start, result)
-        if result.outcome is Outcome.ENGINE_UNAVAILABLE:
-            self.serving.recover(replica)
+        if result.ok:
+            self.fleet.succeeded(replica)
+        elif result.outcome is Outcome.ENGINE_UNAVAILABLE:
+            self.serving.failed(replica)
 
     def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self.fleet.end(replica)

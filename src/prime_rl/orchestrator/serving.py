@@ -17,7 +17,7 @@ from prime_rl.monitor import Status, log
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
 from prime_rl.orchestrator.engine import EngineTrouble
-from prime_rl.orchestrator.fleet import Fleet, Replica
+from prime_rl.orchestrator.fleet import Fleet, Replica, rest_seconds
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.protocol import Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
@@ -379,8 +379,16 @@ class Serving:
         """Whether no server serves; nothing may start."""
         return not self.fleet.serving
 
+    def failed(self, replica: Replica) -> None:
+        """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
+        if not replica.draining:  # whoever drains it looks whether it is still there
+            self.fleet.failed(replica)
+            self.recover(replica)
+
     def recover(self, replica: Replica) -> None:
         """It is gone, or serves something else: it gets no work until it is back and has proven what it serves."""
+        if replica not in self.fleet:
+            return  # it has left
         self.fleet.lose(replica)
         if self.recovering:
             self._empty_since = self._empty_since or time.monotonic()
@@ -416,9 +424,17 @@ class Serving:
 
     async def _bring_back(self, replica: Replica) -> None:
         """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
-        rest = _RETRY_SECONDS
+        rest, penalty = _RETRY_SECONDS, rest_seconds(replica.failures)
         while True:  # bounded: `_check_hope`, and the run's end cancels it
             await self._hand_over(replica)
+            if penalty:
+                penalty = penalty if self.fleet.serving else min(penalty, _RETRY_SECONDS)
+                logger.warning(
+                    "%s gets no work for %.0f s%s: it failed what it was given %d times in a row",
+                    replica.name, penalty, self._where(), replica.failures,
+                )  # fmt: skip
+                await asyncio.sleep(penalty)
+                penalty = 0.0
             trouble = "it does not answer"
             if await replica.engine.answers():
                 try:

@@ -267,6 +267,12 @@ def test_several_servers(given: list[str]) -> None:
     ("urls", "problem"),
     [
         (["http://a:1", "http://a:1/v1/"], "http://a:1 is named twice"),
+        (
+            ["http://localhost:1", "http://127.0.0.1:1/v1"],
+            "http://localhost:1 and http://127.0.0.1:1 are the same server",
+        ),
+        (["http://[::1]:1", "http://0.0.0.0:1"], "are the same server"),
+        (["http://a", "http://a:80"], "are the same server"),
         (["http://a:1", "b:1"], "'b:1' does not start with http"),
         (["http://a:1", "http://u:secret@b:1"], "holds a password"),
         ([], "names no server"),
@@ -275,6 +281,24 @@ def test_several_servers(given: list[str]) -> None:
 def test_servers_that_cannot_be_meant(urls: list[str], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         ClientConfig(base_url=urls)
+
+
+@pytest.mark.parametrize(
+    "urls", [["http://u:secret@a:1", "http://u:secret@a:1/v1"], ["http://u:secret@a:1", "http://a:1"], ["ftp://u:secret@a:1"]]
+)  # fmt: skip
+def test_no_refusal_of_servers_shows_a_password(urls: list[str]) -> None:
+    """Contract: what is refused is named without what must not be shown."""
+    with pytest.raises(ValidationError) as refused:
+        ClientConfig(base_url=urls)
+    assert "secret" not in str([error["msg"] for error in refused.value.errors()])
+    with pytest.raises(ConfigError) as shown:
+        parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", *urls], {})
+    assert "secret" not in str(shown.value)
+
+
+def test_servers_of_one_host_are_told_apart_by_port_and_path() -> None:
+    urls = ["http://localhost:1", "http://localhost:2", "http://h:1", "https://h:1", "http://h/one", "http://h/two"]
+    assert ClientConfig(base_url=urls).api_roots == urls
 
 
 def test_rl_starts_one_server_not_several() -> None:
