@@ -4,8 +4,6 @@ import asyncio
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.orchestrator.fleet import Fleet, RoutedPool, rest_seconds
@@ -39,48 +37,44 @@ def test_of_episodes_that_fail_together_one_counts():
     assert not victim.on_trial
 
 
-@given(
-    st.lists(st.sampled_from(["place", "end", "fail", "good", "join", "leave", "drain"]), max_size=80), st.integers()
-)
-def test_a_server_on_trial_has_one_episode_while_others_serve(events, seed):
+@pytest.mark.parametrize("seed", range(20))
+def test_a_server_on_trial_has_one_episode_while_others_serve(seed):
     """Whatever happens: who is on trial is given an episode only where it has none, or where nobody else serves that is not on trial; an
-    episode that has failed before goes to one that has not failed, if there is one; and who does not serve gets nothing."""
+    episode that has failed before goes to one that has not failed, if there is one; who does not serve gets nothing."""
     chance = random.Random(seed)
     fleet = serving_fleet(3, slack=2)
     flying = []
-    for event in events:
-        replica = chance.choice(fleet.replicas) if fleet.replicas else None
-        if event == "place":
-            sound = [r for r in fleet.serving if r.failures < 2]
-            clean = [r for r in fleet.serving if not r.failures]
-            again = chance.random() < 0.5
-            chosen = fleet.place(chance.randint(0, 3), again)
-            assert (chosen is None) == (not fleet.serving)
-            if chosen is not None:
-                assert chosen.serving
-                assert not (chosen.failures > 1 and chosen.in_flight and sound)
-                assert not (again and chosen.failures and clean)
-                fleet.start("episode", chosen)
-                flying.append(chosen)
-        elif event == "end" and flying:
-            fleet.end(flying.pop(chance.randrange(len(flying))))
-        elif event == "fail" and replica is not None and replica.serving:
-            fail(fleet, replica, chance.randint(1, 3))
-        elif event == "good" and replica is not None:
-            fleet.succeeded(replica)
-            assert not replica.on_trial
-        elif event == "join":
-            fleet.admit(fleet.add(Server("http://new")))
-        elif event == "leave" and replica is not None:
-            fleet.remove(replica)
-            assert replica not in fleet
-        elif event == "drain" and replica is not None and replica.serving:
-            fleet.drain(replica)
-        for each in fleet.replicas:
-            assert not (each.serving and each.draining)
-    chosen = fleet.place("fresh")
-    with_room = [r.in_flight for r in fleet.serving if r.failures < 2 or not r.in_flight]
-    assert with_room == [] or chosen.in_flight == min(with_room)
+    for _ in range(500):
+        replica = chance.choice(fleet.replicas) if fleet.replicas else fleet.add(Server("http://new"))
+        match chance.choices(["place", "end", "fail", "good", "join", "leave", "drain"], [10, 6, 2, 1, 1, 1, 1])[0]:
+            case "place":
+                sound = [r for r in fleet.serving if r.failures < 2]
+                clean = [r for r in fleet.serving if not r.failures]
+                again = chance.random() < 0.3
+                chosen = fleet.place(chance.randint(0, 3), again)
+                assert (chosen is None) == (not fleet.serving)
+                if chosen is not None:
+                    assert chosen.serving
+                    assert not (chosen.failures > 1 and chosen.in_flight and sound)
+                    assert not (again and chosen.failures and clean)
+                    fleet.start("episode", chosen)
+                    flying.append(chosen)
+            case "end" if flying:
+                fleet.end(flying.pop(chance.randrange(len(flying))))
+            case "fail" if replica.serving:
+                fail(fleet, replica, chance.randint(1, 3))
+            case "good":
+                fleet.succeeded(replica)
+            case "join":
+                fleet.admit(fleet.add(Server("http://new")))
+            case "leave":
+                fleet.remove(replica)
+                assert replica not in fleet
+            case "drain" if replica.serving:
+                fleet.drain(replica)
+        with_room = [r.in_flight for r in fleet.serving if r.failures < 2 or not r.in_flight]
+        fresh = fleet.place(object())
+        assert with_room == [] or fresh.in_flight == min(with_room)
 
 
 async def test_a_black_hole_gets_a_handful_and_costs_nothing(tmp_path):
