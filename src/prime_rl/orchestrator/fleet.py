@@ -333,7 +333,7 @@ def rest_seconds(failures: int) -> float:
 def least_loaded(replicas: Sequence[Replica], sound: bool = False) -> Replica | None:
     """The one with the fewest episodes; one that is tried with a single episode at a time only if there is no other, nor, with `sound`, one
     that failed the last one that it was given."""
-    order = [(bool(replica.failures) if sound else replica.on_trial, replica.in_flight) for replica in replicas]
+    order = [(replica.on_trial, sound and replica.failures > 0, replica.in_flight) for replica in replicas]
     return min(zip(order, replicas, strict=True), key=lambda pair: pair[0], default=(None, None))[1]
 
 
