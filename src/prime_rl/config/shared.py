@@ -113,12 +113,16 @@ def same_server(url: str) -> str:
         host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     except ValueError:
         return url  # no address; who connects will say so
+    return f"{parts.scheme}://{'localhost' if is_own_host(host) else host}:{port}{parts.path}"
+
+
+def is_own_host(host: str) -> bool:
+    """Whether a name or an address means the very host that it is used on: `localhost`, loopback, or no address in particular."""
     try:
         address = ipaddress.ip_address(host)
-        host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
     except ValueError:
-        pass  # a name
-    return f"{parts.scheme}://{host}:{port}{parts.path}"
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
 
 
 class ClientConfig(Section):
@@ -126,9 +130,12 @@ class ClientConfig(Section):
 
     older: ClassVar[dict[str, Older]] = {"port": Older("base_url", _port_to_url)}
 
-    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] = Field(
+    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = Field(
         default="http://localhost:8000/v1",
-        description="Address of the server, with or without /v1, or of several.",
+        description="Address of the server, with or without /v1, or of several (None: see discover).",
+    )
+    discover: Path | None = Field(
+        default=None, description="Directory that servers register in, with server.register_dir, in place of base_url."
     )
     api_key_var: str = Field(default="VLLM_API_KEY", description="Environment variable that holds the API key.")
     ready_timeout: PositiveFloat = Field(default=600.0, description="Seconds to wait for a server to become ready.")
@@ -143,10 +150,35 @@ class ClientConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.discover is None:
+            if self.base_url is None:
+                raise Problem("no server: give base_url, or discover", "base_url", "discover")
+        elif self.base_url is not None:
+            if "base_url" in self.model_fields_set:
+                raise Problem(
+                    "base_url names the servers and discover says where they register: give one of them",
+                    "base_url",
+                    "discover",
+                )
+            self.base_url = None
+        return self
+
+    @property
+    def source(self) -> str:
+        """The key that says where the servers are."""
+        return "client.base_url" if self.discover is None else "client.discover"
+
+    @property
+    def servers(self) -> str:
+        """Where the servers are, for people."""
+        return ", ".join(self.base_urls) if self.discover is None else f"the servers registered in {self.discover}"
+
     @property
     def base_urls(self) -> list[str]:
-        """The addresses, as they were given."""
-        return [self.base_url] if isinstance(self.base_url, str) else self.base_url
+        """The addresses, as they were given; none where servers register."""
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
 
     @property
     def api_roots(self) -> list[str]:

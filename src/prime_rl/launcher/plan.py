@@ -117,6 +117,8 @@ def describe(plan: Plan) -> str:
     if plan.server is not None:
         whose = "already running" if plan.server.port is None else f"port {plan.server.port}"
         lines.append(f"server         {plan.server.url} ({whose})")
+    else:
+        lines.append("server         those that register (orchestrator.client.discover)")
     lines += [f"config         {path}" for path in plan.configs]
     return "\n".join(lines)
 
@@ -225,9 +227,11 @@ def _client_key(config: RLConfig) -> dict[str, str]:
     return {} if key is None else {config.orchestrator.client.api_key_var: key}
 
 
-def _server(config: RLConfig) -> Server:
+def _server(config: RLConfig) -> Server | None:
     if config.inference is None:
         client = config.orchestrator.client
+        if client.discover is not None:
+            return None  # the orchestrator waits for whoever registers
         first, *others = [f"{root}/health" for root in client.api_roots]
         return Server(", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others))
     server = config.inference.server

@@ -166,6 +166,21 @@ async def test_a_proof_is_of_one_server_alone():
     assert (counting, wrong) == (["a"], [two])
 
 
+async def test_a_server_that_drains_proves_what_it_has_on_the_version_that_it_has():
+    """The others go on to a newer one meanwhile."""
+    fleet = serving_fleet(2, slack=0)
+    one, two = fleet.replicas
+    for replica in fleet.replicas:
+        replica.given = await replica.engine.served()
+    fleet.start("a", one)
+    fleet.drain(one)
+    assert fleet.place("group") is two
+    two.engine.now = two.given = Served(1, "newer", "1")
+    assert await fleet.prove({"a"}) == (["a"], [])
+    one.engine.base()  # started again
+    assert await fleet.prove({"a"}) == ([], [one])
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------------------
 
 
