@@ -29,6 +29,7 @@ class Departure:
         self._news = asyncio.Event()
 
     def ask(self) -> None:
+        """From now on it is leaving. Asking twice changes nothing."""
         if not self.asked:
             logger.info(
                 "asked to leave: no new episodes are wanted; requests are answered on, until this server is stopped"

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -305,6 +306,15 @@ async def test_servers_of_different_weights_are_not_evaluated_together():
     fleet.replicas[1].engine.base()
     assert await eval_run._admit(fleet, fleet.replicas[:1]) == 0
     assert [replica.serving for replica in fleet.replicas] == [True, False]
+
+
+async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_another():
+    for leaving, expected in (({0}, [False, True]), ({0, 1}, [True, True])):
+        fleet = Fleet([Server("http://0"), Server("http://1")])
+        for number in leaving:
+            fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
+        await eval_run._admit(fleet, fleet.replicas)
+        assert [replica.serving for replica in fleet.replicas] == expected
 
 
 async def test_no_server_at_all_is_one_clear_line(tmp_path):
