@@ -16,6 +16,7 @@ _KEY_NAME = re.compile(
 )
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 _URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
+_USER = re.compile(r"://[^/\s]*@")
 
 
 def is_secret(name: str, value: object = "") -> bool:
@@ -42,6 +43,11 @@ def key_in(table: Mapping[str, Any], place: str = "") -> str | None:
 def has_password(url: str) -> bool:
     """Whether a URL carries a password (`http://user:password@host`)."""
     return _URL_WITH_PASSWORD.search(url) is not None
+
+
+def without_password(url: str) -> str:
+    """A URL without the user and the password that it may carry: for what others get to see."""
+    return _USER.sub("://", url)
 
 
 def redacted(table: Mapping[str, Any]) -> dict[str, Any]:

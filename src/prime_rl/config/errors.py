@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from prime_rl.config.base import Problem, Problems, Section
 from prime_rl.config.origin import Origins, spell
 from prime_rl.config.schema import Keys, all_paths, find, settings, type_tag
+from prime_rl.redact import without_password
 
 
 def unknown_keys(section: type[Section], tree: dict[str, Any], origins: Origins) -> tuple[dict[str, Any], list[str]]:
@@ -162,7 +163,7 @@ def _message(details: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = without_password(repr(value))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
 from prime_rl.config.base import BaseConfig, Problem, Section
 from prime_rl.config.shared import Device, ModelConfig
+from prime_rl.redact import has_password
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -14,6 +15,12 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 def server_name(replica: int) -> str:
     """Of the first server of a run "inference", of the others "inference-1" and so on."""
     return f"inference-{replica}" if replica else "inference"
+
+
+def _address(url: str) -> str:
+    if not url.startswith(("http://", "https://")) or has_password(url):
+        raise ValueError("must be an address like http://host:8000, without a password")
+    return url
 
 
 class InferenceModel(ModelConfig):
@@ -32,6 +39,12 @@ class ServerConfig(Section):
         default=None, description="Address (None: loopback, or all addresses when there is an API key)."
     )
     port: Port = Field(default=8000, description="Port.")
+    register_dir: Path | None = Field(
+        default=None, description="Directory that clients find servers in; this one registers there (None: nowhere)."
+    )
+    advertise: Annotated[str, AfterValidator(_address)] | None = Field(
+        default=None, description="URL that others reach the server at (None: host and port, or this host's address)."
+    )
 
 
 class CPUConfig(Section):
@@ -104,5 +117,13 @@ class InferenceConfig(BaseConfig):
                 f"data_parallel_size_local {local} exceeds data_parallel_size {self.data_parallel_size}",
                 "data_parallel_size_local",
                 "data_parallel_size",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _registers_what_serves(self) -> Self:
+        if self.headless and self.server.register_dir is not None:
+            raise Problem(
+                "headless serves no requests: the node that does registers itself", "headless", "server.register_dir"
             )
         return self

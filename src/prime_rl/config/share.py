@@ -183,9 +183,13 @@ def _share_wandb(tree: Tree, section: str) -> list[Problem | None]:
 def _share_address(tree: Tree) -> Problem | None:
     """Let the orchestrator's client and the inference server agree on host and port."""
     found, url = _get(tree, "orchestrator.client.base_url")
+    discover = _get(tree, "orchestrator.client.discover")[1]
+    if discover not in (None, "None"):
+        # The server that is started registers beside the others. A base_url beside it is refused by the client's section.
+        return _unify(tree, ["orchestrator.client.discover", "inference.server.register_dir"])
     host, (port_given, port) = _get(tree, "inference.server.host")[1], _get(tree, "inference.server.port")
-    if not found:
-        if port_given or host is not None:
+    if not found or url is None:
+        if found or port_given or host is not None:
             name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
             _set(tree, "orchestrator.client.base_url", f"http://{name}:{port if port_given else DEFAULT_PORT}/v1")
         return None

@@ -1,13 +1,15 @@
 """Sections that several entrypoints have in common."""
 
+import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import Older, Problem, Section
-from prime_rl.redact import has_password, key_in
+from prime_rl.redact import has_password, key_in, without_password
 
 Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -89,10 +91,13 @@ def _one_or_several(urls: str | list[str]) -> str | list[str]:
         raise ValueError("names no server")
     for url in found:
         if not url.startswith(("http://", "https://")):
-            raise ValueError(f"{url!r} does not start with http:// or https://")
-    roots = [api_root(url) for url in found]
-    if twice := {root for root in roots if roots.count(root) > 1}:
-        raise ValueError(f"{sorted(twice)[0]} is named twice")
+            raise ValueError(f"{without_password(url)!r} does not start with http:// or https://")
+    seen: dict[str, str] = {}
+    for url in found:
+        before = seen.setdefault(same_server(url), url)
+        if before is not url:
+            one, other = (without_password(api_root(each)) for each in (before, url))
+            raise ValueError(f"{one} is named twice" if one == other else f"{one} and {other} are the same server")
     return found if len(found) > 1 else found[0]
 
 
@@ -101,14 +106,36 @@ def api_root(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
+def same_server(url: str) -> str:
+    """Equal for addresses of one server: every name of this machine itself is the same one, and so is a port that goes without saying."""
+    try:
+        parts = urlsplit(api_root(url))
+        host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+    except ValueError:
+        return url  # no address; who connects will say so
+    return f"{parts.scheme}://{'localhost' if is_own_host(host) else host}:{port}{parts.path}"
+
+
+def is_own_host(host: str) -> bool:
+    """Whether a name or an address means the very host that it is used on: `localhost`, loopback, or no address in particular."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return address.is_loopback or address.is_unspecified
+
+
 class ClientConfig(Section):
     """The inference servers to talk to."""
 
     older: ClassVar[dict[str, Older]] = {"port": Older("base_url", _port_to_url)}
 
-    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] = Field(
+    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = Field(
         default="http://localhost:8000/v1",
-        description="Address of the server, with or without /v1, or of several.",
+        description="Address of the server, with or without /v1, or of several (None: see discover).",
+    )
+    discover: Path | None = Field(
+        default=None, description="Directory that servers register in, with server.register_dir, in place of base_url."
     )
     api_key_var: str = Field(default="VLLM_API_KEY", description="Environment variable that holds the API key.")
     ready_timeout: PositiveFloat = Field(default=600.0, description="Seconds to wait for a server to become ready.")
@@ -123,10 +150,35 @@ class ClientConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.discover is None:
+            if self.base_url is None:
+                raise Problem("no server: give base_url, or discover", "base_url", "discover")
+        elif self.base_url is not None:
+            if "base_url" in self.model_fields_set:
+                raise Problem(
+                    "base_url names the servers and discover says where they register: give one of them",
+                    "base_url",
+                    "discover",
+                )
+            self.base_url = None
+        return self
+
+    @property
+    def source(self) -> str:
+        """The key that says where the servers are."""
+        return "client.base_url" if self.discover is None else "client.discover"
+
+    @property
+    def servers(self) -> str:
+        """Where the servers are, for people."""
+        return ", ".join(self.base_urls) if self.discover is None else f"the servers registered in {self.discover}"
+
     @property
     def base_urls(self) -> list[str]:
-        """The addresses, as they were given."""
-        return [self.base_url] if isinstance(self.base_url, str) else self.base_url
+        """The addresses, as they were given; none where servers register."""
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
 
     @property
     def api_roots(self) -> list[str]:

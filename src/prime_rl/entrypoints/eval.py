@@ -31,7 +31,7 @@ def run(config: EvalConfig) -> None:
     write_toml(config, path)
     if config.dry_run:
         names = ", ".join(env.name for env in config.environments)
-        print(f"eval: {names} with {config.model.name} at {', '.join(config.client.base_urls)}")
+        print(f"eval: {names} with {config.model.name} at {config.client.servers}")
         print(f"config: {path}")
         return
     from prime_rl.orchestrator.eval_run import run_evals

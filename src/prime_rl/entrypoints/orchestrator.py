@@ -48,7 +48,7 @@ def run(config: OrchestratorConfig) -> None:
     write_toml(config, path)
     if config.dry_run:
         names = ", ".join(f"{env.name} ({env.workers} worker{'s' * (env.workers > 1)})" for env in config.environments)
-        print(f"orchestrator: {names}; {config.batch_size} rollouts a step from {', '.join(config.client.base_urls)}")
+        print(f"orchestrator: {names}; {config.batch_size} rollouts a step from {config.client.servers}")
         print(f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}")
         print(f"config: {path}")
         return

@@ -1,7 +1,8 @@
 """The weight routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash"}     POST /reload_weights -> {"version", "hash"}
-    GET /weights -> {"version", "hash", "base", "weight_dir", "boot"}                 POST /pause {"mode", "clear_cache"}, POST /resume
+    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "leaving"}      POST /pause {"mode", "clear_cache"}, POST /resume
+    POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. With an API key every route here asks for it.
@@ -27,6 +28,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.pulse import Pulse
+from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.service import PauseMode, Places, Refused, Served, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings
 from prime_rl.monitor import Status, log
@@ -63,7 +65,12 @@ def _service(request: Request) -> WeightService:
     return request.app.state.prime_service
 
 
+def _departure(request: Request) -> Departure:
+    return request.app.state.prime_departure
+
+
 Service = Annotated[WeightService, Depends(_service)]
+Leaving = Annotated[Departure, Depends(_departure)]
 router = APIRouter(dependencies=[Depends(require_key)])
 
 
@@ -81,8 +88,14 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 
 
 @router.get("/weights")
-async def weights(service: Service) -> dict[str, Any]:
-    return asdict(await service.served())
+async def weights(service: Service, departure: Leaving) -> dict[str, Any]:
+    return asdict(await service.served()) | {"leaving": departure.asked}
+
+
+@router.post("/leave")
+async def leave(departure: Leaving) -> dict[str, Any]:
+    departure.ask()
+    return {"leaving": departure.asked}
 
 
 @router.post("/pause")
@@ -125,6 +138,7 @@ class PrimeRoutes:
         model_config = engine_client.model_config
         status = Status(settings.output_dir, settings.process)
         state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+        state.prime_departure = Departure()
         state.prime_service = WeightService(
             engine_client,
             base=resolve_base(model_config.model, model_config.revision),
@@ -137,6 +151,12 @@ class PrimeRoutes:
             await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
         status.phase("serving")
         status.ready()
+        if settings.register_dir is not None:
+            state.prime_registration = asyncio.create_task(
+                Registration(
+                    settings.register_dir, settings.address, args.model, state.prime_service.boot, state.prime_departure
+                ).run()
+            )
         state.prime_pulse = asyncio.create_task(Pulse(engine_client, status).run())
         log.get(__name__).info("serving %s on port %s", args.model, args.port)
 

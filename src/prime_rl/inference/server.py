@@ -10,6 +10,7 @@ from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat, pulse
 from prime_rl.inference.arguments import arguments, environment, guarded_host, is_loopback
+from prime_rl.inference.register import published_address
 from prime_rl.inference.settings import PLUGIN, Settings
 from prime_rl.monitor import Status, log
 from prime_rl.transport.settings import agree, dry_path
@@ -72,7 +73,16 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
     root = config.weights_root.expanduser().resolve() if config.weights_root else None
-    Settings(config.process, config.output_dir.resolve(), root, is_loopback(guarded_host(config))).export()
+    register_dir = config.server.register_dir.expanduser().resolve() if config.server.register_dir else None
+    address = published_address(config) if register_dir else ""
+    Settings(
+        process=config.process,
+        output_dir=config.output_dir.resolve(),
+        weights_root=root,
+        loopback=is_loopback(guarded_host(config)),
+        register_dir=register_dir,
+        address=address,
+    ).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
 

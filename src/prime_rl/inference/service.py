@@ -148,6 +148,11 @@ class WeightService:
         # Hashed beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(asyncio.to_thread(hash_directory, base))
 
+    @property
+    def boot(self) -> str:
+        """Names this life of the server."""
+        return self._boot
+
     async def served(self) -> Served:
         """Ask every worker what it serves.
 

@@ -12,12 +12,15 @@ _ENV = "PRIMERL_SERVER"
 
 @dataclass(frozen=True)
 class Settings:
-    """`process`: the server's name in the run. `loopback`: only this machine reaches it, so that a request may name any local directory."""
+    """`loopback`: only this machine reaches the server, so that a request may name any local directory. `address`: where others reach it, if it
+    registers in `register_dir`."""
 
     process: str
     output_dir: Path
     weights_root: Path | None
     loopback: bool
+    register_dir: Path | None = None
+    address: str = ""
 
     def export(self) -> None:
         os.environ[_ENV] = TypeAdapter(Settings).dump_json(self).decode()

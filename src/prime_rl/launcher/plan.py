@@ -56,7 +56,7 @@ class Plan:
 
     processes: tuple[Process, ...]
     configs: Mapping[Path, BaseConfig]
-    servers: tuple[Server, ...]
+    servers: tuple[Server, ...]  # none where those that serve register in a directory
     output_dir: Path
 
 
@@ -101,7 +101,7 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
         )
         for server in servers
     ]
-    return Plan((*serving, *processes), configs, servers or (_running_already(config),), config.output_dir)
+    return Plan((*serving, *processes), configs, servers or _running_already(config), config.output_dir)
 
 
 def trainer_ranks(config: RLConfig, gpus: Sequence[str]) -> int:
@@ -127,6 +127,8 @@ def describe(plan: Plan) -> str:
     for server in plan.servers:
         whose = "already running" if server.port is None else f"port {server.port}"
         lines.append(f"server         {server.url} ({whose})")
+    if not plan.servers:
+        lines.append("server         those that register (orchestrator.client.discover)")
     lines += [f"config         {path}" for path in plan.configs]
     return "\n".join(lines)
 
@@ -138,7 +140,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
     if layout.split is not None:
         limited = trainer.model.model_copy(update={"memory_limit": layout.split.training_gib})
         trainer = trainer.model_copy(update={"model": limited})
-    if len(servers) > 1:
+    if len(servers) > 1 and orchestrator.client.discover is None:
         client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
         orchestrator = orchestrator.model_copy(update={"client": client})
     sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
@@ -222,10 +224,12 @@ def _client_key(config: RLConfig) -> dict[str, str]:
     return {} if key is None else {config.orchestrator.client.api_key_var: key}
 
 
-def _running_already(config: RLConfig) -> Server:
+def _running_already(config: RLConfig) -> tuple[Server, ...]:
     client = config.orchestrator.client
+    if client.discover is not None:
+        return ()  # the orchestrator waits for whoever registers
     first, *others = [f"{root}/health" for root in client.api_roots]
-    return Server(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others))
+    return (Server(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others)),)
 
 
 def _server(config: RLConfig, number: int) -> Server:

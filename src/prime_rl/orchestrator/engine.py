@@ -4,7 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -35,6 +35,7 @@ class Served:
     version: int
     hash: str
     boot: str = ""
+    leaving: bool = field(default=False, compare=False)  # it was asked to leave; that changes nothing in what it serves
 
     def holds(self, weights: WeightsManifest) -> bool:
         """Whether these are the weights."""
@@ -80,7 +81,7 @@ class Engine:
             while trouble := await self._trouble(start + most - time.monotonic()):  # bounded: by the deadline below
                 if time.monotonic() - start > most:
                     raise UserError(
-                        f"no inference server at {self.root} after {most:.0f} s (client.base_url, client.ready_timeout): {trouble}"
+                        f"no inference server at {self.root} after {most:.0f} s ({self._config.source}, client.ready_timeout): {trouble}"
                     )
                 on_wait("a healthy server", f"inference at {self.root}", most)
                 await asyncio.sleep(_POLL_SECONDS)
@@ -101,7 +102,9 @@ class Engine:
         """
         body = await self._call("GET", "/weights", timeout=min(_PROOF_TIMEOUT_SECONDS, self._config.timeout))
         try:
-            return Served(int(body["version"]), str(body["hash"]), str(body.get("boot", "")))
+            return Served(
+                int(body["version"]), str(body["hash"]), str(body.get("boot", "")), body.get("leaving") is True
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.root}/weights does not say what is served ({error!r}): is this server started with `inference`?"

@@ -18,6 +18,7 @@ from prime_rl.monitor import Monitor, Status, log
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
 from prime_rl.orchestrator.fleet import Fleet, Replica, RoutedPool
+from prime_rl.orchestrator.members import first_members
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.transport.commit import write_atomically
 
@@ -49,10 +50,12 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
     reports = []
     try:
         async with AsyncExitStack() as stack:
-            fleet = Fleet(
-                [await stack.enter_async_context(Engine(config.client, root)) for root in config.client.api_roots]
-            )
             status.phase("waiting for the server")
+            roots = config.client.api_roots
+            if config.client.discover is not None:
+                _, found = await first_members(config.client, config.model.name, status.waiting)
+                roots = [member.address for member in found]
+            fleet = Fleet([await stack.enter_async_context(Engine(config.client, root)) for root in roots])
             version = await _admit(fleet, await fleet.wait_ready(status.waiting, config.client.ready_timeout))
             await pool.start(config.client.ready_timeout)
             routed = RoutedPool(pool, fleet)
@@ -88,6 +91,7 @@ async def _admit(fleet: Fleet, ready: list[Replica]) -> int:
         UserError: they do not serve the same.
     """
     served = {replica: await replica.engine.served() for replica in ready}
+    served = {replica: one for replica, one in served.items() if not one.leaving} or served  # if there is another
     if len({(one.version, one.hash) for one in served.values()}) > 1:
         listed = ", ".join(f"{replica.name} version {one.version} ({one.hash[:12]})" for replica, one in served.items())
         raise UserError(f"the servers do not serve the same weights: {listed}")
@@ -95,7 +99,8 @@ async def _admit(fleet: Fleet, ready: list[Replica]) -> int:
         if replica in served:
             fleet.admit(replica)
         else:
-            logger.warning("%s does not answer: evaluating without it", replica.name)
+            what = "is to leave" if replica in ready else "does not answer"
+            logger.warning("%s %s: evaluating without it", replica.name, what)
     return next(iter(served.values())).version
 
 

@@ -1,7 +1,8 @@
 """The inference servers: which of them may be given work, which one an episode goes to, and what each of them can prove.
 
 A *replica* is one server as the orchestrator knows it. It is away until it has answered and proven that it serves what it was given; then it
-is `serving`, and gets episodes. What a replica sampled counts once that replica, not another one, has proven what it served meanwhile.
+is `serving`, and gets episodes. What a replica sampled counts once that replica, not another one, has proven what it served meanwhile. One that
+is to leave is `draining`: it gets nothing new and keeps the version that it has, while what is in flight there ends.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from prime_rl.envs.pool import EnvPool
@@ -22,6 +24,8 @@ from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
 _HOMES = 65_536  # groups whose server is remembered
 _GRACE_SECONDS = 30.0  # for a wait that has a deadline of its own
+_FIRST_REST_SECONDS = 1.0  # of a server that fails what it is given, again and again; doubled with each further time
+_LONGEST_REST_SECONDS = 60.0
 
 
 class EngineClient(Protocol):
@@ -41,25 +45,38 @@ class Replica:
 
     Attributes:
         serving: Whether it gets work. It does not while it is not heard of, gone, or serving something else.
+        draining: Whether it only ends what it has in flight. It then stays on the version that it has: what it samples is of a version that
+            the episodes' stamps cover, and a proof of that version is a proof of them.
         unproven: Episodes that it samples, or has sampled since it proved what it serves.
         tainted: Those that it sampled before it was found to have been started again: no proof is of them any more.
         silent: How many times in a row it did not answer.
         losses: How many times it could not prove itself.
+        failures: How many times in a row it was lost by an episode that failed there, with none between them that ended well.
+        released: Whether it has left, and had proven all that it sampled.
     """
 
     engine: EngineClient
     serving: bool = False
+    draining: bool = False
     in_flight: int = 0
     unproven: set[str] = field(default_factory=set)
     tainted: set[str] = field(default_factory=set)
     silent: int = 0
     losses: int = 0
+    failures: int = 0
+    released: bool = False
     given: Served | None = None  # the last version that it loaded
     coming: Served | None = None  # what it is loading: during an update either of the two is right
 
     @property
     def name(self) -> str:
         return self.engine.root
+
+    @property
+    def on_trial(self) -> bool:
+        """Whether it answers and proves itself, but failed what it was given more than once in a row: it gets one episode at a time until one
+        ends well. As it fails them fast it would else always be the least loaded one, and draw all of them to it."""
+        return self.failures > 1
 
     async def load(self, manifest: WeightsManifest) -> None:
         """Have the server load a committed version and prove it. If it is not the one that was asked before, but was started again and served
@@ -79,9 +96,9 @@ class Replica:
             self.unproven.clear()
 
     async def proven(self) -> bool:
-        """Whether the server answers, is the one that was asked before, and serves what it was given."""
+        """Whether the server answers, is the one that was asked before, and serves what it was given; or left when it did."""
         try:
-            return await self.engine.served() in (self.given, self.coming)
+            return self.released or await self.engine.served() in (self.given, self.coming)
         except UserError:
             return False
 
@@ -92,14 +109,21 @@ class Fleet:
     """
 
     def __init__(self, engines: Iterable[EngineClient], slack: int = 1) -> None:
-        self.replicas = [Replica(engine) for engine in engines]
+        self.replicas: list[Replica] = []
         self._slack = slack
         self._loads: list[
             tuple[int, int]
         ] = []  # a heap of (episodes, place of the replica); all but the last of each are out of date
-        self._places = {replica: place for place, replica in enumerate(self.replicas)}
+        self._places: dict[Replica, int] = {}
+        self._at: dict[int, Replica] = {}  # by place
+        self._joined = 0
+        for engine in engines:
+            self.add(engine)
         self._homes: OrderedDict[Hashable, Replica] = OrderedDict()
         self._where: dict[str, Replica] = {}  # of episodes that are not proven
+
+    def __contains__(self, replica: Replica) -> bool:
+        return replica in self._places
 
     # -- who serves ------------------------------------------------------------------------------------------------------------
 
@@ -108,62 +132,109 @@ class Fleet:
         return [replica for replica in self.replicas if replica.serving]
 
     @property
+    def draining(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.draining]
+
+    @property
     def away(self) -> list[Replica]:
-        return [replica for replica in self.replicas if not replica.serving]
+        return [replica for replica in self.replicas if not (replica.serving or replica.draining)]
 
     @property
     def loading(self) -> int | None:
         """The version that a serving replica is loading now, if one is."""
         return next((replica.coming.version for replica in self.serving if replica.coming is not None), None)
 
+    def add(self, engine: EngineClient) -> Replica:
+        """A server joins. It is away until it is admitted."""
+        replica = Replica(engine)
+        self.replicas.append(replica)
+        self._places[replica], self._at[self._joined] = self._joined, replica
+        self._joined += 1
+        return replica
+
+    def remove(self, replica: Replica) -> None:
+        """A server leaves for good. What it has not proven by now is to be made again, or given up, by the caller."""
+        self.lose(replica)
+        self.replicas.remove(replica)
+        del self._at[self._places.pop(replica)]
+        self.forget(replica.unproven | replica.tainted)
+
     def admit(self, replica: Replica) -> None:
-        """It has proven itself: it gets work."""
-        replica.serving = True
-        replica.silent = 0
-        self._weigh(replica)
+        """It has proven itself: it gets work, if it is still of the fleet."""
+        if replica in self._places:
+            replica.serving = True
+            replica.silent = 0
+            self._weigh(replica)
 
     def lose(self, replica: Replica) -> None:
         """It gets no work until it has proven itself again."""
-        replica.serving = False
+        replica.serving = replica.draining = False
+
+    def drain(self, replica: Replica) -> None:
+        """A serving replica gets nothing new, and no newer version; what is in flight there goes on."""
+        replica.serving, replica.draining = False, True
+
+    def failed(self, replica: Replica) -> None:
+        """An episode failed there for want of a server. Of those that fail together only the first counts: call it before `lose`."""
+        if replica.serving:
+            replica.failures += 1
+
+    def succeeded(self, replica: Replica) -> None:
+        """An episode ended well there."""
+        if replica.failures:
+            replica.failures = 0
+            self._weigh(replica)
 
     async def wait_ready(self, on_wait: Callable[[str, str, float], None], seconds: float) -> list[Replica]:
-        """Wait until one server at least is healthy; each is given `seconds`. Returns those that are.
+        """Wait until one server at least is healthy; each is given `seconds`, also one that joins meanwhile. Returns those that are.
 
         Raises:
             UserError: none came up in time.
         """
-        waits = [asyncio.create_task(replica.engine.wait_ready(on_wait)) for replica in self.replicas]
+        waits: dict[Replica, asyncio.Task[None]] = {}
 
         def decided() -> bool:
-            errors = [wait.exception() for wait in waits if wait.done()]
+            for replica in self.replicas:
+                if replica not in waits:
+                    waits[replica] = asyncio.create_task(replica.engine.wait_ready(on_wait))
+            errors = [waits[replica].exception() for replica in self.replicas if waits[replica].done()]
             if None in errors:
                 return True
-            if len(errors) == len(waits):
+            if errors and len(errors) == len(self.replicas):
                 raise UserError("; ".join(str(error) for error in errors))
             return False
 
         try:
             subject, limit = "a healthy server", seconds + _GRACE_SECONDS
             await wait_async(decided, subject=subject, owner="inference", seconds=limit, poll=LEAST_POLL_SECONDS)
-            there = [wait.done() and wait.exception() is None for wait in waits]
+            there = {replica for replica, wait in waits.items() if wait.done() and wait.exception() is None}
         finally:
-            for wait in waits:
+            for wait in waits.values():
                 wait.cancel()
-            await asyncio.wait(waits, timeout=_GRACE_SECONDS)
-        if not all(there):
-            answers = await asyncio.gather(*(replica.engine.answers() for replica in self.replicas))
-            there = [one or other for one, other in zip(there, answers, strict=True)]
-        return [replica for replica, ready in zip(self.replicas, there, strict=True) if ready]
+            if waits:
+                await asyncio.wait(waits.values(), timeout=_GRACE_SECONDS)
+        if others := [replica for replica in self.replicas if replica not in there]:
+            answers = await asyncio.gather(*(replica.engine.answers() for replica in others))
+            there |= {replica for replica, answer in zip(others, answers, strict=True) if answer}
+        return [replica for replica in self.replicas if replica in there]
 
     # -- where an episode goes -------------------------------------------------------------------------------------------------
 
-    def place(self, group: Hashable) -> Replica | None:
-        """The server for an episode of `group`; None where none serves."""
+    def place(self, group: Hashable, again: bool = False) -> Replica | None:
+        """The server for an episode of `group`; None where none serves. One that was tried before (`again`) goes to no server that has
+        failed the last one it was given, if there is another."""
         chosen = self._least_loaded()
+        if chosen is None or (again and chosen.failures):
+            chosen = least_loaded(self.serving, sound=again)
         if chosen is None:
             return None
         home = self._homes.pop(group, None)
-        if home is not None and home.serving and home.in_flight <= chosen.in_flight + self._slack:
+        if (
+            home is not None
+            and home.serving
+            and not (home.failures if again else home.on_trial)
+            and home.in_flight <= chosen.in_flight + self._slack
+        ):
             chosen = home
         self._homes[group] = chosen
         if len(self._homes) > _HOMES:
@@ -210,16 +281,23 @@ class Fleet:
     # Among a thousand servers the least loaded one is kept, not looked for.
 
     def _weigh(self, replica: Replica) -> None:
+        if not self._has_room(replica):
+            return  # it is weighed again once it has
         heapq.heappush(self._loads, (replica.in_flight, self._places[replica]))
         if len(self._loads) > 8 * len(self.replicas) + 64:
-            self._loads = [(serving.in_flight, self._places[serving]) for serving in self.serving]
+            self._loads = [
+                (serving.in_flight, self._places[serving]) for serving in self.serving if self._has_room(serving)
+            ]
             heapq.heapify(self._loads)
+
+    def _has_room(self, replica: Replica) -> bool:
+        return replica in self._places and not (replica.on_trial and replica.in_flight)
 
     def _least_loaded(self) -> Replica | None:
         while self._loads:
             load, place = self._loads[0]
-            replica = self.replicas[place]
-            if replica.serving and replica.in_flight == load:
+            replica = self._at.get(place)
+            if replica is not None and replica.serving and replica.in_flight == load and self._has_room(replica):
                 return replica
             heapq.heappop(self._loads)
         return None
@@ -227,7 +305,7 @@ class Fleet:
     # -- what they can prove ---------------------------------------------------------------------------------------------------
 
     async def prove(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
-        """Ask every serving replica what it serves.
+        """Ask every replica that serves or drains what it serves.
 
         Args:
             finished: Episodes that had ended before the question.
@@ -235,16 +313,28 @@ class Fleet:
         Returns:
             Those of them that now count, and the replicas that could not prove themselves.
         """
-        asked = self.serving
+        asked = [*self.serving, *self.draining]
         waiting = {replica: replica.unproven.intersection(finished) for replica in asked}
         proofs = await asyncio.gather(*(replica.proven() for replica in asked))
         counting = [
             episode
             for replica, proof in zip(asked, proofs, strict=True)
-            if proof and replica.serving
+            if proof and (replica.serving or replica.draining)
             for episode in waiting[replica]
         ]
         return counting, [replica for replica, proof in zip(asked, proofs, strict=True) if not proof]
+
+
+def rest_seconds(failures: int) -> float:
+    """How long a server rests that was lost by a failed episode so many times in a row: none after the first, which may have been a restart."""
+    return min(_FIRST_REST_SECONDS * 2.0 ** (failures - 2), _LONGEST_REST_SECONDS) if failures > 1 else 0.0
+
+
+def least_loaded(replicas: Sequence[Replica], sound: bool = False) -> Replica | None:
+    """The one with the fewest episodes; one that is tried with a single episode at a time only if there is no other, nor, with `sound`, one
+    that failed the last one that it was given."""
+    order = [(replica.on_trial, sound and replica.failures > 0, replica.in_flight) for replica in replicas]
+    return min(zip(order, replicas, strict=True), key=lambda pair: pair[0], default=(None, None))[1]
 
 
 class RoutedPool:
@@ -263,19 +353,32 @@ class RoutedPool:
         return self._pool.tasks(env)
 
     async def run(self, *, episode_id: str, env: str, deadline: float, **arguments: Any) -> EpisodeResult:
-        """See `EnvPool.run`."""
-        subject, seconds = "server that serves", deadline - time.monotonic()
-        try:
-            replica = await wait_async(self._choose, subject=subject, owner="inference", seconds=seconds)
-        except WaitTimeout as error:
-            self.turned_away += 1
-            return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, str(error))
-        assert replica is not None
-        self._used.setdefault(replica, replica.losses)
-        with self._fleet.busy(replica):
-            return await self._pool.run(
-                episode_id=episode_id, env=env, deadline=deadline, server=replica.name, **arguments
-            )
+        """See `EnvPool.run`. What fails for want of the server is tried once with each other one that serves."""
+        tried: set[Replica] = set()
+        while True:  # each server is tried once
+            subject, seconds = "server that serves", deadline - time.monotonic()
+            try:
+                replica = await wait_async(
+                    partial(self._choose, tried), subject=subject, owner="inference", seconds=seconds
+                )
+            except WaitTimeout as error:
+                self.turned_away += 1
+                return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, str(error))
+            assert replica is not None
+            self._used.setdefault(replica, replica.losses)
+            with self._fleet.busy(replica):
+                result = await self._pool.run(
+                    episode_id=episode_id, env=env, deadline=deadline, server=replica.name, **arguments
+                )
+            if result.outcome is not Outcome.ENGINE_UNAVAILABLE:
+                if result.ok:
+                    self._fleet.succeeded(replica)
+                return result
+            if not replica.on_trial:  # many may fail together here, where none is lost by it
+                self._fleet.failed(replica)
+            tried.add(replica)
+            if tried.issuperset(self._fleet.serving) or time.monotonic() >= deadline:
+                return result
 
     async def spoilt(self) -> list[Replica]:
         """Replicas that cannot prove that they served the same all the time."""
@@ -283,7 +386,6 @@ class RoutedPool:
         used = zip(self._used.items(), proofs, strict=True)
         return [replica for (replica, before), proof in used if not proof or replica.losses != before]
 
-    def _choose(self) -> Replica | None:
-        serving = self._fleet.serving
-        fit = [replica for replica in serving if replica not in self._avoid] or serving
-        return min(fit, key=lambda replica: replica.in_flight, default=None)
+    def _choose(self, tried: Collection[Replica]) -> Replica | None:
+        serving = [replica for replica in self._fleet.serving if replica not in tried] or self._fleet.serving
+        return least_loaded([replica for replica in serving if replica not in self._avoid] or serving)

@@ -8,7 +8,7 @@ import asyncio
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 from prime_rl.orchestrator.fleet import EngineClient, Fleet, Replica
 from prime_rl.orchestrator.journal import FLUSH_SECONDS, Journal
+from prime_rl.orchestrator.members import Members
 from prime_rl.orchestrator.metrics import Tally, bench_table, step_metrics
 from prime_rl.orchestrator.plans import limits, make_pool
 from prime_rl.orchestrator.samples import Scored, score_batch
@@ -60,7 +61,9 @@ class Orchestrator:
         engines: Sequence[EngineClient],
         status: Status,
         monitor: Monitor,
+        connect: Callable[[str], EngineClient] | None = None,
     ) -> None:
+        """`engines`: of the servers that are listed; `connect` makes those of servers that register (None: as `engine.Engine`, for the run)."""
         self.config = config
         self.pool = pool
         self.status = status
@@ -75,6 +78,14 @@ class Orchestrator:
             self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         self.fleet = Fleet(engines, slack=config.rollouts_per_example)
         self.serving = Serving(config, self.fleet, status, self)
+        self.members = Members(
+            config.client,
+            config.model.name,
+            self.fleet,
+            self.serving,
+            connect or partial(Engine, config.client),
+            self.note_failure,
+        )
         self.evaluations = Evaluations(config, pool, monitor, status, self.serving)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.journal: Journal | None = None
@@ -110,8 +121,10 @@ class Orchestrator:
                 await self._finish()
             finally:
                 await _end([*tasks, *self._take_running()])
+                await self.members.close()
                 await self.serving.close()
         finally:
+            await self.members.close()
             if self.journal is not None:
                 self.journal.close()
 
@@ -141,7 +154,7 @@ class Orchestrator:
             self._log_missing()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.start(config.client.ready_timeout))
-            ready = group.create_task(self.fleet.wait_ready(self.status.waiting, config.client.ready_timeout))
+            ready = group.create_task(self._first_servers())
         version = 0
         if config.bench:
             for replica in ready.result():  # bounded: the group has awaited it
@@ -156,6 +169,10 @@ class Orchestrator:
             ", ".join(f"{env.name} ({len(self.pool.tasks(env.name))} tasks)" for env in config.environments),
             config.batch_size, config.rollouts_per_example, config.async_level, self.core.step, version,
         )  # fmt: skip
+
+    async def _first_servers(self) -> list[Replica]:
+        await self.members.begin(self.status.waiting)
+        return await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
 
     def _make_core(self, version: int) -> None:
         config, journal, history = self.config, self.journal, self.serving.history
@@ -192,7 +209,7 @@ class Orchestrator:
         if self.serving.recovering:
             return
         while not self.stopping and (start := self.core.next_start()) is not None:
-            replica = self.fleet.place(start.group)
+            replica = self.fleet.place(start.group, again=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
             self.fleet.start(start.episode, replica)
             task = asyncio.create_task(self._run_episode(start, replica))
@@ -216,8 +233,10 @@ class Orchestrator:
             server=replica.name,
         )
         self._land(start, result)
-        if result.outcome is Outcome.ENGINE_UNAVAILABLE:
-            self.serving.recover(replica)
+        if result.ok:
+            self.fleet.succeeded(replica)
+        elif result.outcome is Outcome.ENGINE_UNAVAILABLE:
+            self.serving.failed(replica)
 
     def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self.fleet.end(replica)
@@ -439,6 +458,7 @@ class Orchestrator:
             ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new life meanwhile
         await self._write_books(last=True)
         self.journal.check(self.core)
+        await self.members.close()
         await self.serving.close()
         self.serving.history.release()
 
@@ -490,7 +510,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     try:
         async with AsyncExitStack() as stack:
             engines = [await stack.enter_async_context(Engine(config.client, root)) for root in config.client.api_roots]
-            orchestrator = Orchestrator(config, pool, engines, status, monitor)
+            orchestrator = Orchestrator(config, pool, engines, status, monitor, partial(_connect, stack, config))
             current = asyncio.current_task()
             assert current is not None
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -505,6 +525,12 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     finally:
         await pool.close()
         monitor.close()
+
+
+def _connect(stack: AsyncExitStack, config: "OrchestratorConfig", address: str) -> Engine:
+    engine = Engine(config.client, address)
+    stack.push_async_exit(engine)
+    return engine
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

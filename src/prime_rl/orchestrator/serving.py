@@ -17,7 +17,7 @@ from prime_rl.monitor import Status, log
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
 from prime_rl.orchestrator.engine import EngineTrouble
-from prime_rl.orchestrator.fleet import Fleet, Replica
+from prime_rl.orchestrator.fleet import Fleet, Replica, rest_seconds
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.protocol import Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
@@ -79,7 +79,10 @@ class Serving:
         self.core: Core[EpisodeResult]
         self._failures = 0  # to load, in a row
         self._shell = shell
+        self.begun = False
         self._moving = False  # what is served is being changed
+        # The run depends on this server: nobody takes over from it, and nobody joins.
+        self._alone = len(fleet.replicas) == 1 and config.client.discover is None
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
         self._troubles: dict[Replica, str] = {}  # why each that is away is not back
@@ -123,6 +126,7 @@ class Serving:
     def begin(self, core: Core[EpisodeResult]) -> None:
         """What `core` decides is served from now on; servers that are not there yet join as they come."""
         self.core = core
+        self.begun = True
         for replica in self.fleet.away:
             self._watch_over(replica)
 
@@ -251,7 +255,7 @@ class Serving:
             self.core.serve(version)
             self._hold(self.core.life, version)
             self.status.progress()
-            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self._where())
+            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.where())
             stale = self.core.stale()
             for start in stale:
                 self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
@@ -367,7 +371,7 @@ class Serving:
         self.fleet.forget([start.episode for start in starts])
         self._shell.forget(starts)
 
-    def _where(self) -> str:
+    def where(self) -> str:
         """For the log, where there are several servers."""
         count = len(self.fleet.replicas)
         return f" on {len(self.fleet.serving)} of {count} servers" if count > 1 else ""
@@ -375,21 +379,75 @@ class Serving:
     # -- a server that is gone -------------------------------------------------------------------------------------------------
 
     @property
+    def moving(self) -> bool:
+        """Whether the servers that serve are given another version at this moment."""
+        return self._moving
+
+    @property
     def recovering(self) -> bool:
         """Whether no server serves; nothing may start."""
         return not self.fleet.serving
 
+    def failed(self, replica: Replica) -> None:
+        """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
+        if not replica.draining:  # whoever drains it looks whether it is still there
+            self.fleet.failed(replica)
+            self.recover(replica)
+
     def recover(self, replica: Replica) -> None:
         """It is gone, or serves something else: it gets no work until it is back and has proven what it serves."""
+        if replica not in self.fleet:
+            return  # it has left
+        leaving = replica.draining  # whoever drains it lets it go
         self.fleet.lose(replica)
+        self._note_empty()
+        if not leaving:
+            self._watch_over(replica)
+
+    def join(self, replica: Replica) -> None:
+        """A server that was added to the fleet: it is given what the others serve, proves it, and gets work."""
+        if self.begun:  # else `begin` does it
+            self._watch_over(replica)
+
+    def drain(self, replica: Replica) -> None:
+        """A serving replica is to leave: `release` it once nothing is in flight there. No update may be under way (`moving`)."""
+        self.fleet.drain(replica)
+        self._note_empty()
+
+    async def release(self, replica: Replica, ask: bool) -> int:
+        """A server leaves the fleet for good. What it can prove counts, if it is there to be asked; the rest is made again.
+
+        Returns:
+            How many episodes are made again.
+        """
+        recovery = self._recoveries.pop(replica, None)
+        if recovery is not None and not recovery.done():
+            recovery.cancel()
+            await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
+        self._troubles.pop(replica, None)
+        async with self.shipping:
+            finished = replica.unproven.intersection(self.core.unproven())
+            if ask and (self.config.bench or await replica.proven()):
+                self.core.prove(finished)
+                self.fleet.forget(finished)
+                replica.released = True
+            lost = (replica.unproven | replica.tainted) & self.core.without_proof()
+            if lost:
+                replica.released = False
+                self._doubt(replica, "the server left")
+            self.fleet.remove(replica)
+            self._note_empty()
+        self._shell.wake()
+        return len(lost)
+
+    def _note_empty(self) -> None:
         if self.recovering:
             self._empty_since = self._empty_since or time.monotonic()
-        self._watch_over(replica)
 
     def _watch_over(self, replica: Replica) -> None:
         present = self._recoveries.get(replica)
         if present is None or present.done():
-            work = self._bring_back(replica) if len(self.fleet.replicas) > 1 else self._bring_the_only_one_back(replica)
+            work = self._bring_the_only_one_back(replica) if self._alone else self._bring_back(replica)
             task = self._recoveries[replica] = asyncio.create_task(work)
             task.add_done_callback(self._shell.note_failure)
 
@@ -416,24 +474,32 @@ class Serving:
 
     async def _bring_back(self, replica: Replica) -> None:
         """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
-        rest = _RETRY_SECONDS
-        while True:  # bounded: `_check_hope`, and the run's end cancels it
+        rest, penalty = _RETRY_SECONDS, rest_seconds(replica.failures)
+        while replica in self.fleet:  # bounded: `_check_hope`, and the run's end cancels it
             await self._hand_over(replica)
+            if penalty:
+                penalty = penalty if self.fleet.serving else min(penalty, _RETRY_SECONDS)
+                logger.warning(
+                    "%s gets no work for %.0f s%s: it failed what it was given %d times in a row",
+                    replica.name, penalty, self.where(), replica.failures,
+                )  # fmt: skip
+                await asyncio.sleep(penalty)
+                penalty = 0.0
             trouble = "it does not answer"
             if await replica.engine.answers():
                 try:
                     if await self._catch_up(replica):
-                        break
+                        logger.info("%s serves version %d%s", replica.name, self.core.version, self.where())
+                        return
                     trouble = ""
                 except (UserError, CommitError) as error:
                     trouble = str(error)
             if trouble and trouble != self._troubles.get(replica):
                 self._troubles[replica] = trouble
-                logger.warning("%s gets no work%s: %s", replica.name, self._where(), trouble)
+                logger.warning("%s gets no work%s: %s", replica.name, self.where(), trouble)
             self._check_hope()
             await asyncio.sleep(rest if trouble else POLL_SECONDS)
             rest = min(2 * rest, _REST_SECONDS if self.fleet.serving else _RETRY_SECONDS)
-        logger.info("%s serves version %d%s", replica.name, self.core.version, self._where())
 
     async def _hand_over(self, replica: Replica) -> None:
         """What a server that is away cannot prove is made again, if there is another one to do it."""
@@ -444,6 +510,15 @@ class Serving:
                 if not replica.serving:
                     self._doubt(replica, "the server is gone")
             self._shell.wake()
+
+    def check_hope_of_joining(self) -> None:
+        """While none serves and none is being brought back: somebody must join in time.
+
+        Raises:
+            UserError: nobody did.
+        """
+        if self.recovering and all(task.done() for task in self._recoveries.values()):
+            self._check_hope()
 
     def _check_hope(self) -> None:
         """While none serves: somebody must come back in time.
@@ -458,7 +533,8 @@ class Serving:
         if time.monotonic() - self._empty_since > seconds:
             listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
             raise UserError(
-                f"no inference server for {seconds:.0f} s (client.base_url, client.ready_timeout): {listed}"
+                f"no inference server for {seconds:.0f} s ({self.config.client.source}, client.ready_timeout): "
+                f"{listed or 'all have left'}"
             )
 
     async def _catch_up(self, replica: Replica) -> bool:
@@ -506,7 +582,7 @@ class Serving:
 
     async def watch(self) -> None:
         """Among several servers: one that does not answer any more is lost, and the others take over what it had. Until it is cancelled."""
-        while len(self.fleet.replicas) > 1:  # bounded: the run cancels it at its end
+        while not self._alone:  # bounded: the run cancels it at its end
             await asyncio.sleep(_WATCH_SECONDS)
             asked = self.fleet.serving
             answers = await asyncio.gather(*(replica.engine.answers() for replica in asked))
@@ -520,9 +596,11 @@ class Serving:
         for replica in self.fleet.away:
             self._watch_over(replica)
         pending = [task for task in self._recoveries.values() if not task.done()]
-        if pending and self.recovering:
-            timeout = _ATTEMPTS * (self.config.client.ready_timeout + self.config.client.timeout)
-            await asyncio.wait(pending, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        subject, seconds = "healthy server", _ATTEMPTS * (self.config.client.ready_timeout + self.config.client.timeout)
+        await wait_async(
+            lambda: not self.recovering or any(task.done() for task in pending),
+            subject=subject, owner="inference", seconds=seconds, poll=POLL_SECONDS,
+        )  # fmt: skip
 
     async def close(self) -> None:
         """End the recoveries, if there are any."""

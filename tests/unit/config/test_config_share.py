@@ -14,6 +14,7 @@ from prime_rl.config import (
     TrainerConfig,
     load,
     parse,
+    write_toml,
 )
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.shared import ClientConfig
@@ -267,6 +268,12 @@ def test_several_servers(given: list[str]) -> None:
     ("urls", "problem"),
     [
         (["http://a:1", "http://a:1/v1/"], "http://a:1 is named twice"),
+        (
+            ["http://localhost:1", "http://127.0.0.1:1/v1"],
+            "http://localhost:1 and http://127.0.0.1:1 are the same server",
+        ),
+        (["http://[::1]:1", "http://0.0.0.0:1"], "are the same server"),
+        (["http://a", "http://a:80"], "are the same server"),
         (["http://a:1", "b:1"], "'b:1' does not start with http"),
         (["http://a:1", "http://u:secret@b:1"], "holds a password"),
         ([], "names no server"),
@@ -275,6 +282,46 @@ def test_several_servers(given: list[str]) -> None:
 def test_servers_that_cannot_be_meant(urls: list[str], problem: str) -> None:
     with pytest.raises(ValidationError, match=problem):
         ClientConfig(base_url=urls)
+
+
+@pytest.mark.parametrize(
+    "urls", [["http://u:secret@a:1", "http://u:secret@a:1/v1"], ["http://u:secret@a:1", "http://a:1"], ["ftp://u:secret@a:1"]]
+)  # fmt: skip
+def test_no_refusal_of_servers_shows_a_password(urls: list[str]) -> None:
+    """Contract: what is refused is named without what must not be shown."""
+    with pytest.raises(ValidationError) as refused:
+        ClientConfig(base_url=urls)
+    assert "secret" not in str([error["msg"] for error in refused.value.errors()])
+    with pytest.raises(ConfigError) as shown:
+        parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", *urls], {})
+    assert "secret" not in str(shown.value)
+
+
+def test_servers_of_one_host_are_told_apart_by_port_and_path() -> None:
+    urls = ["http://localhost:1", "http://localhost:2", "http://h:1", "https://h:1", "http://h/one", "http://h/two"]
+    assert ClientConfig(base_url=urls).api_roots == urls
+
+
+def test_servers_are_listed_or_register_not_both() -> None:
+    argv = ["--environment.id", "x", "--client.discover", "servers"]
+    client = parse(OrchestratorConfig, argv, {}).client
+    assert (client.base_urls, client.source) == ([], "client.discover")
+    with pytest.raises(ConfigError, match="give one of them"):
+        parse(OrchestratorConfig, [*argv, "--client.base-url", "http://a:1"], {})
+    with pytest.raises(ConfigError, match="give base_url, or discover"):
+        parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", "None"], {})
+
+
+def test_the_server_that_rl_starts_registers_beside_the_others(tmp_path: Path) -> None:
+    """And the run's own file, fed back, gives the same run."""
+    config = rl("--orchestrator.client.discover", "servers", "--inference.server.port", "8001")
+    assert config.inference.server.register_dir == Path("servers") == config.orchestrator.client.discover
+    assert config.orchestrator.client.base_url is None
+    write_toml(config, tmp_path / "rl.toml")
+    assert parse(RLConfig, ["@", str(tmp_path / "rl.toml")], {}) == config
+    assert "register_dir is other" in problem(
+        "--orchestrator.client.discover", "servers", "--inference.server.register-dir", "other"
+    )
 
 
 def test_servers_are_named_or_started_not_both() -> None:

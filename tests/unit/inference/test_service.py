@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from prime_rl import faults
+from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import Places, Refused, Served, WeightService, check_fit
 from prime_rl.monitor.status import Status, read_status
@@ -278,6 +279,16 @@ async def test_a_change_is_told_with_its_deadline(base: Path, tmp_path: Path) ->
         status.close()
 
 
+def test_a_server_that_is_asked_to_leave_says_so_and_serves_on(base: Path, tmp_path: Path) -> None:
+    """Contract of /leave: it may be asked twice, /weights tells of it, and what is served does not change."""
+    with make_client(base, tmp_path / "weights") as client:
+        before = client.get("/weights").json()
+        assert before["leaving"] is False
+        assert [client.post("/leave").json() for _ in range(2)] == [{"leaving": True}] * 2
+        assert client.get("/weights").json() == before | {"leaving": True}
+        assert client.post("/v1/generate").status_code == 200
+
+
 def test_fault_points(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: under a plan the token route answers 500 as often as planned, under both names; an update is refused before or
     after the load; without a plan there is no such layer."""
@@ -305,6 +316,7 @@ def make_client(base: Path, root: Path) -> TestClient:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.prime_service = make(FakeEngine(), base, root)
+        app.state.prime_departure = Departure()
         yield
 
     app = FastAPI(lifespan=lifespan)
@@ -338,6 +350,7 @@ def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: l
     PrimeRoutes().attach_router(app)
     app.state.prime_keys = keys
     app.state.prime_service = _Answering()
+    app.state.prime_departure = Departure()
     client = TestClient(app)
     body = {"weight_dir": "x", "version": 1}
     for method, path in (
@@ -346,6 +359,7 @@ def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: l
         ("GET", "/weights"),
         ("POST", "/pause"),
         ("POST", "/resume"),
+        ("POST", "/leave"),
     ):
         content = body if path == "/update_weights" else None
         for header, allowed in (

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
-from prime_rl.config.shared import EnvConfig
+from prime_rl.config.shared import ClientConfig, EnvConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.gpus import parse_visible
 from prime_rl.launcher.layout import Machine
@@ -166,6 +166,14 @@ def test_of_several_servers_that_run_already_any_is_asked() -> None:
     several.orchestrator.client.base_url = ["http://a:1/v1", "http://b:2"]
     (server,) = make_plan(several, machine(2)).servers
     assert (server.health, server.others) == ("http://a:1/health", ("http://b:2/health",))
+
+
+def test_for_servers_that_register_only_the_orchestrator_waits() -> None:
+    found = config(serve=False)
+    found.orchestrator.client = ClientConfig(discover=Path("servers"))
+    plan = make_plan(found, machine(2))
+    assert plan.servers == ()
+    assert "those that register" in describe(plan)
 
 
 def test_one_rank_is_plain_and_several_go_through_torchrun() -> None:

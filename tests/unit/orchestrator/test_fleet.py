@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -166,6 +167,21 @@ async def test_a_proof_is_of_one_server_alone():
     assert (counting, wrong) == (["a"], [two])
 
 
+async def test_a_server_that_drains_proves_what_it_has_on_the_version_that_it_has():
+    """The others go on to a newer one meanwhile."""
+    fleet = serving_fleet(2, slack=0)
+    one, two = fleet.replicas
+    for replica in fleet.replicas:
+        replica.given = await replica.engine.served()
+    fleet.start("a", one)
+    fleet.drain(one)
+    assert fleet.place("group") is two
+    two.engine.now = two.given = Served(1, "newer", "1")
+    assert await fleet.prove({"a"}) == (["a"], [])
+    one.engine.base()  # started again
+    assert await fleet.prove({"a"}) == ([], [one])
+
+
 # -- runs ------------------------------------------------------------------------------------------------------------------------
 
 
@@ -290,6 +306,15 @@ async def test_servers_of_different_weights_are_not_evaluated_together():
     fleet.replicas[1].engine.base()
     assert await eval_run._admit(fleet, fleet.replicas[:1]) == 0
     assert [replica.serving for replica in fleet.replicas] == [True, False]
+
+
+async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_another():
+    for leaving, expected in (({0}, [False, True]), ({0, 1}, [True, True])):
+        fleet = Fleet([Server("http://0"), Server("http://1")])
+        for number in leaving:
+            fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
+        await eval_run._admit(fleet, fleet.replicas)
+        assert [replica.serving for replica in fleet.replicas] == expected
 
 
 async def test_no_server_at_all_is_one_clear_line(tmp_path):

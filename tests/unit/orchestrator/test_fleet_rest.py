@@ -1,0 +1,139 @@
+"""A server that is healthy, proves itself, and fails what it is given: it must not draw all the work to it."""
+
+import asyncio
+import random
+
+import pytest
+
+from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.orchestrator.fleet import Fleet, RoutedPool, rest_seconds
+from unit.orchestrator.test_fleet import FleetWorld, Server, run, serving_fleet
+
+
+def fail(fleet: Fleet, replica, times: int) -> None:
+    """Lost by a failed episode, and back, so often."""
+    for _ in range(times):
+        fleet.failed(replica)
+        fleet.lose(replica)
+        fleet.admit(replica)
+
+
+def test_the_first_failure_costs_nothing_and_further_ones_more_and_more():
+    rests = [rest_seconds(failures) for failures in range(12)]
+    assert rests[:5] == [0, 0, 1, 2, 4]
+    assert rests == sorted(rests)
+    assert rests[-1] == 60
+
+
+def test_of_episodes_that_fail_together_one_counts():
+    """A restart fails all that is in flight at once: that is one failure."""
+    fleet = serving_fleet(2, slack=0)
+    victim = fleet.replicas[0]
+    for _ in range(50):
+        fleet.failed(victim)
+        fleet.lose(victim)
+    assert victim.failures == 1
+    fleet.admit(victim)
+    assert not victim.on_trial
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_server_on_trial_has_one_episode_while_others_serve(seed):
+    """Whatever happens: who is on trial is given an episode only where it has none, or where nobody else serves that is not on trial; an
+    episode that has failed before goes to one that has not failed, if there is one; who does not serve gets nothing."""
+    chance = random.Random(seed)
+    fleet = serving_fleet(3, slack=2)
+    flying = []
+    for _ in range(500):
+        replica = chance.choice(fleet.replicas) if fleet.replicas else fleet.add(Server("http://new"))
+        match chance.choices(["place", "end", "fail", "good", "join", "leave", "drain"], [10, 6, 2, 1, 1, 1, 1])[0]:
+            case "place":
+                sound = [r for r in fleet.serving if r.failures < 2]
+                clean = [r for r in fleet.serving if not r.failures]
+                again = chance.random() < 0.3
+                chosen = fleet.place(chance.randint(0, 3), again)
+                assert (chosen is None) == (not fleet.serving)
+                if chosen is not None:
+                    assert chosen.serving
+                    assert not (chosen.failures > 1 and chosen.in_flight and sound)
+                    assert not (again and chosen.failures and clean)
+                    fleet.start("episode", chosen)
+                    flying.append(chosen)
+            case "end" if flying:
+                fleet.end(flying.pop(chance.randrange(len(flying))))
+            case "fail" if replica.serving:
+                fail(fleet, replica, chance.randint(1, 3))
+            case "good":
+                fleet.succeeded(replica)
+            case "join":
+                fleet.admit(fleet.add(Server("http://new")))
+            case "leave":
+                fleet.remove(replica)
+                assert replica not in fleet
+            case "drain" if replica.serving:
+                fleet.drain(replica)
+        with_room = [r.in_flight for r in fleet.serving if r.failures < 2 or not r.in_flight]
+        fresh = fleet.place(object())
+        assert with_room == [] or fresh.in_flight == min(with_room)
+
+
+async def test_a_black_hole_gets_a_handful_and_costs_nothing(tmp_path):
+    """It fails at once, so that it always is the least loaded. Every episode is made by the others, none of them is given up."""
+    world = FleetWorld(tmp_path, servers=3, max_steps=8, weights_timeout=15, batch_size=12)
+    pool, swallowed = world.pool.pools[world.servers[1].root], []
+
+    async def sick(*, episode_id, env, **rest):
+        await asyncio.sleep(0)
+        swallowed.append(episode_id)
+        return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE, "status 500")
+
+    pool.run = sick
+    orchestrator = await run(world, 8)
+    assert not orchestrator.core.dropped["errored"] - len(swallowed)  # each is made again, none for the third time
+    assert orchestrator.core.trained == 8 * 12
+    assert 0 < len(swallowed) <= 24 + 8  # what it was given at first, then one at a time
+
+
+async def test_a_server_that_is_mended_gets_its_share_again(tmp_path):
+    """One episode that ends well clears it."""
+    world = FleetWorld(tmp_path, servers=2, max_steps=8, weights_timeout=15)
+    pool = world.pool.pools[world.servers[1].root]
+    healthy, count = pool.run, []
+
+    async def sick(*, episode_id, env, **rest):
+        count.append(episode_id)
+        if len({name.split(".")[0] for name in count}) > 3:
+            pool.run = healthy
+        return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE, "status 500")
+
+    pool.run = sick
+    orchestrator = world.orchestrator()
+    victim = orchestrator.fleet.replicas[1]
+    running, trainer = (
+        asyncio.create_task(orchestrator.run()),
+        asyncio.create_task(world.train(8, lambda: not victim.failures)),
+    )
+    async with asyncio.timeout(60):
+        await running
+        await trainer
+    assert count
+    assert list(world.pool.sent.values()).count(world.servers[1].root) > len(count)
+
+
+@pytest.mark.parametrize("sick", [1, 3])
+async def test_an_evaluation_is_not_swallowed_either(sick):
+    """What one server fails is made by another; only what all of them fail is a failure."""
+    fleet = serving_fleet(3, slack=0)
+
+    class Pool:
+        async def run(self, *, episode_id, server, env, **rest):
+            await asyncio.sleep(0)
+            bad = server in [f"http://{number}" for number in range(sick)]
+            return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE if bad else Outcome.OK)
+
+    routed = RoutedPool(Pool(), fleet)
+    deadline = asyncio.get_running_loop().time() + 60
+    jobs = [routed.run(episode_id=str(n), env="env", deadline=deadline) for n in range(30)]
+    results = await asyncio.gather(*jobs)
+    assert [result.ok for result in results] == [sick < 3] * 30
+    assert routed.turned_away == 0
