@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -157,10 +157,8 @@ def running(
                 process.wait(STOP_SECONDS)
             except subprocess.TimeoutExpired:
                 print(f"{name} did not end: killing it", flush=True)
-        try:
+        with suppress(ProcessLookupError):  # nothing is left
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:  # nothing is left
-            pass
         process.wait(STOP_SECONDS)
 
 

@@ -2,7 +2,7 @@
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash"}     POST /reload_weights -> {"version", "hash"}
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot"}                 POST /pause {"mode", "clear_cache"}, POST /resume
-    POST /v1/generate, an alias of /inference/v1/generate
+    POST /v1/generate, an alias of /inference/v1/generate                     POST /v1/sample: rollouts, see `sample`
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. With an API key every route here asks for it.
 """
@@ -27,6 +27,8 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.pulse import Pulse
+from prime_rl.inference.sample import SAMPLE_ROUTE
+from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.service import PauseMode, Places, Refused, Served, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings
 from prime_rl.monitor import Status, log
@@ -115,6 +117,7 @@ class PrimeRoutes:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        app.include_router(sample_router)
         app.add_exception_handler(Refused, _refused)
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
         if faults.armed():
@@ -125,6 +128,7 @@ class PrimeRoutes:
         model_config = engine_client.model_config
         status = Status(settings.output_dir, "inference")
         state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+        state.prime_models = args.served_model_name or [args.model]
         state.prime_service = WeightService(
             engine_client,
             base=resolve_base(model_config.model, model_config.revision),
@@ -148,7 +152,7 @@ class FaultyGenerate:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and scope["path"] in (TOKEN_ROUTE, TOKEN_ALIAS)
+        asked = scope["type"] == "http" and scope["path"] in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
         if asked and faults.point("generate") == "error":
             answer = JSONResponse({"error": {"message": "fault injection", "code": 500}}, status_code=500)
             await answer(scope, receive, send)
