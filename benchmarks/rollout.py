@@ -136,14 +136,13 @@ def server_command(load: Load, given: argparse.Namespace, run: Path) -> list[obj
     shared = load.engine_flags(given.device == "cpu")
     chosen = {"enforce_eager", "dtype", "enable_chunked_prefill", "seed", "logprobs_mode", "generation_config"}
     extra = {name: value for name, value in shared.items() if name not in chosen}  # the others are what it does anyway
-    extra |= {"api_server_count": given.api_servers} if given.api_servers > 1 else {}
     config = run.parent / "inference.toml"
     lines = ["[vllm]", *(f"{name} = {json.dumps(value)}" for name, value in extra.items())]
     config.write_text("\n".join(lines) + "\n")
     return [
         *(sys.executable, "-m", "prime_rl.entrypoints.inference", "@", config),
         *("--output-dir", run, "--model.name", load.model, "--server.port", given.port),
-        *("--max-model-len", load.length),
+        *("--max-model-len", load.length, "--server.api-servers", given.api_servers),
     ]
 
 

@@ -27,6 +27,9 @@ class ServerConfig(Section):
         default=None, description="Address (None: loopback, or all addresses when there is an API key)."
     )
     port: Port = Field(default=8000, description="Port.")
+    api_servers: PositiveInt = Field(
+        default=1, description="Processes that answer requests, where one cannot keep up with the engine."
+    )
 
 
 class CPUConfig(Section):

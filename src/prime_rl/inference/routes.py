@@ -26,11 +26,12 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
+from prime_rl.inference.leader import PassOn, lead, listen
 from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.service import PauseMode, Places, Refused, Served, WeightService
-from prime_rl.inference.settings import PLUGIN, exported_settings
+from prime_rl.inference.settings import PLUGIN, exported_settings, shared_directory
 from prime_rl.monitor import Status, log
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
@@ -120,15 +121,26 @@ class PrimeRoutes:
         app.include_router(sample_router)
         app.add_exception_handler(Refused, _refused)
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
+        shared = shared_directory()
+        self._leads = shared is None or lead(shared)
+        if shared is not None:
+            app.state.prime_app = app  # `init_state` is given its state alone
+            if not self._leads:
+                app.add_middleware(PassOn, directory=shared)
         if faults.armed():
             app.add_middleware(FaultyGenerate)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+        state.prime_models = args.served_model_name or [args.model]
+        if self._leads:
+            await self._lead(engine_client, state, args)
+
+    async def _lead(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+        """Own the weights."""
         settings, engine = exported_settings(), compat.require_engine()
         model_config = engine_client.model_config
         status = Status(settings.output_dir, "inference")
         state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
-        state.prime_models = args.served_model_name or [args.model]
         state.prime_service = WeightService(
             engine_client,
             base=resolve_base(model_config.model, model_config.revision),
@@ -138,7 +150,9 @@ class PrimeRoutes:
             status=status,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
-            await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
+            await engine_client.collective_rpc("prime_follow", args=(settings.server,))
+        if settings.shared is not None:
+            state.prime_listener = await listen(state.prime_app, settings.shared)
         status.phase("serving")
         status.ready()
         state.prime_pulse = asyncio.create_task(Pulse(engine_client, status).run())

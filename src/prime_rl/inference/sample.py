@@ -24,7 +24,7 @@ router = APIRouter()
 
 _TAKEN = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words"),
     *("logprobs", "skip_special_tokens", "detokenize"),
 }  # fmt: skip
 
@@ -46,7 +46,7 @@ async def sample(body: SampleBody, raw_request: Request) -> Response:
 
     Raises:
         Refused: 400 or 404 for what this route does not do, 500 when the engine fails.
-        ValueError: from vLLM, for values that it does not take; its own handler makes 400 of it.
+        ValueError: from vLLM, for a prompt that it does not take; its own handler makes 400 of it.
     """
     state = raw_request.app.state
     if body.model is not None and body.model not in state.prime_models:
@@ -69,8 +69,7 @@ def sampling_params(given: dict[str, Any], prompt: int, most: int) -> Any:
         most: Tokens of prompt and reply; the reply's bound where none is given.
 
     Raises:
-        Refused: a parameter that this route does not take.
-        ValueError: a value that vLLM does not take.
+        Refused: a parameter that this route does not take, or a value that vLLM does not take (400).
     """
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -81,7 +80,11 @@ def sampling_params(given: dict[str, Any], prompt: int, most: int) -> Any:
         raise Refused(400, f"{SAMPLE_ROUTE} answers with the log-probability of each sampled token, not with {asked}")
     chosen = {"max_tokens": max(most - prompt, 1), **{key: value for key, value in given.items() if value is not None}}
     chosen |= {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(given.get("stop"))}
-    return msgspec.convert({**chosen, "output_kind": RequestOutputKind.FINAL_ONLY.value}, SamplingParams)
+    chosen["output_kind"] = RequestOutputKind.FINAL_ONLY.value
+    try:
+        return msgspec.convert(chosen, SamplingParams)
+    except msgspec.ValidationError as error:
+        raise Refused(400, f"sampling_params: {error}") from error
 
 
 async def _sample(engine: Any, body: SampleBody, params: Any) -> Any:

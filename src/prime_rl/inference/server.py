@@ -1,9 +1,13 @@
 """Start vLLM's OpenAI server in this process, from our config, with the weight routes."""
 
+import atexit
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from types import FrameType
 
 from prime_rl.config import InferenceConfig, write_toml
@@ -25,6 +29,7 @@ def run(config: InferenceConfig) -> None:
     log.setup(config.log.level, "inference")
     logger = log.get(__name__)
     engine = compat.require_engine()
+    compat.require_plugin(PLUGIN)
     host = guarded_host(config)
     checks.check(config, engine, host)
     argv = arguments(config, engine)
@@ -55,6 +60,8 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
     if config.cpu.fork_engine and engine.device == "cpu":
         compat.fork_engine()
     status.phase("loading model")
+    if config.server.api_servers > 1:
+        status.close()  # the leader of the processes that answer goes on with it
     log.get(__name__).info("loading %s", config.model.name)
     try:
         compat.serve(args)
@@ -72,7 +79,12 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
     root = config.weights_root.expanduser().resolve() if config.weights_root else None
-    Settings(config.output_dir.resolve(), root, is_loopback(guarded_host(config))).export()
+    several = config.server.api_servers > 1 and not config.headless
+    shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
+    if shared is not None:
+        atexit.register(shutil.rmtree, shared, ignore_errors=True)
+    loopback = is_loopback(guarded_host(config))
+    Settings(config.output_dir.resolve(), root, loopback, os.getpid(), shared).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
 

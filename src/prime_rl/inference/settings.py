@@ -12,14 +12,27 @@ _ENV = "PRIMERL_SERVER"
 
 @dataclass(frozen=True)
 class Settings:
-    """`loopback`: only this machine reaches the server, so that a request may name any local directory."""
+    """What the processes that answer have in common.
+
+    Args:
+        loopback: Only this machine reaches the server, so that a request may name any local directory.
+        server: Process id of the server, which the engine ends with.
+        shared: Directory of the processes that answer where there are several, see `leader`; None for one.
+    """
 
     output_dir: Path
     weights_root: Path | None
     loopback: bool
+    server: int
+    shared: Path | None
 
     def export(self) -> None:
         os.environ[_ENV] = TypeAdapter(Settings).dump_json(self).decode()
+
+
+def shared_directory() -> Path | None:
+    """Where the processes that answer meet; None where there is one, or no server at all."""
+    return exported_settings().shared if _ENV in os.environ else None
 
 
 def exported_settings() -> Settings:
