@@ -16,6 +16,7 @@ Runs where prime-rl is on PYTHONPATH without being installed, too. Ends all proc
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -67,7 +68,8 @@ def bare(load: Load, prompts: list[list[int]], given: argparse.Namespace, direct
             print(f"bare vLLM took longer than {given.limit:.0f} s", flush=True)
     if process.returncode:
         print("\n".join(log.read_text(errors="replace").splitlines()[-25:]))
-    return json.loads(result.read_text()) if result.exists() else {"failed": f"status {process.returncode}, see {log}"}
+    found = json.loads(result.read_text()) if result.exists() else {}
+    return found | ({"failed": f"status {process.returncode}, see {log}"} if process.returncode else {})
 
 
 def engine_cache() -> dict[str, str]:
@@ -175,16 +177,25 @@ def table(found: dict[str, Any], load: Load) -> list[list[str]]:
     ):
         if rate:
             lines.append([name, f"{rate:,.0f}", *_shares(rate, both), f"{rate / load.reply:.1f}", "", "", ""])
-    for half, name in (("ours", "through the orchestrator"), ("stand-in", "orchestrator and workers, instant answers")):
-        if (row := found.get(half)) and "tokens_per_second" in row:
+    names = {"ours": "through the orchestrator", "stand-in": "orchestrator and workers, instant answers"}
+    for half, name in names.items():
+        for label, row in found.get(half, {}).items():
+            if "tokens_per_second" not in row:
+                continue
             rate = row["tokens_per_second"]
             cores = ", ".join(
                 f"{key.removeprefix('cores ')} {value:.2f}" for key, value in row.items() if key.startswith("cores ")
             )
             counts = [f"{row['running']:.0f}", f"{row['preemptions']:.0f}"] if "running" in row else ["", ""]
             shares = _shares(rate, both) if half == "ours" else ["", ""]
-            lines.append([name, f"{rate:,.0f}", *shares, f"{rate / load.reply:.1f}", *counts, cores])
+            lines.append([f"{name}: {label}", f"{rate:,.0f}", *shares, f"{rate / load.reply:.1f}", *counts, cores])
     return lines
+
+
+def label(given: argparse.Namespace) -> str:
+    """What was chosen on our side."""
+    counts = ((given.api_servers, "API server"), (given.workers, "worker"))
+    return ", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counts)
 
 
 def _shares(rate: float, both: list[float | None]) -> list[str]:
@@ -202,11 +213,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=16, help="attempts at one prompt (16)")
     parser.add_argument("--batch", type=int, default=1024, help=f"rollouts of a step, of which there are {ORCHESTRATOR_STEPS} (1024)")  # fmt: skip
     parser.add_argument("--api-servers", type=int, default=1, help="processes of the server that answer HTTP (1)")
-    parser.add_argument("--workers", type=int, default=1, help="environment workers (1)")
+    parser.add_argument("--workers", type=int, default=4, help="environment workers (4)")
     parser.add_argument("--port", type=int, default=8430)
     parser.add_argument(
         "--limit", type=float, default=RUN_SECONDS, help="seconds for each side, without its start (420)"
     )
+    parser.add_argument("--commit", help="what is measured, where there is no repository")
     parser.add_argument("--json", type=Path, help="file for the figures")
     return parser.parse_args()
 
@@ -218,33 +230,52 @@ def main() -> None:
     count = max((1 + WAVES) * load.flight, ORCHESTRATOR_STEPS * given.batch) // load.group + 1
     texts, prompts = make_prompts(load, count)
     found: dict[str, Any] = {}
-    if given.only in (None, "bare"):
-        found["bare"] = bare(load, prompts, given, directory)
-    if given.only in (None, "ours"):
-        found["ours"] = ours(load, texts, given, directory, stand_in=False)
-    if given.only == "stand-in":
-        found["stand-in"] = ours(load, texts, given, directory, stand_in=True)
-    print(json.dumps(found, indent=1))
+    for half in [given.only] if given.only else ["bare", "ours"]:
+        if half == "bare":
+            found[half] = bare(load, prompts, given, directory)
+        else:
+            found[half] = {label(given): ours(load, texts, given, directory, stand_in=half == "stand-in")}
+        found = kept(found, given)  # at once: the next half may fail
+    print(json.dumps({half: found[half] for half in HALVES if half in found}, indent=1))
     print(markdown(table(found, load)))
-    report(found, given)
+    judge(found, given)
 
 
-def report(found: dict[str, Any], given: argparse.Namespace) -> None:
-    """Write the file, and say whether the bar is reached."""
-    if given.json is not None:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
-        options = {name: value for name, value in vars(given).items() if name not in ("json", "only")}
-        head = {**describe_machine(), "gpus": describe_gpus(), "commit": commit.stdout.strip(), "options": options}
-        found = {**json.loads(given.json.read_text()), **found} if given.json.exists() else found
-        given.json.write_text(json.dumps({**found, **head}, indent=1) + "\n")
+def kept(found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """What has been found, with what stood in the file before; written there."""
+    if given.json is None:
+        return found
+    options = {name: value for name, value in vars(given).items() if name not in ("json", "only", "commit")}
+    head = {**describe_machine(), "gpus": describe_gpus(), "commit": given.commit or commit(), "options": options}
+    before = json.loads(given.json.read_text()) if given.json.exists() else {}
+    several = {half: {**before.get(half, {}), **found.get(half, {})} for half in ("ours", "stand-in")}
+    found = {**before, **found, **{half: rows for half, rows in several.items() if rows}, **head}
+    given.json.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def judge(found: dict[str, Any], given: argparse.Namespace) -> None:
+    """Say whether the bar is reached.
+
+    Raises:
+        SystemExit: something failed.
+    """
     bare_rate = found.get("bare", {}).get("with logprobs", {}).get("tokens_per_second")
-    rate = found.get("ours", {}).get("tokens_per_second")
+    rate = found.get("ours", {}).get(label(given), {}).get("tokens_per_second")
     if bare_rate and rate:
         share = rate / bare_rate
         print(f"ours / bare: {share:.3f}, the bar is {BAR:.2f}: {'reached' if share >= BAR else 'not reached'}")
-    failed = [half for half, row in found.items() if isinstance(row, dict) and "failed" in row]
-    if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+    rows = {"bare": found.get("bare", {}), **found.get("ours", {}), **found.get("stand-in", {})}
+    if failed := [f"{name}: {row['failed']}" for name, row in rows.items() if "failed" in row]:
+        sys.exit("failed: " + "; ".join(failed))
+
+
+def commit() -> str:
+    """The commit that is checked out; empty where there is no repository."""
+    if shutil.which("git") is None:
+        return ""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    return asked.stdout.strip()
 
 
 if __name__ == "__main__":

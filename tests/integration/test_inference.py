@@ -400,6 +400,26 @@ def test_the_model_is_served_under_its_configured_name(server: InferenceServer) 
 
 
 @pytest.mark.slow
+def test_several_processes_answer_as_one(start_server: LaunchServer, tiny_model: Path, chat_prompt: list[int]) -> None:
+    """Contract: whichever process a request reaches, what is served is the same, under one identity; updates through any of them reach the
+    engine that all share; all of them end with the server, even one killed with SIGKILL."""
+    server = start_server(tiny_model, {"server": {"api_servers": 2}})
+    processes = engines(server.pid)
+    assert len(processes) == 3, "two that answer, and the engine"
+    assert len({json.dumps(served(server)) for _ in range(16)}) == 1, "a new connection each time: both have answered"
+    for version in (1, 2, 3, 4):  # each a new connection, too
+        directory = commit(server.weights_root, version, tiny_model, perturbed(tiny_model, seed=version))
+        answer = update(server, directory, version)
+        assert answer.status_code == 200, answer.text
+        assert {served(server)["version"] for _ in range(8)} == {version}
+    for _ in range(4):
+        assert difference(server, chat_prompt, directory) <= TOLERANCE
+    assert read_status(server.output_dir)["inference"].phase == "serving"
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: not any(running(pid) for pid in processes), "end of the engine and of those that answer", 60)
+
+
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_engine(start_server: LaunchServer, tiny_model: Path) -> None:
     """Contract: the engine ends with its server, even one killed with SIGKILL by hand, without a launcher that watches."""
     server = start_server(tiny_model)

@@ -27,6 +27,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.leader import PassOn, lead, listen
+from prime_rl.inference.orphans import follow
 from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
@@ -132,6 +133,9 @@ class PrimeRoutes:
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         state.prime_models = args.served_model_name or [args.model]
+        settings = exported_settings()
+        if settings.shared is not None:
+            follow(settings.server)  # vLLM leaves these processes behind when their server is killed
         if self._leads:
             await self._lead(engine_client, state, args)
 
