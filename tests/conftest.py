@@ -132,9 +132,10 @@ def launch_server(directory: Path, model: Path, settings: dict[str, Any] | None 
         "output_dir": str(directory),
         "weights_root": str(weights_root),
         "model": {"name": str(model)},
-        "server": {"port": port},
         "cpu": {"fork_engine": True},
-    } | (settings or {})
+        **(settings or {}),
+        "server": {"port": port, **(settings or {}).get("server", {})},
+    }
     file = directory / "inference.toml"
     file.write_text(tomli_w.dumps(config))
     log = directory / "inference.log"

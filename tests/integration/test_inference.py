@@ -371,11 +371,52 @@ def test_the_alias_answers_as_the_token_route(server: InferenceServer, chat_prom
     assert sample(server, chat_prompt, "/v1/generate", temperature=0.0) == sample(server, chat_prompt, temperature=0.0)
 
 
+def test_rollouts_are_sampled_as_by_the_token_route(server: InferenceServer, chat_prompt: list[int]) -> None:
+    """Contract: /v1/sample gives the token route's tokens, log-probabilities and reason to stop; a stop string is looked for, a request that
+    it does not do or that vLLM does not take is a 400 that says what is wrong."""
+    for params in ({"temperature": 0.0}, {"temperature": 0.7, "top_k": 5, "seed": 3}, {"temperature": 0.0, "ignore_eos": False}):  # fmt: skip
+        assert sample(server, chat_prompt, "/v1/sample", **params) == sample(server, chat_prompt, **params)
+    whole = sample(server, chat_prompt, "/v1/sample", temperature=0.0)
+    text = server.post("/detokenize", {"model": str(server.model), "tokens": whole.tokens}).json()["prompt"]
+    stopped = sample(server, chat_prompt, "/v1/sample", temperature=0.0, stop=[text[8]])
+    assert (stopped.finish_reason, len(stopped.tokens) < len(whole.tokens)) == ("stop", True)
+    for wrong, said in (
+        ({"n": 2}, "n"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"max_tokens": "x"}, "sampling_params"),
+    ):
+        refused = server.post("/v1/sample", request(server, chat_prompt, **wrong))
+        assert refused.status_code == 400, refused.text
+        assert said in refused.json()["error"]["message"]
+    long = server.post("/v1/sample", request(server, chat_prompt * 200))
+    assert (long.status_code, "maximum model length" in long.text) == (400, True), long.text
+
+
 def test_the_model_is_served_under_its_configured_name(server: InferenceServer) -> None:
     """Contract: clients address the model by `model.name`, and the status file says that it is served."""
     assert [entry["id"] for entry in server.get("/v1/models").json()["data"]] == [str(server.model)]
     status = json.loads((server.output_dir / "status" / "inference.json").read_text())
     assert (status["phase"], status["pid"]) == ("serving", server.pid)
+
+
+@pytest.mark.slow
+def test_several_processes_answer_as_one(start_server: LaunchServer, tiny_model: Path, chat_prompt: list[int]) -> None:
+    """Contract: whichever process a request reaches, what is served is the same, under one identity; updates through any of them reach the
+    engine that all share; all of them end with the server, even one killed with SIGKILL."""
+    server = start_server(tiny_model, {"server": {"api_servers": 2}})
+    processes = engines(server.pid)
+    assert len(processes) == 3, "two that answer, and the engine"
+    assert len({json.dumps(served(server)) for _ in range(16)}) == 1, "a new connection each time: both have answered"
+    for version in (1, 2, 3, 4):  # each a new connection, too
+        directory = commit(server.weights_root, version, tiny_model, perturbed(tiny_model, seed=version))
+        answer = update(server, directory, version)
+        assert answer.status_code == 200, answer.text
+        assert {served(server)["version"] for _ in range(8)} == {version}
+    for _ in range(4):
+        assert difference(server, chat_prompt, directory) <= TOLERANCE
+    assert read_status(server.output_dir)["inference"].phase == "serving"
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: not any(running(pid) for pid in processes), "end of the engine and of those that answer", 60)
 
 
 @pytest.mark.slow
@@ -427,7 +468,15 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     monkeypatch.setenv(faults.ENV, str(plan))
     server = start_server(tiny_model)
     bearer = {"headers": {"Authorization": f"Bearer {key}"}}
-    for path in ("/inference/v1/generate", "/v1/generate", "/update_weights", "/reload_weights", "/pause", "/resume"):
+    for path in (
+        "/inference/v1/generate",
+        "/v1/generate",
+        "/v1/sample",
+        "/update_weights",
+        "/reload_weights",
+        "/pause",
+        "/resume",
+    ):
         assert server.post(path).status_code == 401, path
     assert server.get("/weights").status_code == 401
     assert server.get("/weights", **bearer).status_code == 200

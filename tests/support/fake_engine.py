@@ -87,6 +87,7 @@ class FakeEngine:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/sample", self._generate)
         self._add_routes(app)
         # A client that goes away cancels its request, as vLLM aborts it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)

@@ -1,5 +1,6 @@
 """The trainer's benchmark: it runs where there is no GPU, its figures add up, and the page shows what the files hold."""
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from conftest import free_port
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -18,6 +21,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
+        import rollout_parts
         import simulate_fleet
         import steps
         import suites
@@ -27,7 +31,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
 
         yield {
             "steps": steps, "suites": suites, "tables": tables, "trainer": trainer, "profile": trainer_profile,
-            "fleet": simulate_fleet,
+            "fleet": simulate_fleet, "rollout_parts": rollout_parts,
         }  # fmt: skip
     finally:
         sys.path[:] = before
@@ -114,3 +118,48 @@ def test_the_page_shows_what_the_files_hold(modules: dict[str, ModuleType]) -> N
     """No figure of the trainer is written by hand."""
     tables = modules["tables"]
     assert tables.README.read_text() == tables.readme(), "run `python benchmarks/trainer.py --table`"
+
+
+def test_a_rate_is_of_the_middle(modules: dict[str, ModuleType]) -> None:
+    """Contract: what is sampled while a run begins and ends counts neither way; between two looks at the counter time is linear."""
+    watch = modules["rollout_parts"].Watch("", {})
+    for second, tokens in enumerate([100, 110, 130, 230, 330, 430, 480, 500]):  # 400 in all, slow at both ends
+        watch.seconds.append(float(second))
+        watch.tokens.append(float(tokens))
+        watch.running.append(8.0)
+        watch.waiting.append(0.0)
+        watch.preempted.append(0.0)
+        watch.cpu.append({"worker": 0.5 * second})
+    rates = watch.rates(400)  # from 200 to 400
+    assert (rates["tokens_per_second"], rates["seconds"], rates["cores worker"]) == pytest.approx((100.0, 2.0, 0.5))
+
+
+def test_counters_are_summed_over_their_labels(modules: dict[str, ModuleType]) -> None:
+    text = '# HELP vllm:n x\nvllm:n{engine="0"} 2.0\nvllm:n{engine="1"} 3.5\nvllm:n_created{engine="0"} 9\n'
+    assert modules["rollout_parts"].gauge(text, "vllm:n") == 5.5
+
+
+def test_plugin_metadata_stands_in_for_an_installation(
+    modules: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: where prime-rl is not installed, what is put on PYTHONPATH names the routes as pyproject.toml does."""
+    parts = modules["rollout_parts"]
+    assert parts.plugin_path(tmp_path) == [], "it is installed here"
+    monkeypatch.setattr(parts, "entry_points", lambda group: [])
+    (path,) = parts.plugin_path(tmp_path)
+    (made,) = importlib.metadata.distributions(path=[path])
+    (declared,) = importlib.metadata.entry_points(group=parts.PLUGIN_GROUP, name=parts.PLUGIN)
+    assert [(entry.name, entry.value) for entry in made.entry_points] == [(declared.name, declared.value)]
+
+
+def test_rollouts_without_an_engine(tmp_path: Path) -> None:
+    """Contract: through real orchestrator and worker come exactly the lengths that were asked for, and figures for all of the table."""
+    found = tmp_path / "rows.json"
+    command = [sys.executable, str(BENCHMARKS / "rollout.py"), "--only", "stand-in", "--model", "tiny", "--device", "cpu"]  # fmt: skip
+    command += ["--flight", "8", "--batch", "32", "--group", "4", "--prompt", "64", "--reply", "16", "--workers", "1"]
+    command += ["--port", str(free_port()), "--json", str(found)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = json.loads(found.read_text())["stand-in"].values()
+    assert (row["tokens_of_a_prompt"], row["tokens_of_a_reply"], row["errors"]) == (64, 16, 0)
+    assert row["tokens_per_second"] > 0

@@ -45,6 +45,9 @@ class ServerConfig(Section):
     advertise: Annotated[str, AfterValidator(_address)] | None = Field(
         default=None, description="URL that others reach the server at (None: host and port, or this host's address)."
     )
+    api_servers: PositiveInt = Field(
+        default=1, description="Processes that answer requests, where one cannot keep up with the engine."
+    )
 
 
 class CPUConfig(Section):

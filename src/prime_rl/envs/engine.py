@@ -14,8 +14,11 @@ from verifiers.v1.clients.train import TrainClient
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
 
 CONNECT_SECONDS = 30.0
-# uvicorn closes an idle connection after 5 s: one that may be closing must not be used again.
-KEEPALIVE_SECONDS = 3.0
+# `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
+KEEPALIVE_SECONDS = 30.0
+
+_TOKEN_ROUTE, _SAMPLE_ROUTE = "/inference/v1/generate", "/v1/sample"
+_SAMPLE_KEYS = {"model", "token_ids", "sampling_params", "cache_salt"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,13 @@ class EngineConnection:
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
         headers = (options or {}).get("headers", {})
+        if (
+            url.endswith(_TOKEN_ROUTE) and body.keys() <= _SAMPLE_KEYS
+        ):  # else it asks for images, or for what came of them
+            url = url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE
+            # Of experts, which that route does not report.
+            taken = {name: value for name, value in body["sampling_params"].items() if name != "routed_experts_prompt_start"}  # fmt: skip
+            body = {**body, "sampling_params": taken}
         return await self._request("POST", url, json.dumps(body, separators=(",", ":")).encode(), headers)
 
     async def close(self) -> None:

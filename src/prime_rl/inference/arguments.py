@@ -72,8 +72,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     if config.deterministic:
         flags |= _deterministic_flags()
     extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
-    if not config.headless and extra.get("api_server_count", 1) != 1:
-        raise UserError("vllm.api_server_count: weight updates need one API server process")
+    if "api_server_count" in extra:
+        raise UserError("vllm.api_server_count: how many processes answer is set by server.api_servers")
     if "worker_extension_cls" in extra or "api_key" in extra:
         raise UserError("vllm: worker_extension_cls is taken, and the key is given by VLLM_API_KEY or --api-key")
     if taken := sorted({"host", "port", "uds"} & extra.keys()):
@@ -157,8 +157,8 @@ def _parallel_flags(config: InferenceConfig) -> dict[str, Any]:
     }
     if config.headless:
         return flags | {"headless": True}
-    # One process answers HTTP: it alone knows whether an update is running.
-    return flags | {"api_server_count": 1}
+    # vLLM would choose as many as there are replicas.
+    return flags | {"api_server_count": config.server.api_servers}
 
 
 def _cpu_flags(config: InferenceConfig) -> dict[str, Any]:

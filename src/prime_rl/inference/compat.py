@@ -61,6 +61,22 @@ def require_engine() -> Engine:
     return engine
 
 
+PLUGIN_GROUP = "vllm.endpoint_plugins"
+
+
+def require_plugin(name: str) -> None:
+    """Our routes can be found by vLLM, which looks for them in the metadata of installed packages.
+
+    Raises:
+        UserError: they cannot.
+    """
+    if not any(entry.name == name for entry in metadata.entry_points(group=PLUGIN_GROUP)):
+        raise UserError(
+            f"prime-rl is on the path but not installed, so that vLLM cannot find its routes (entry point {name!r} of {PLUGIN_GROUP}): "
+            "install it (`pip install --no-deps -e .`), or put its *.dist-info on PYTHONPATH as benchmarks/rollout_parts.py does"
+        )
+
+
 def plugin_allowlist(own: str) -> str:
     """A value for `VLLM_PLUGINS` that adds our endpoint plugin and hides none of the plugins that load without it.
 

@@ -3,7 +3,7 @@
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash"}     POST /reload_weights -> {"version", "hash"}
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "leaving"}      POST /pause {"mode", "clear_cache"}, POST /resume
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
-    POST /v1/generate, an alias of /inference/v1/generate
+    POST /v1/generate, an alias of /inference/v1/generate                     POST /v1/sample: rollouts, see `sample`
 
 Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. With an API key every route here asks for it.
 """
@@ -27,10 +27,14 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
+from prime_rl.inference.leader import PassOn, lead, listen
+from prime_rl.inference.orphans import follow
 from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.register import Departure, Registration
+from prime_rl.inference.sample import SAMPLE_ROUTE
+from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.service import PauseMode, Places, Refused, Served, WeightService
-from prime_rl.inference.settings import PLUGIN, exported_settings
+from prime_rl.inference.settings import PLUGIN, exported_settings, shared_directory
 from prime_rl.monitor import Status, log
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
@@ -128,12 +132,28 @@ class PrimeRoutes:
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
+        app.include_router(sample_router)
         app.add_exception_handler(Refused, _refused)
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
+        shared = shared_directory()
+        self._leads = shared is None or lead(shared)
+        if shared is not None:
+            app.state.prime_app = app  # `init_state` is given its state alone
+            if not self._leads:
+                app.add_middleware(PassOn, directory=shared)
         if faults.armed():
             app.add_middleware(FaultyGenerate)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+        state.prime_models = args.served_model_name or [args.model]
+        settings = exported_settings()
+        if settings.shared is not None:
+            follow(settings.server)  # vLLM leaves these processes behind when their server is killed
+        if self._leads:
+            await self._lead(engine_client, state, args)
+
+    async def _lead(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+        """Own the weights."""
         settings, engine = exported_settings(), compat.require_engine()
         model_config = engine_client.model_config
         status = Status(settings.output_dir, settings.process)
@@ -148,7 +168,9 @@ class PrimeRoutes:
             status=status,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
-            await engine_client.collective_rpc("prime_follow", args=(os.getpid(),))
+            await engine_client.collective_rpc("prime_follow", args=(settings.server,))
+        if settings.shared is not None:
+            state.prime_listener = await listen(state.prime_app, settings.shared)
         status.phase("serving")
         status.ready()
         if settings.register_dir is not None:
@@ -168,7 +190,7 @@ class FaultyGenerate:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and scope["path"] in (TOKEN_ROUTE, TOKEN_ALIAS)
+        asked = scope["type"] == "http" and scope["path"] in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
         if asked and faults.point("generate") == "error":
             answer = JSONResponse({"error": {"message": "fault injection", "code": 500}}, status_code=500)
             await answer(scope, receive, send)

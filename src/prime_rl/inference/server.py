@@ -1,9 +1,13 @@
 """Start vLLM's OpenAI server in this process, from our config, with the weight routes."""
 
+import atexit
 import os
 import shlex
+import shutil
 import signal
 import sys
+import tempfile
+from pathlib import Path
 from types import FrameType
 
 from prime_rl.config import InferenceConfig, write_toml
@@ -26,6 +30,7 @@ def run(config: InferenceConfig) -> None:
     log.setup(config.log.level, config.process)
     logger = log.get(__name__)
     engine = compat.require_engine()
+    compat.require_plugin(PLUGIN)
     host = guarded_host(config)
     checks.check(config, engine, host)
     argv = arguments(config, engine)
@@ -56,6 +61,8 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
     if config.cpu.fork_engine and engine.device == "cpu":
         compat.fork_engine()
     status.phase("loading model")
+    if config.server.api_servers > 1:
+        status.close()  # the leader of the processes that answer goes on with it
     log.get(__name__).info("loading %s", config.model.name)
     try:
         compat.serve(args)
@@ -74,14 +81,19 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
     root = config.weights_root.expanduser().resolve() if config.weights_root else None
     register_dir = config.server.register_dir.expanduser().resolve() if config.server.register_dir else None
-    address = published_address(config) if register_dir else ""
+    several = config.server.api_servers > 1 and not config.headless
+    shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
+    if shared is not None:
+        atexit.register(shutil.rmtree, shared, ignore_errors=True)
     Settings(
         process=config.process,
         output_dir=config.output_dir.resolve(),
         weights_root=root,
         loopback=is_loopback(guarded_host(config)),
         register_dir=register_dir,
-        address=address,
+        address=published_address(config) if register_dir else "",
+        server=os.getpid(),
+        shared=shared,
     ).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it

@@ -12,18 +12,32 @@ _ENV = "PRIMERL_SERVER"
 
 @dataclass(frozen=True)
 class Settings:
-    """`loopback`: only this machine reaches the server, so that a request may name any local directory. `address`: where others reach it, if it
-    registers in `register_dir`."""
+    """What the processes that answer have in common.
+
+    Args:
+        process: The server's name in the run.
+        loopback: Only this machine reaches the server, so that a request may name any local directory.
+        register_dir: Where the server registers, as one that is reached at `address`.
+        server: Process id of the server, which the engine ends with.
+        shared: Directory of the processes that answer where there are several, see `leader`; None for one.
+    """
 
     process: str
     output_dir: Path
     weights_root: Path | None
     loopback: bool
-    register_dir: Path | None = None
-    address: str = ""
+    register_dir: Path | None
+    address: str
+    server: int
+    shared: Path | None
 
     def export(self) -> None:
         os.environ[_ENV] = TypeAdapter(Settings).dump_json(self).decode()
+
+
+def shared_directory() -> Path | None:
+    """Where the processes that answer meet; None where there is one, or no server at all."""
+    return exported_settings().shared if _ENV in os.environ else None
 
 
 def exported_settings() -> Settings:

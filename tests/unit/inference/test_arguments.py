@@ -79,6 +79,7 @@ def test_extra_options_win_and_some_are_refused() -> None:
     got = flags(arguments(config(vllm={"max-num-seqs": 4, "dtype": "half", "enable_chunked_prefill": True}), CPU))
     assert (got["--max-num-seqs"], got["--dtype"]) == ("4", "half")
     assert "--enable-chunked-prefill" in got
+    assert flags(arguments(config(server={"api_servers": 3}), CPU))["--api-server-count"] == "3"
     for extra in ({"api_server_count": 2}, {"worker-extension-cls": "x"}, {"api_key": "k"}):
         with pytest.raises(UserError, match="vllm"):
             arguments(config(vllm=extra), CPU)

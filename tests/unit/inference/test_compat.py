@@ -6,6 +6,9 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
+from prime_rl.errors import UserError
 from prime_rl.inference import compat
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -50,3 +53,11 @@ def test_plugins_of_others_still_load() -> None:
     names = compat.plugin_allowlist("prime_rl").split(",")
     assert names[-1] == "prime_rl"
     assert len(names) == len(set(names))
+
+
+def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: without the metadata by which vLLM finds our routes the server does not start; it would serve without them."""
+    compat.require_plugin("prime_rl")
+    monkeypatch.setattr(compat.metadata, "entry_points", lambda group: [])
+    with pytest.raises(UserError, match="not installed"):
+        compat.require_plugin("prime_rl")

@@ -1,0 +1,282 @@
+"""Rollouts through our stack against vLLM's own offline engine: the same model, prompts and lengths, as many requests in flight.
+
+    python benchmarks/rollout.py --json benchmarks/results/rollout_h200.json          # one GPU, about six minutes
+    python benchmarks/rollout.py --only ours --api-servers 4 --workers 4              # one half alone (or: bare)
+    python benchmarks/rollout.py --only stand-in                                      # no engine: what worker and orchestrator can take
+    python benchmarks/rollout.py --model tiny --device cpu --flight 8 --prompt 64 --reply 32 --batch 32
+
+Bare: `LLM.generate` with token prompts and `ignore_eos`. Ours: `inference`, an orchestrator with `--bench`, environment workers, an environment whose
+prompts have so many tokens and whose replies are as long (`min_tokens = max_tokens`). Both have the same model, the same limits of the engine, and as many
+attempts at each prompt. Beginning and end count on neither side: bare is the difference of a long and a short run, ours the second and third quarter of
+all tokens by the server's own counter. Log-probabilities are asked for on both sides; bare is measured without them, too. Random weights.
+
+Runs where prime-rl is on PYTHONPATH without being installed, too. Ends all processes that it has started.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from machine import describe_gpus, describe_machine
+from rollout_bare import WAVES
+from rollout_parts import (
+    REPOSITORY,
+    Load,
+    Watch,
+    await_true,
+    environment,
+    fetch,
+    make_model,
+    make_prompts,
+    running,
+    scratch,
+)
+from tables import markdown
+
+from prime_rl.config.bench import ORCHESTRATOR_STEPS
+
+BAR = 0.9
+HALVES = ("bare", "ours", "stand-in")
+START_SECONDS, RUN_SECONDS = 300.0, 420.0
+
+
+def bare(load: Load, prompts: list[list[int]], given: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """vLLM's offline engine."""
+    task, result, log = directory / "load.json", directory / "bare.json", directory / "bare.log"
+    flags = load.engine_flags(given.device == "cpu")
+    needed = (1 + WAVES) * load.flight // load.group + 1
+    task.write_text(
+        json.dumps(
+            {
+                **{"model": str(load.model), "length": load.length, "reply": load.reply},
+                **{"flight": load.flight, "group": load.group, "flags": flags, "prompts": prompts[:needed]},
+            }
+        )
+    )
+    env = environment(directory / "bare", given.device == "cpu") | engine_cache()
+    command = [sys.executable, REPOSITORY / "benchmarks" / "rollout_bare.py", task, result]
+    with running("bare vLLM", command, env, log) as process:
+        try:
+            process.wait(given.limit)
+        except subprocess.TimeoutExpired:
+            print(f"bare vLLM took longer than {given.limit:.0f} s", flush=True)
+    if process.returncode:
+        print("\n".join(log.read_text(errors="replace").splitlines()[-25:]))
+    found = json.loads(result.read_text()) if result.exists() else {}
+    return found | ({"failed": f"status {process.returncode}, see {log}"} if process.returncode else {})
+
+
+def engine_cache() -> dict[str, str]:
+    """The place that `inference` chooses for what vLLM compiles: what one side has compiled the other need not."""
+    from prime_rl.inference.compat import require_engine
+
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return {"VLLM_CACHE_ROOT": os.environ.get("VLLM_CACHE_ROOT", str(cache / f"vllm-{require_engine().release}"))}
+
+
+def ours(load: Load, texts: list[str], given: argparse.Namespace, directory: Path, stand_in: bool) -> dict[str, Any]:
+    """Server, orchestrator and workers."""
+    cpu = given.device == "cpu"
+    env = environment(directory / "ours", cpu and not stand_in)
+    (directory / "prompts.json").write_text(json.dumps(texts))
+    url, log = f"http://127.0.0.1:{given.port}", directory / "server.log"
+    command = stand_in_command(load, given) if stand_in else server_command(load, given, directory / "run")
+    with running("the server", command, env, log) as server:
+        began = time.monotonic()
+        await_true("the server", START_SECONDS, lambda: fetch(f"{url}/health") is not None, server, log)
+        ready = time.monotonic() - began
+        if not stand_in and fetch(f"{url}/weights") is None:
+            sys.exit(f"the server has no weight routes: vLLM has not found our plugin (log: {log})")
+        found = rollouts(load, given, directory, env, {"server": server.pid}, url)
+    return {**found, "ready_seconds": ready}
+
+
+def rollouts(
+    load: Load, given: argparse.Namespace, directory: Path, env: dict[str, str], roots: dict[str, int], url: str
+) -> dict[str, Any]:
+    """The orchestrator against a server that is up."""
+    log, total = directory / "orchestrator.log", ORCHESTRATOR_STEPS * given.batch
+    with running("the orchestrator", orchestrator_command(load, given, directory, url), env, log) as process:
+        roots = {**roots, "orchestrator": process.pid}
+        with Watch(f"{url}/metrics", roots) as watch:
+            await_true("the orchestrator", START_SECONDS, lambda: watch.tokens[-1:] > watch.tokens[:1], process, log)
+            while process.poll() is None and time.monotonic() < watch.seconds[0] + given.limit:
+                time.sleep(0.2)
+    if process.returncode:
+        sys.exit("\n".join(log.read_text().splitlines()[-25:]) + f"\nthe orchestrator failed (log: {log})")
+    rows = [json.loads(row) for row in (directory / "run/bench/metrics/orchestrator.jsonl").read_text().splitlines()]
+    middle = rows[1:-1]  # the first warms up, while the last is made fewer are in flight
+    seconds = sum(row["time/step"] for row in middle)
+    errors = sum(row["errors/rate"] for row in rows)
+    rates = watch.rates(total * load.reply)
+    found = {
+        **rates,
+        "orchestrator_tokens_per_second": sum(row["perf/throughput"] * row["time/step"] for row in middle) / seconds,
+        "rollouts_per_second": sum(row["progress/samples"] for row in middle) / seconds,
+        "tokens_of_a_reply": rows[-1]["num_output_tokens/mean"],
+        "tokens_of_a_prompt": rows[-1]["seq_len/mean"] - rows[-1]["num_output_tokens/mean"],
+        "errors": errors,
+        "cpu_ms_per_rollout": {
+            name: 1000 * rates[f"cores {name}"] * load.reply / rates["tokens_per_second"]
+            for name in ("orchestrator", "workers")
+            if f"cores {name}" in rates
+        },
+    }
+    if errors or (found["tokens_of_a_prompt"], found["tokens_of_a_reply"]) != (load.prompt, load.reply):
+        found["failed"] = "there were errors, or prompts or replies of other lengths"
+    return found
+
+
+def server_command(load: Load, given: argparse.Namespace, run: Path) -> list[object]:
+    """`inference`, with the engine limits of the other side."""
+    shared = load.engine_flags(given.device == "cpu")
+    chosen = {"enforce_eager", "dtype", "enable_chunked_prefill", "seed", "logprobs_mode", "generation_config"}
+    extra = {name: value for name, value in shared.items() if name not in chosen}  # the others are what it does anyway
+    config = run.parent / "inference.toml"
+    lines = ["[vllm]", *(f"{name} = {json.dumps(value)}" for name, value in extra.items())]
+    config.write_text("\n".join(lines) + "\n")
+    return [
+        *(sys.executable, "-m", "prime_rl.entrypoints.inference", "@", config),
+        *("--output-dir", run, "--model.name", load.model, "--server.port", given.port),
+        *("--max-model-len", load.length, "--server.api-servers", given.api_servers),
+    ]
+
+
+def stand_in_command(load: Load, given: argparse.Namespace) -> list[object]:
+    vocabulary = json.loads((load.model / "config.json").read_text())["vocab_size"]
+    return [
+        *(sys.executable, REPOSITORY / "benchmarks" / "rollout_stand_in.py", "--port", given.port),
+        *("--model", load.model, "--vocabulary", vocabulary, "--reply", load.reply),
+    ]
+
+
+def orchestrator_command(load: Load, given: argparse.Namespace, directory: Path, url: str) -> list[object]:
+    return [
+        *(sys.executable, "-m", "prime_rl.entrypoints.orchestrator", "--bench", "--output-dir", directory / "run"),
+        *("--model.name", load.model, "--client.base-url", url, "--environment.id", "fixed-reply"),
+        *("--environment.args.path", directory / "prompts.json", "--environment.workers", given.workers),
+        *("--environment.max-concurrent", load.flight, "--max-concurrent", load.flight),
+        *("--batch-size", given.batch, "--rollouts-per-example", load.group, "--seq-len", load.length),
+        *("--sampling.max-tokens", load.reply, "--sampling.min-tokens", load.reply, "--no-filter-zero-advantage"),
+    ]
+
+
+def table(found: dict[str, Any], load: Load) -> list[list[str]]:
+    """One line for each measurement."""
+    lines = [["", "tokens/s", "of bare", "of bare without logprobs", "replies/s", "running", "preempted", "cores"]]
+    both = [found.get("bare", {}).get(name, {}).get("tokens_per_second") for name in ("with logprobs", "without logprobs")]  # fmt: skip
+    for name, rate in (
+        ("bare vLLM, log-probabilities of the sampled tokens", both[0]),
+        ("bare vLLM, without log-probabilities", both[1]),
+    ):
+        if rate:
+            lines.append([name, f"{rate:,.0f}", *_shares(rate, both), f"{rate / load.reply:.1f}", "", "", ""])
+    names = {"ours": "through the orchestrator", "stand-in": "orchestrator and workers, instant answers"}
+    for half, name in names.items():
+        for label, row in found.get(half, {}).items():
+            if "tokens_per_second" not in row:
+                continue
+            rate = row["tokens_per_second"]
+            cores = ", ".join(
+                f"{key.removeprefix('cores ')} {value:.2f}" for key, value in row.items() if key.startswith("cores ")
+            )
+            counts = [f"{row['running']:.0f}", f"{row['preemptions']:.0f}"] if "running" in row else ["", ""]
+            shares = _shares(rate, both) if half == "ours" else ["", ""]
+            lines.append([f"{name}: {label}", f"{rate:,.0f}", *shares, f"{rate / load.reply:.1f}", *counts, cores])
+    return lines
+
+
+def label(given: argparse.Namespace) -> str:
+    """What was chosen on our side."""
+    counts = ((given.api_servers, "API server"), (given.workers, "worker"))
+    return ", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counts)
+
+
+def _shares(rate: float, both: list[float | None]) -> list[str]:
+    return [f"{rate / one:.3f}" if one else "" for one in both]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=HALVES, help="one part alone (bare and ours)")
+    parser.add_argument("--model", default="0.6B", help="0.6B, 1.7B, 4B, 8B: the shape alone; or tiny (0.6B)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--flight", type=int, default=512, help="requests in flight (512)")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt (128)")
+    parser.add_argument("--reply", type=int, default=512, help="tokens of a reply (512)")
+    parser.add_argument("--group", type=int, default=16, help="attempts at one prompt (16)")
+    parser.add_argument("--batch", type=int, default=1024, help=f"rollouts of a step, of which there are {ORCHESTRATOR_STEPS} (1024)")  # fmt: skip
+    parser.add_argument("--api-servers", type=int, default=1, help="processes of the server that answer HTTP (1)")
+    parser.add_argument("--workers", type=int, default=4, help="environment workers (4)")
+    parser.add_argument("--port", type=int, default=8430)
+    parser.add_argument(
+        "--limit", type=float, default=RUN_SECONDS, help="seconds for each side, without its start (420)"
+    )
+    parser.add_argument("--commit", help="what is measured, where there is no repository")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given, directory = parse(), scratch()
+    model, dummy = make_model(given.model, directory / "model")
+    load = Load(model, dummy, given.prompt, given.reply, given.flight, min(given.group, given.flight))
+    count = max((1 + WAVES) * load.flight, ORCHESTRATOR_STEPS * given.batch) // load.group + 1
+    texts, prompts = make_prompts(load, count)
+    found: dict[str, Any] = {}
+    for half in [given.only] if given.only else ["bare", "ours"]:
+        if half == "bare":
+            found[half] = bare(load, prompts, given, directory)
+        else:
+            found[half] = {label(given): ours(load, texts, given, directory, stand_in=half == "stand-in")}
+        found = kept(found, given)  # at once: the next half may fail
+    print(json.dumps({half: found[half] for half in HALVES if half in found}, indent=1))
+    print(markdown(table(found, load)))
+    judge(found, given)
+
+
+def kept(found: dict[str, Any], given: argparse.Namespace) -> dict[str, Any]:
+    """What has been found, with what stood in the file before; written there."""
+    if given.json is None:
+        return found
+    options = {name: value for name, value in vars(given).items() if name not in ("json", "only", "commit")}
+    head = {**describe_machine(), "gpus": describe_gpus(), "commit": given.commit or commit(), "options": options}
+    before = json.loads(given.json.read_text()) if given.json.exists() else {}
+    several = {half: {**before.get(half, {}), **found.get(half, {})} for half in ("ours", "stand-in")}
+    found = {**before, **found, **{half: rows for half, rows in several.items() if rows}, **head}
+    given.json.write_text(json.dumps(found, indent=1) + "\n")
+    return found
+
+
+def judge(found: dict[str, Any], given: argparse.Namespace) -> None:
+    """Say whether the bar is reached.
+
+    Raises:
+        SystemExit: something failed.
+    """
+    bare_rate = found.get("bare", {}).get("with logprobs", {}).get("tokens_per_second")
+    rate = found.get("ours", {}).get(label(given), {}).get("tokens_per_second")
+    if bare_rate and rate:
+        share = rate / bare_rate
+        print(f"ours / bare: {share:.3f}, the bar is {BAR:.2f}: {'reached' if share >= BAR else 'not reached'}")
+    rows = {"bare": found.get("bare", {}), **found.get("ours", {}), **found.get("stand-in", {})}
+    if failed := [f"{name}: {row['failed']}" for name, row in rows.items() if "failed" in row]:
+        sys.exit("failed: " + "; ".join(failed))
+
+
+def commit() -> str:
+    """The commit that is checked out; empty where there is no repository."""
+    if shutil.which("git") is None:
+        return ""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True)
+    return asked.stdout.strip()
+
+
+if __name__ == "__main__":
+    main()

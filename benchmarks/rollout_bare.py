@@ -1,0 +1,55 @@
+"""vLLM alone, its offline engine, for `rollout.py`: how fast it samples the same prompts. Runs in a process of its own.
+
+    python benchmarks/rollout_bare.py LOAD.json RESULT.json
+
+Several times as many requests as may be in flight, and as many as may be in flight: the difference of the two is free of how a run begins and ends.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+WAVES = 4
+
+
+def main() -> None:
+    given, result = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    import vllm
+
+    began = time.monotonic()
+    engine = vllm.LLM(model=given["model"], max_model_len=given["length"], **given["flags"])
+    ready = time.monotonic() - began
+    flight, reply, group = given["flight"], given["reply"], given["group"]
+    prompts = [{"prompt_token_ids": ids} for ids in given["prompts"] for _ in range(group)]
+    assert len(prompts) >= (1 + WAVES) * flight
+    found: dict[str, Any] = {"vllm": vllm.__version__, "ready_seconds": ready}
+    for name, logprobs in (("warm-up", 0), ("with logprobs", 0), ("without logprobs", None)):
+        params = vllm.SamplingParams(
+            temperature=1.0, max_tokens=reply, ignore_eos=True, logprobs=logprobs, detokenize=False
+        )
+        one = _timed(engine, prompts[:flight], params, reply)
+        if name == "warm-up":
+            continue
+        several = _timed(engine, prompts[flight : (1 + WAVES) * flight], params, reply)
+        found[name] = {
+            "tokens_per_second": (WAVES - 1) * flight * reply / (several - one),
+            "whole_run_tokens_per_second": WAVES * flight * reply / several,
+            "seconds": [one, several],
+        }
+        print(name, found[name], flush=True)
+        result.write_text(json.dumps(found))
+
+
+def _timed(engine: Any, prompts: list[dict[str, list[int]]], params: Any, reply: int) -> float:
+    engine.reset_prefix_cache()  # each run computes its prompts
+    began = time.monotonic()
+    outputs = engine.generate(prompts, params, use_tqdm=False)
+    seconds = time.monotonic() - began
+    assert all(len(output.outputs[0].token_ids) == reply for output in outputs)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
