@@ -72,7 +72,8 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
     root = config.weights_root.expanduser().resolve() if config.weights_root else None
-    Settings(config.output_dir.resolve(), root, is_loopback(guarded_host(config))).export()
+    loopback = is_loopback(guarded_host(config))
+    Settings(config.output_dir.resolve(), root, loopback, config.stage_weights).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
 

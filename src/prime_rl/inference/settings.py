@@ -17,6 +17,7 @@ class Settings:
     output_dir: Path
     weights_root: Path | None
     loopback: bool
+    stage_weights: bool = True
 
     def export(self) -> None:
         os.environ[_ENV] = TypeAdapter(Settings).dump_json(self).decode()
