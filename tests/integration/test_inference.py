@@ -354,6 +354,22 @@ def test_without_staging(start_server: LaunchServer, tmp_path: Path, chat_prompt
 
 
 @pytest.mark.slow
+def test_two_ranks_follow_updates(start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]) -> None:
+    """Contract: where a layer is shared by two ranks each of them reads the version and takes its part of it."""
+    server = start_server(make_tiny_model(tmp_path / "model"), {"tensor_parallel_size": 2})
+    check_base_update_reload(server, chat_prompt)
+    good = commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
+    assert update(server, good, 20).json()["place"] == "host"
+    bad = commit(server.weights_root, 22, server.model, perturbed(server.model))
+    file = bad / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5] + b"12345")
+    before, was = sample(server, chat_prompt, temperature=0.0), served(server)
+    assert update(server, bad, 22).status_code == 400
+    assert served(server) == was
+    assert sample(server, chat_prompt, temperature=0.0) == before
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, 8])
 def test_a_load_from_memory_that_fails_is_undone(
     start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch, experts: int

@@ -194,7 +194,7 @@ class Staging:
 
 class _OnHost:
     def __init__(self, size: int) -> None:
-        self.buffer: Tensor | None = torch.empty(size, dtype=torch.uint8)
+        self.buffer: Tensor | None = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._bytes = self.buffer.numpy().data
 
     def block(self, at: int, count: int) -> memoryview:
@@ -238,8 +238,9 @@ class _OnDevice:
 
     def block(self, at: int, count: int) -> memoryview:
         if not self._blocks:  # in the thread that reads: no more are needed than there are threads
-            self._blocks = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-            self._copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
+            with torch.cuda.device(self._device):
+                self._blocks = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+                self._copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
         self._copied[self._turn].synchronize()
         return self._blocks[self._turn].numpy().data[:count]
 
@@ -317,4 +318,6 @@ def _views(part: Part, buffer: Tensor | None) -> Iterator[tuple[str, Tensor]]:
         data, dtype = buffer[piece.start : piece.end], DTYPES[piece.dtype]
         if data.data_ptr() % dtype.itemsize:
             data = data.clone()
+            if data.is_cuda:
+                torch.cuda.synchronize(data.device)  # cloned on another stream than it will be used on
         yield piece.name, data.view(dtype).view(piece.shape)

@@ -104,7 +104,8 @@ class WeightsExtension:
         return self.prime_identity
 
     def prime_follow(self, server: int) -> bool:
-        """End with the server, process id `server`, even if that is killed."""
+        """End with the server, process id `server`, even if that is killed. The first call that a worker gets."""
+        faults.arm("inference")  # the server's process is armed by itself
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, torch.Tensor]]:
