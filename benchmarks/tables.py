@@ -217,7 +217,8 @@ SYNC = (
     "pause: stop / load / all ms",
     "from step to served ms",
     "first token after ms",
-    "longest gap of all / of a request ms (quiet)",
+    "gap between tokens: all requests / the longest of one ms",
+    "gap before it / while staging ms",
     "tokens/s quiet, while staging",
     "kept",
 )
@@ -240,7 +241,8 @@ def _sync_cells(name: str, row: Row) -> list[str]:
         ms("stop", "load", "pause"),
         ms("total"),
         ms("first_token"),
-        f"{ms('gap', 'gap_of_a_request')} ({ms('quiet_gap')})",
+        ms("gap", "gap_of_a_request"),
+        ms("quiet_gap", "staging_gap"),
         f"{row['median']['quiet_tokens_per_second']:,.0f}, {row['median']['staging_tokens_per_second']:,.0f}",
         ", ".join(sorted({one["place"] for one in row["syncs"]})),
     ]

@@ -184,19 +184,20 @@ def sync(writer: Writer, running: InferenceServer, root: Path, version: int) -> 
 def describe(moment: dict[str, Any], arrivals: Arrivals) -> dict[str, Any]:
     """Moments as durations, beside what the requests saw."""
     stepped, committed, served = (moment.pop(name) for name in ("stepped", "committed", "served"))
-    until = served + AFTER_SECONDS / 2
-    gap, ended = arrivals.gap(committed, until)
+    paused = served - moment["pause"]  # the answer comes as soon as generation goes on
+    gap, ended = arrivals.gap(paused, served)
     return {
         **moment,
         "export": committed - stepped,
         "update": served - committed,
         "total": served - stepped,
         "gap": gap,
-        "gap_of_a_request": arrivals.gap_of_a_stream(committed, until),
+        "gap_of_a_request": arrivals.gap_of_a_stream(paused, served),
         "first_token": ended - stepped,
+        "staging_gap": arrivals.gap(committed, paused)[0],
         "quiet_gap": arrivals.gap(stepped - QUIET_SECONDS, stepped)[0],
         "quiet_tokens_per_second": arrivals.rate(stepped - QUIET_SECONDS, stepped),
-        "staging_tokens_per_second": arrivals.rate(committed, served - moment["pause"]),
+        "staging_tokens_per_second": arrivals.rate(committed, paused),
     }
 
 

@@ -374,6 +374,7 @@ class WeightService:
             if committed_anew and (await _read(weights_manifest, directory)).hash != identity["hash"]:
                 raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
+            self._staged = False  # given back with it: a call of its own would wait for the first step, the longest
 
     async def _restore(self, cause: Exception) -> None:
         """Undo a failed load on every rank; on failure generation stays paused, since a forward pass would kill the engine."""

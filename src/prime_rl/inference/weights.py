@@ -91,6 +91,7 @@ class WeightsExtension:
             raise RuntimeError("nothing was loaded that could be committed")
         self.prime_directory, self.prime_identity = self.prime_next
         self.prime_next = None
+        self.prime_unstage()
 
     def prime_restore(self) -> None:
         """Some rank failed: go back to what was served before the load, here too."""

@@ -89,12 +89,12 @@ UPDATE = ["prime_stage", ("pause", "keep", True), "prime_load", "prime_commit"]
 
 
 async def test_an_update(base: Path, tmp_path: Path) -> None:
-    """Contract: stage, pause with the cache cleared, load, commit, label, resume, give the memory back, in this order."""
+    """Contract: stage, pause with the cache cleared, load, commit, label, resume, in this order."""
     engine, root = FakeEngine(), tmp_path / "weights"
     service = make(engine, base, root)
     directory = commit(root, 1)
     got = await service.update(str(directory), 1)
-    assert engine.calls == [*UPDATE, ("label", 1), "resume", "prime_unstage"]
+    assert engine.calls == [*UPDATE, ("label", 1), "resume"]
     assert got == await service.served()
     assert (got.version, got.weight_dir) == (1, str(directory))
 
@@ -190,7 +190,7 @@ async def test_a_failed_restore_leaves_the_engine_paused(base: Path, tmp_path: P
     assert "resume" not in engine.calls
     engine.fail = set()
     assert (await service.update(str(directory), 1)).version == 1
-    assert engine.calls[-2:] == ["resume", "prime_unstage"]
+    assert engine.calls[-1] == "resume"
 
 
 async def test_a_client_that_hangs_up_does_not_stop_an_update(base: Path, tmp_path: Path) -> None:
