@@ -354,8 +354,11 @@ def test_without_staging(start_server: LaunchServer, tmp_path: Path, chat_prompt
 
 
 @pytest.mark.slow
-def test_two_ranks_follow_updates(start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]) -> None:
+def test_two_ranks_follow_updates(
+    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contract: where a layer is shared by two ranks each of them reads the version and takes its part of it."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # one NUMA node has both
     server = start_server(make_tiny_model(tmp_path / "model"), {"tensor_parallel_size": 2})
     check_base_update_reload(server, chat_prompt)
     good = commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
