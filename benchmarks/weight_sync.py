@@ -301,7 +301,7 @@ def main() -> None:
             rows[case.name] = {**measure(case, options.device, Path(scratch)), "measured": machine}
         print(text_table(sync_lines(rows)), flush=True)
         if options.json is not None:
-            options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+            options.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
