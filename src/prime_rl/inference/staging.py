@@ -145,7 +145,7 @@ class Staging:
             return
         sinks = self._make_sinks(parts)
         threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
-        with threads:  # bounded: by the disk, or until dropped
+        with threads:
             found = list(threads.map(self._read_part, parts, sinks))
         check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
         tensors = [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
