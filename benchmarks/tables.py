@@ -176,7 +176,7 @@ def markdown(table: Table) -> str:
 
 def readme() -> str:
     """`README.md` with the part between the markers written again."""
-    parts = [*_trainer_part(), *_profile_part(), *_neutrality_part(), *_mismatch_part()]
+    parts = [*_trainer_part(), *_profile_part(), *_neutrality_part(), *_mismatch_part(), *_sync_part()]
     before, begin, rest = README.read_text().partition("<!-- trainer: begin -->")
     _, end, after = rest.partition("<!-- trainer: end -->")
     assert end, f"{README} has lost its markers"
@@ -207,6 +207,54 @@ def _machine(measured: Mapping[str, Any]) -> str:
 def _machines(rows: Mapping[str, Row]) -> str:
     seen = sorted({_machine(row["measured"]) for row in rows.values() if "measured" in row})
     return "Measured: " + "; ".join(seen) + "." if seen else "Not measured."
+
+
+SYNC = (
+    "weights, load",
+    "MiB",
+    "cast / copy / write / hash / commit ms",
+    "check / stage ms",
+    "pause: stop / load / all ms",
+    "from step to served ms",
+    "first token after ms",
+    "gap between tokens: all requests / the longest of one ms",
+    "gap before it / while staging ms",
+    "tokens/s quiet, while staging",
+    "kept",
+)
+
+
+def sync_lines(rows: Mapping[str, Row]) -> Table:
+    """One line a case of `weight_sync.py`: medians over its versions."""
+    return [[*SYNC], *(_sync_cells(name, row) for name, row in rows.items())]
+
+
+def _sync_cells(name: str, row: Row) -> list[str]:
+    def ms(*parts: str) -> str:
+        return " / ".join(format(1e3 * row["median"][part], ",.0f") for part in parts)
+
+    return [
+        name,
+        f"{row['bytes'] / 2**20:,.0f}",
+        ms("cast", "copy", "write", "hash", "commit"),
+        ms("check", "stage"),
+        ms("stop", "load", "pause"),
+        ms("total"),
+        ms("first_token"),
+        ms("gap", "gap_of_a_request"),
+        ms("quiet_gap", "staging_gap"),
+        f"{row['median']['quiet_tokens_per_second']:,.0f}, {row['median']['staging_tokens_per_second']:,.0f}",
+        ", ".join(sorted({one["place"] for one in row["syncs"]})),
+    ]
+
+
+def _sync_part() -> list[str]:
+    parts = []
+    for name in ("weight_sync_cpu.json", "weight_sync_h200.json"):
+        rows = _read(name).get("rows", {})
+        parts.append(f"`weight_sync.py`, `{name}`. {_machines(rows)}")
+        parts += [markdown(sync_lines(rows))] if rows else []
+    return parts
 
 
 _TITLES = {

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Measures the trainer on a GPU host, in the order in which scarce time is best spent.
 #
-#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto memory attention optim neutrality profile ranks mismatch bench oom
+#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto memory attention optim neutrality profile ranks mismatch sync bench oom
 #
 # Needs Python with torch and the trainer's packages (PYTHON, default python3); `src` is put on PYTHONPATH. Writes trainer.json, neutrality.json,
-# profile.json, mismatch.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no
+# profile.json, mismatch.json, weight_sync.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no
 # other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
 #
 #   python benchmarks/trainer.py --collect OUT
@@ -57,6 +57,9 @@ for part in $parts; do
                 --json "$out/profile.json" --log "$out/suite.log"
             ;;
         mismatch) run mismatch 400 "$here/mismatch.py" --layers 8 --json "$out/mismatch.json" --log "$out/suite.log" ;;
+        sync) # needs vLLM beside torch, as mismatch does
+            run sync 500 "$here/weight_sync.py" --device cuda --case "0.6B on=tmpfs" --case "0.6B on=tmpfs stage=false" --json "$out/weight_sync.json"
+            ;;
         bench) # the trainer's own command, without any option, beside the same case of `bars`
             run bench 120 -m prime_rl.entrypoints.trainer --bench --output-dir "$(mktemp -d)" --seq-len 16384 \
                 --data.fake.micro-batch-size 1 --data.fake.batch-size 2

@@ -59,6 +59,7 @@ class ScriptedEngine:
     root = "http://engine"
 
     def __init__(self) -> None:
+        self.update_seconds: dict[str, float] = {}  # what it says an update took
         self.updates: list[tuple[int, int]] = []  # (version, life)
         self.boots = 0
         self.base()
@@ -78,7 +79,7 @@ class ScriptedEngine:
 
     async def update(self, weights) -> Served:
         await asyncio.sleep(0.01)
-        self.now = Served(weights.version, weights.hash, str(self.boots))
+        self.now = Served(weights.version, weights.hash, str(self.boots), self.update_seconds)
         self.updates.append((weights.version, weights.incarnation))
         return self.now
 

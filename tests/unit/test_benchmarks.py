@@ -2,12 +2,15 @@
 
 import importlib.metadata
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 from conftest import free_port
@@ -28,10 +31,11 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         import tables
         import trainer
         import trainer_profile
+        import weight_sync
 
         yield {
             "steps": steps, "suites": suites, "tables": tables, "trainer": trainer, "profile": trainer_profile,
-            "fleet": simulate_fleet, "rollout_parts": rollout_parts,
+            "fleet": simulate_fleet, "rollout_parts": rollout_parts, "sync": weight_sync,
         }  # fmt: skip
     finally:
         sys.path[:] = before
@@ -104,6 +108,38 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
     assert rows[0]["staleness_max"] == 0
     assert 0 < rows[1]["staleness_mean"] < rows[2]["staleness_mean"]
     assert set(rows[0]["cpu_seconds_per_second"]) >= {"what may start", "landings", "batches", "scoring", "updates"}
+
+
+def test_gaps_between_tokens(modules: dict[str, ModuleType]) -> None:
+    """The longest time without a token that touches an interval, of all requests and of the one that waited longest; tokens a second."""
+    times = np.array([0.0, 1.0, 1.5, 2.0, 6.0, 6.5, 7.0])
+    arrivals = modules["sync"].Arrivals(times, np.array([0, 1, 0, 1, 1, 1, 0]), np.array([1, 1, 2, 1, 1, 1, 1]))
+    assert arrivals.gap(3.0, 4.0) == (4.0, 6.0)
+    assert arrivals.gap(0.5, 2.5) == (4.0, 6.0)
+    assert arrivals.gap(6.2, 6.9) == (0.5, 6.5)
+    assert arrivals.gap_of_a_stream(3.0, 4.0) == 5.5
+    assert arrivals.rate(1.0, 3.0) == 2.0
+    assert math.isnan(arrivals.gap(7.5, 8.0)[0])
+
+
+def test_cases_of_weight_sync(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    """A case says what it is; where the package is not installed vLLM finds our routes by metadata like those of an installation."""
+    case = modules["sync"].parse_case("0.6B layers=4 on=tmpfs stage=false syncs=2")
+    assert (case.model, case.layers, case.on, case.stage, case.syncs, case.in_flight) == (
+        "0.6B",
+        4,
+        "tmpfs",
+        False,
+        2,
+        64,
+    )
+    for wrong in ("0.6B on=paper", "0.6B color=red"):
+        with pytest.raises(ValueError):
+            modules["sync"].parse_case(wrong)
+    site = modules["sync"].describe_package(tmp_path)
+    (found,) = metadata.distributions(path=[str(site)])
+    wanted = metadata.entry_points(group="vllm.endpoint_plugins", name="prime_rl")
+    assert found.entry_points.select(group="vllm.endpoint_plugins")["prime_rl"].value == next(iter(wanted)).value
 
 
 def test_what_failed_takes_no_measured_place(modules: dict[str, ModuleType]) -> None:

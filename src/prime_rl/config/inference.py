@@ -73,6 +73,9 @@ class InferenceConfig(BaseConfig):
     weights_root: Path | None = Field(
         default=None, description="Directory that weights are loaded from (None: any local one, on loopback only)."
     )
+    stage_weights: bool = Field(
+        default=True, description="Read new weights into memory before generation pauses, where there is room for it."
+    )
     device: Device = Field(default="auto", description="Where to serve (auto: CUDA where there is a GPU).")
     max_model_len: PositiveInt | None = Field(
         default=None, description="Most tokens of prompt and reply (None: the model's own)."

@@ -1,6 +1,6 @@
 """The weight routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
-    POST /update_weights {"weight_dir", "version"} -> {"version", "hash"}     POST /reload_weights -> {"version", "hash"}
+    POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
     GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "leaving"}      POST /pause {"mode", "clear_cache"}, POST /resume
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate                     POST /v1/sample: rollouts, see `sample`
@@ -33,7 +33,7 @@ from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
-from prime_rl.inference.service import PauseMode, Places, Refused, Served, WeightService
+from prime_rl.inference.service import Parts, PauseMode, Places, Refused, Served, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings, shared_directory
 from prime_rl.monitor import Status, log
 
@@ -80,7 +80,8 @@ router = APIRouter(dependencies=[Depends(require_key)])
 
 @router.post("/update_weights")
 async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
-    answer = _brief(await service.update(body.weight_dir, body.version))
+    parts = Parts()
+    answer = _brief(await service.update(body.weight_dir, body.version, parts), parts)
     if faults.point(f"update-answered:v{body.version}") == "error":
         raise Refused(500, "fault injection")
     return answer
@@ -88,7 +89,8 @@ async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
 
 @router.post("/reload_weights")
 async def reload_weights(service: Service) -> dict[str, Any]:
-    return _brief(await service.reload())
+    parts = Parts()
+    return _brief(await service.reload(parts), parts)
 
 
 @router.get("/weights")
@@ -115,8 +117,8 @@ async def resume(service: Service) -> dict[str, Any]:
     return {"paused": False}
 
 
-def _brief(served: Served) -> dict[str, Any]:
-    return {"version": served.version, "hash": served.hash}
+def _brief(served: Served, parts: Parts) -> dict[str, Any]:
+    return {"version": served.version, "hash": served.hash, **asdict(parts)}
 
 
 async def _refused(_: Request, error: Exception) -> JSONResponse:
@@ -166,6 +168,7 @@ class PrimeRoutes:
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
+            stage=settings.stage_weights,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(settings.server,))

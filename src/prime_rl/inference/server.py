@@ -92,6 +92,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         loopback=is_loopback(guarded_host(config)),
         register_dir=register_dir,
         address=published_address(config) if register_dir else "",
+        stage_weights=config.stage_weights,
         server=os.getpid(),
         shared=shared,
     ).export()

@@ -7,9 +7,10 @@ neither a paused engine nor half-loaded weights behind.
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -20,7 +21,7 @@ from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
     hash_directory,
-    verify_weights,
+    verify_small_files,
     version_hash,
     weights_manifest,
 )
@@ -30,6 +31,8 @@ LOAD_SECONDS = 900.0  # for a call that loads weights
 PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to go on
 DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
 ANSWER_SECONDS = 10.0  # for a call that only asks
+_PLACES = ("device", "host", "nowhere")  # where workers keep what they read, the best first
+STAGED_POLL_SECONDS = 0.02  # between two looks at what the workers read: each takes the engine a millisecond or so
 
 PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
@@ -69,6 +72,32 @@ class Served:
     base: str
     weight_dir: str | None
     boot: str
+
+
+@dataclass
+class Parts:
+    """What a change took.
+
+    Attributes:
+        seconds: Of `check` (what the server itself reads), `stage` (reading and hashing beside generation), `pause` (from telling the engine to
+            stop until it goes on), and within the pause `stop` and `load`.
+        place: Where the workers kept what they read: device, host, nowhere; of several the worst.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    place: str = "nowhere"
+
+    @contextmanager
+    def measure(self, part: str) -> Iterator[None]:
+        """Count what happens in the block as `part`."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - began
+
+    def __str__(self) -> str:
+        return ", ".join(f"{part} {seconds:.3f} s" for part, seconds in self.seconds.items())
 
 
 @dataclass(frozen=True)
@@ -122,6 +151,7 @@ class WeightService:
         label: Called with the version after a change, before generation goes on.
         tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
         status: Told of a change under way, which keeps the engine from answering, and of its deadline.
+        stage: Whether the workers may keep new weights in memory before the engine pauses.
     """
 
     def __init__(
@@ -132,6 +162,7 @@ class WeightService:
         label: Callable[[int], Awaitable[None]],
         tied: bool = False,
         status: Status | None = None,
+        stage: bool = True,
     ) -> None:
         self._engine = engine
         self._base = base
@@ -139,6 +170,9 @@ class WeightService:
         self._label = label
         self._tied = tied
         self._status = status
+        self._stage_weights = stage
+        self._staged = False  # the workers may hold something
+        self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_turn` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self._boot = secrets.token_hex(8)
@@ -172,22 +206,27 @@ class WeightService:
             return Served(0, version_hash(await self._base_hashes()), str(self._base), None, self._boot)
         return Served(base=str(self._base), boot=self._boot, **answers[0])
 
-    async def update(self, weight_dir: str, version: int) -> Served:
+    async def update(self, weight_dir: str, version: int, parts: Parts | None = None) -> Served:
         """Serve the committed directory `weight_dir`, which must hold `version`. Requests in flight go on with it.
+
+        Args:
+            parts: Where what it took is put down.
 
         Raises:
             Refused: 4xx and the old weights go on; 500 if they could not be restored.
         """
         directory = self._places.confine(weight_dir)
-        return await self._alone(lambda: self._update(directory, version))
+        taken = Parts() if parts is None else parts
+        return await self._alone(lambda: self._update(directory, version, taken))
 
-    async def reload(self) -> Served:
+    async def reload(self, parts: Parts | None = None) -> Served:
         """Serve the base weights again.
 
         Raises:
             Refused: as for `update`.
         """
-        return await self._alone(self._reload)
+        taken = Parts() if parts is None else parts
+        return await self._alone(lambda: self._reload(taken))
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop generating; requests wait. Weight updates are still possible and do not end the pause."""
@@ -201,30 +240,48 @@ class WeightService:
         """
         await self._alone(self._resume)
 
-    async def _update(self, directory: Path, version: int) -> Served:
+    async def _update(self, directory: Path, version: int, parts: Parts) -> Served:
         if faults.point(f"update-received:v{version}") == "error":
             raise Refused(500, "fault injection")
+        with parts.measure("check"):
+            manifest, stamp = await self._check(directory, version)
+        if manifest.base is not None:
+            return await self._update_to_base(manifest.hash, directory, parts)
+        target = Served(version, manifest.hash, str(self._base), str(directory), self._boot)
         try:
+            await self._stage(directory, manifest.hash, parts)
+            return await self._swap(directory, target, parts, stamp)
+        finally:
+            await self._unstage()
+
+    async def _check(self, directory: Path, version: int) -> tuple[WeightsManifest, bytes]:
+        """What can be known without the tensors' bytes. Returns also the manifest as it lies there.
+
+        Raises:
+            Refused: the directory is not `version`, or not of this model.
+        """
+        try:
+            stamp = await _read(_stamp, directory)
             manifest = await _read(weights_manifest, directory)
             self._places.check_files(directory, [MANIFEST, *read_manifest(directory).files])
             if manifest.version != version:
                 raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is not None:
-                return await self._update_to_base(manifest.hash, directory)
-            manifest = await _read(verify_weights, directory)
+                return manifest, stamp
+            manifest = await _read(verify_small_files, directory)
             check_index(manifest)
         except (CommitError, OSError) as error:
             raise Refused(400, str(error)) from error
         check_fit(manifest.tensors, await self._base_hashes(), self._tied)
-        return await self._swap(directory, Served(version, manifest.hash, str(self._base), str(directory), self._boot))
+        return manifest, stamp
 
-    async def _update_to_base(self, wanted: str, directory: Path) -> Served:
+    async def _update_to_base(self, wanted: str, directory: Path, parts: Parts) -> Served:
         """Version 0 has no tensors of its own; its path is not followed, its hash must be that of our base model."""
         if wanted != version_hash(await self._base_hashes()):
             raise Refused(400, f"{directory} describes another base model than {self._base}")
-        return await self._reload(str(directory))
+        return await self._reload(parts, str(directory))
 
-    async def _reload(self, weight_dir: str | None = None) -> Served:
+    async def _reload(self, parts: Parts, weight_dir: str | None = None) -> Served:
         expected = await self._base_hashes()
         try:
             found = await _read(hash_directory, self._base)
@@ -232,17 +289,54 @@ class WeightService:
             raise Refused(400, str(error)) from error
         if found != expected:
             raise Refused(400, f"the base model {self._base} was changed on disk since the server started")
-        return await self._swap(self._base, Served(0, version_hash(expected), str(self._base), weight_dir, self._boot))
+        target = Served(0, version_hash(expected), str(self._base), weight_dir, self._boot)
+        return await self._swap(self._base, target, parts)
 
-    async def _swap(self, directory: Path, target: Served) -> Served:
-        """Pause, load on every rank, commit or restore, resume."""
+    async def _stage(self, directory: Path, digest: str, parts: Parts) -> None:
+        """Have every worker read and hash the version while generation goes on.
+
+        Raises:
+            Refused: it is not what its manifest says (400), or is not read in time (503).
+        """
+        with parts.measure("stage"):
+            self._staged = True
+            try:
+                async with asyncio.timeout(LOAD_SECONDS):
+                    await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, self._stage_weights))
+                    while _reading(answers := await self._engine.collective_rpc("prime_staged")):
+                        await asyncio.sleep(STAGED_POLL_SECONDS)  # bounded: by the time-out around it
+            except TimeoutError as error:
+                raise Refused(503, f"{directory} could not be read within {LOAD_SECONDS:.0f} s") from error
+            except Exception as error:  # whatever vLLM raises for an engine that fails
+                raise Refused(503, f"the engine did not read {directory}: {error!r}") from error
+        if failed := next((answer["why"] for answer in answers if answer["state"] == "failed"), None):
+            raise Refused(400, f"{directory} could not be read, the previous weights go on: {failed}")
+        parts.place = max((answer["place"] for answer in answers), key=_PLACES.index)
+        if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
+            self._said_no_room = True
+            self._log.warning(
+                "no memory to keep a second copy of the weights: they are read while generation is paused"
+            )
+
+    async def _unstage(self) -> None:
+        """The workers give back what they hold."""
+        if self._staged:
+            self._staged = False
+            try:
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    await self._engine.collective_rpc("prime_unstage")
+            except TimeoutError:
+                self._log.warning("the engine did not give back the memory of what it read ahead")
+
+    async def _swap(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> Served:
+        """Pause, load on every rank, commit or restore, resume. With a `stamp`, only while the directory's manifest is the same."""
         try:
             self._tell_of(f"version {target.version}")
-            await self._exchange(directory, target)
+            await self._exchange(directory, target, parts, stamp)
         finally:
             if self._status is not None:
                 self._status.phase("serving")
-        self._log.info("serving version %d (%s)", target.version, target.hash[:12])
+        self._log.info("serving version %d (%s): %s", target.version, target.hash[:12], parts)
         if faults.point(f"update-loaded:v{target.version}") == "error":
             raise Refused(500, "fault injection")
         return target
@@ -251,12 +345,18 @@ class WeightService:
         if self._status is not None:
             self._status.waiting(f"{change} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
 
-    async def _exchange(self, directory: Path, target: Served) -> None:
+    async def _exchange(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> None:
+        with parts.measure("pause"):
+            await self._exchange_paused(directory, target, parts, stamp)
+
+    async def _exchange_paused(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> None:
         identity = {key: value for key, value in asdict(target).items() if key not in ("base", "boot")}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
-        await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
+        with parts.measure("stop"):
+            await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
         try:
-            await self._load(directory, identity)
+            with parts.measure("load"):
+                await self._load(directory, identity, stamp)
         except Exception as error:
             await self._restore(error)
             await self._go_on()
@@ -271,13 +371,15 @@ class WeightService:
         finally:
             await self._go_on()
 
-    async def _load(self, directory: Path, identity: dict[str, Any]) -> None:
+    async def _load(self, directory: Path, identity: dict[str, Any], stamp: bytes | None) -> None:
         async with asyncio.timeout(LOAD_SECONDS):
             await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
             # A new life of the trainer may have set the directory aside, or made it again, since its tensors were hashed.
-            if directory != self._base and (await _read(weights_manifest, directory)).hash != identity["hash"]:
+            committed_anew = stamp is not None and await _read(_stamp, directory) != stamp
+            if committed_anew and (await _read(weights_manifest, directory)).hash != identity["hash"]:
                 raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
+            self._staged = False  # given back with it: a call of its own would wait for the first step, the longest
 
     async def _restore(self, cause: Exception) -> None:
         """Undo a failed load on every rank; on failure generation stays paused, since a forward pass would kill the engine."""
@@ -334,6 +436,20 @@ class WeightService:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)  # bounded: every step of a change has a deadline
+
+
+def _stamp(directory: Path) -> bytes:
+    """The manifest's bytes, which no two commits share (there is a nonce in them): sooner compared than parsed."""
+    try:
+        return (directory / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise CommitError(f"{directory} is not committed: it holds no {MANIFEST}") from error
+
+
+def _reading(answers: list[dict[str, Any]]) -> bool:
+    """Whether a worker still reads; where one has failed nobody is waited for."""
+    states = {answer["state"] for answer in answers}
+    return "reading" in states and "failed" not in states
 
 
 async def _read(function: Callable[[Path], T], directory: Path) -> T:

@@ -28,6 +28,7 @@ class Settings:
     loopback: bool
     register_dir: Path | None
     address: str
+    stage_weights: bool
     server: int
     shared: Path | None
 

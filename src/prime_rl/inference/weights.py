@@ -4,11 +4,17 @@ vLLM mixes the class into its worker, so no name here may exist there already (a
 same call; the server (`service.py`) keeps generation paused from the load until every rank has committed or gone back.
 """
 
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from prime_rl import faults
 from prime_rl.inference.orphans import follow
+from prime_rl.inference.staging import Staging
+
+STAGE_SECONDS = 600.0  # to wait in a load for what is still being read: by another engine than the server heard of
 
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server calls these weights
 
@@ -21,21 +27,63 @@ class WeightsExtension:
     model_runner: Any
     model_config: Any
     vllm_config: Any
+    rank: int
 
     prime_identity: Identity | None = None
     prime_directory: str | None = None
     prime_next: tuple[str, Identity] | None = None
+    prime_staging: Staging | None = None
+
+    def prime_stage(self, directory: str, digest: str, keep: bool) -> None:
+        """Begin to read a committed version that must have this hash, in a thread: generation goes on. `prime_staged` tells how far it is.
+
+        Args:
+            keep: Keep it in memory, where there is room.
+        """
+        self.prime_unstage()
+        parallel = self.vllm_config.parallel_config
+        self.prime_staging = Staging(
+            Path(directory),
+            digest,
+            self.device,
+            keep=keep,
+            verify=self.rank == 0,
+            sharing=parallel.world_size * parallel.data_parallel_size,
+        )
+
+    def prime_staged(self) -> dict[str, Any]:
+        """How far reading is: see `Staging.answer`."""
+        return (
+            {"state": "failed", "why": "nothing is read"} if self.prime_staging is None else self.prime_staging.answer()
+        )
+
+    def prime_unstage(self) -> None:
+        """What is or was read is not wanted any more."""
+        if self.prime_staging is not None:
+            self.prime_staging.drop()
+            self.prime_staging = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # what it held is others' again
 
     def prime_load(self, directory: str, identity: Identity) -> None:
-        """Load the tensors in `directory`. A failure leaves the model unusable: `prime_restore` must follow.
+        """Load what was staged, or the tensors in `directory` where nothing was. A failure leaves the model unusable: `prime_restore` must follow.
 
         Raises:
-            Exception: whatever vLLM's loader raises for a directory that does not fit.
+            Exception: what reading it failed with, or whatever vLLM's loader raises for weights that do not fit.
         """
         if self.prime_directory is None:
             self.prime_directory = self.model_config.model  # a reload overwrites it
         self.prime_next = (directory, identity)
-        self.prime_reload(directory)
+        staging = self.prime_staging
+        if staging is None:
+            self.prime_reload(directory)
+            return
+        if (str(staging.directory), staging.digest) != (directory, identity["hash"]):
+            raise RuntimeError(f"{staging.directory} was read, not {directory}")
+        staging.wait(STAGE_SECONDS)
+        self.prime_reload(directory, None if staging.place == "nowhere" else self.prime_tensors(staging, identity))
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # before the memory of what was copied is given back
 
     def prime_commit(self) -> None:
         """Every rank has loaded: from now on this is what is served."""
@@ -43,10 +91,12 @@ class WeightsExtension:
             raise RuntimeError("nothing was loaded that could be committed")
         self.prime_directory, self.prime_identity = self.prime_next
         self.prime_next = None
+        self.prime_unstage()
 
     def prime_restore(self) -> None:
         """Some rank failed: go back to what was served before the load, here too."""
         self.prime_next = None
+        self.prime_unstage()
         if self.prime_directory is not None:
             self.prime_reload(self.prime_directory)
 
@@ -55,10 +105,19 @@ class WeightsExtension:
         return self.prime_identity
 
     def prime_follow(self, server: int) -> bool:
-        """End with the server, process id `server`, even if that is killed."""
+        """End with the server, process id `server`, even if that is killed. The first call that a worker gets."""
+        faults.arm("inference")  # the server's process is armed by itself
         return follow(server)
 
-    def prime_reload(self, directory: str) -> None:
+    def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, torch.Tensor]]:
+        """What was staged, one tensor after the other."""
+        for number, (name, tensor) in enumerate(staging.tensors()):
+            if number == 1 and faults.point(f"loading:v{identity['version']}") == "error":
+                raise RuntimeError("fault injection")
+            yield name, tensor
+
+    def prime_reload(self, directory: str, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
+        """Through vLLM's own reload: from `tensors`, or from the files in `directory`."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
@@ -66,7 +125,10 @@ class WeightsExtension:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             if self.device.type == "cpu":
                 forget_packed_experts(model)
-            self.model_runner.reload_weights(weights_path=directory)
+            if tensors is None:
+                self.model_runner.reload_weights(weights_path=directory)
+            else:
+                self.model_runner.reload_weights(weights_iterator=tensors)
             if self.device.type == "cpu":
                 repack_tied_heads(model)
 

@@ -58,7 +58,10 @@ def split(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Split | None:
     return Split(
         trained=min(computed / training, 1.0),
         waited=min(total(trainer, "time/wait_for_batch") / training, 1.0),
-        updated=min(total(orchestrator, "time/update_weights") / making, 1.0),
+        # Servers that do not tell how long they paused may have done so all the time.
+        updated=min(
+            sum(row.get("time/update_pause", row.get("time/update_weights", 0.0)) for row in orchestrator) / making, 1.0
+        ),
         gated=min(total(orchestrator, "time/wait_for_weights") / making, 1.0),
     )
 

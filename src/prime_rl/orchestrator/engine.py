@@ -3,8 +3,8 @@
 import asyncio
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -30,12 +30,14 @@ class EngineTrouble(UserError):
 
 @dataclass(frozen=True)
 class Served:
-    """What the server says it serves. `boot` names the life of the server, where it tells one."""
+    """What the server says it serves. `boot` names the life of the server, where it tells one; `seconds`, what parts its update took, of one that
+    answered (`inference.service.Parts`)."""
 
     version: int
     hash: str
     boot: str = ""
     leaving: bool = field(default=False, compare=False)  # it was asked to leave; that changes nothing in what it serves
+    seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def holds(self, weights: WeightsManifest) -> bool:
         """Whether these are the weights."""
@@ -119,8 +121,8 @@ class Engine:
         """
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
         try:
-            await self._call("POST", "/update_weights", body)
-            served = await self.served()
+            answer = await self._call("POST", "/update_weights", body)
+            served = replace(await self.served(), seconds=_seconds(answer))
         except EngineTrouble:
             found = await self._served_or_none()
             if found is None or not found.holds(weights):  # that counts, not what became of its answer
@@ -179,6 +181,12 @@ class Engine:
             raise UserError(
                 f"{self.root}{path} does not answer with an object: is this server started with `inference`?"
             ) from error
+
+
+def _seconds(answer: dict[str, Any]) -> dict[str, float]:
+    """What the server says its update took; nothing where it does not say."""
+    found = answer.get("seconds")
+    return {str(part): float(value) for part, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _message(response: httpx.Response) -> str:

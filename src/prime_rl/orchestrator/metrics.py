@@ -1,6 +1,6 @@
 """What the orchestrator reports about a step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prime_rl.envs.protocol import EpisodeResult
@@ -50,14 +50,22 @@ class Tally:
 
 
 def step_metrics(
-    batch: Batch[EpisodeResult], scored: Scored, tally: Tally, *, stale: int, seconds: float, updating: float
+    batch: Batch[EpisodeResult],
+    scored: Scored,
+    tally: Tally,
+    *,
+    stale: int,
+    seconds: float,
+    updating: float,
+    update_parts: Mapping[str, float],
 ) -> dict[str, float]:
     """Metrics of one step, before it is committed.
 
     Args:
         stale: Episodes dropped as stale over the whole run.
         seconds: Since the step before.
-        updating: Seconds of these that the engines took to load weights.
+        updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
+        update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated).
 
     `reward/mean` is over all finished episodes of the batch, before the zero-advantage filter; `off_policy/*` counts, for the samples that
     are trained, the steps between this one and the oldest version that sampled one of their tokens.
@@ -88,6 +96,7 @@ def step_metrics(
         "time/update_weights": updating,
         "time/wait_for_weights": tally.seconds_gated,
     }
+    metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in tally.failures.items()}
     metrics |= _solved(batch.groups)
     return metrics | _per_environment(batch.groups)

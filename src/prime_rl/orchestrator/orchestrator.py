@@ -401,10 +401,17 @@ class Orchestrator:
 
     def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
         now, stale = time.monotonic(), self.core.dropped[Drop.STALE]
+        updating, parts = self.serving.take_times()
         metrics = step_metrics(
-            batch, scored, self.tally, stale=stale, seconds=now - self._step_began, updating=self.serving.seconds
+            batch,
+            scored,
+            self.tally,
+            stale=stale,
+            seconds=now - self._step_began,
+            updating=updating,
+            update_parts=parts,
         )
-        self._step_began, self.tally, self.serving.seconds = now, Tally(stale_before=stale), 0.0
+        self._step_began, self.tally = now, Tally(stale_before=stale)
         return metrics
 
     def _report(self, batch: Batch[EpisodeResult], metrics: dict[str, float]) -> None:

@@ -66,6 +66,7 @@ class Serving:
         lock: Held while what is served must not change.
         shipping: Held while finished episodes must not be given up.
         seconds: Spent on updates since somebody took them.
+        parts: Of these, what each part took the slowest server (`inference.service.Parts`).
     """
 
     def __init__(self, config: "OrchestratorConfig", fleet: Fleet, status: Status, shell: Shell) -> None:
@@ -76,6 +77,7 @@ class Serving:
         self.lock = asyncio.Lock()  # bounded: every wait of its holders is
         self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
         self.seconds = 0.0
+        self.parts: dict[str, float] = {}
         self.core: Core[EpisodeResult]
         self._failures = 0  # to load, in a row
         self._shell = shell
@@ -251,7 +253,7 @@ class Serving:
             self._lease_to_load(self.core.life, version)
             if not await self._move(version) or self.core.must_go_back:
                 return
-            self.seconds += time.monotonic() - began
+            self._count(time.monotonic() - began)
             self.core.serve(version)
             self._hold(self.core.life, version)
             self.status.progress()
@@ -262,6 +264,18 @@ class Serving:
             self._give_up(stale)
         self._shell.wake()
         await self._shell.serves(version)
+
+    def _count(self, seconds: float) -> None:
+        self.seconds += seconds
+        told = [replica.given.seconds for replica in self.fleet.serving if replica.given is not None]
+        for part in {part for parts in told for part in parts}:
+            self.parts[part] = self.parts.get(part, 0.0) + max(parts.get(part, 0.0) for parts in told)
+
+    def take_times(self) -> tuple[float, dict[str, float]]:
+        """What updates took since this was asked last: altogether, and in parts."""
+        taken = self.seconds, self.parts
+        self.seconds, self.parts = 0.0, {}
+        return taken
 
     async def _move(self, version: int) -> bool:
         """Have every serving server load a version, which may be removed meanwhile, or which one of them may not survive. Returns whether it

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from prime_rl.errors import UserError
+from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
-from prime_rl.trainer.host_memory import available_bytes, local_ranks
 from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from prime_rl.errors import UserError
+from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.footprint import Estimate, Job, estimate, state_bytes
-from prime_rl.trainer.host_memory import available_bytes, local_ranks
 from prime_rl.trainer.memory import GIB, listed, plan_memory
 from prime_rl.trainer.model import compute_dtype
 from prime_rl.trainer.parallel import World, agree

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
+from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.footprint import (
@@ -31,7 +32,6 @@ from prime_rl.trainer.footprint import (
     parked_bytes,
     state_bytes,
 )
-from prime_rl.trainer.host_memory import available_bytes, local_ranks
 from prime_rl.trainer.parallel import World, gather
 
 if TYPE_CHECKING:

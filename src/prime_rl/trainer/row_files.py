@@ -26,8 +26,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeVar
 import xxhash
 
 from prime_rl.errors import UserError
+from prime_rl.host_memory import local_ranks
 from prime_rl.lifeline import wake_without_parent
-from prime_rl.trainer.host_memory import local_ranks
 
 THREADS = 16  # at most
 _BLOCK = 1 << 24  # bytes read at once

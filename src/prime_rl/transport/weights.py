@@ -96,23 +96,39 @@ def verify_weights(directory: Path) -> WeightsManifest:
     Raises:
         CommitError: naming the first tensor or file that differs, is missing or is not listed.
     """
+    manifest = verify_small_files(directory)
+    check_tensors(manifest, hash_directory(manifest.files))
+    return manifest
+
+
+def verify_small_files(directory: Path) -> WeightsManifest:
+    """Check all of a committed version but its tensors' bytes: the sizes of all files, and the hashes of those that hold no tensors.
+
+    Raises:
+        CommitError: naming the first file that differs, is missing or is not listed.
+    """
     manifest = weights_manifest(directory)
-    # The tensors' bytes are hashed below; the remaining files (config, tokenizer) are small.
-    small = verify(directory, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
-    for name, expected in small.files.items():
+    for name, expected in verify(directory, hashes=False).files.items():
         if (
             name not in tensor_files
             and xxhash.xxh3_128(directory.joinpath(name).read_bytes()).hexdigest() != expected["xxh3"]
         ):
             raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
-    found = hash_directory(manifest.files)
+    return manifest
+
+
+def check_tensors(manifest: WeightsManifest, found: dict[str, TensorEntry]) -> None:
+    """Compare the tensors that a version's files hold with those that its manifest describes.
+
+    Raises:
+        CommitError: naming the first tensor that differs, is missing or is not listed.
+    """
     for name in sorted(manifest.tensors.keys() | found.keys()):
         if found.get(name) != manifest.tensors.get(name):
-            raise CommitError(f"{directory}: tensor {name} is not the one its manifest describes")
+            raise CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
     if version_hash(found) != manifest.hash:
-        raise CommitError(f"{directory}: the manifest's hash does not follow from its tensors")
-    return manifest
+        raise CommitError(f"{manifest.directory}: the manifest's hash does not follow from its tensors")
 
 
 def hash_directory(directory: Path) -> dict[str, TensorEntry]:

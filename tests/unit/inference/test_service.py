@@ -16,10 +16,12 @@ from fastapi.testclient import TestClient
 from prime_rl import faults
 from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
-from prime_rl.inference.service import Places, Refused, Served, WeightService, check_fit
+from prime_rl.inference.service import Parts, Places, Refused, Served, WeightService, check_fit
 from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import prune, stage
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
+
+READY = {"state": "ready", "place": "host", "seconds": 0.1}
 
 
 class FakeEngine:
@@ -30,6 +32,7 @@ class FakeEngine:
         self.fail: set[str] = set()
         self.gate: asyncio.Event | None = None
         self.loaded: dict[str, Any] | None = None
+        self.staging: list[dict[str, Any]] = []  # what is answered, one after the other; ready after that
         self.identity: dict[str, Any] | None = None
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
@@ -41,6 +44,8 @@ class FakeEngine:
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "prime_served":
             return [self.identity]
+        if method == "prime_staged":
+            return [self.staging.pop(0) if self.staging else READY]
         self.calls.append(method)
         if method == "prime_load":
             if self.gate is not None:
@@ -81,11 +86,11 @@ def make(engine: FakeEngine, base: Path, root: Path) -> WeightService:
     return WeightService(engine, base, Places(root, any_local=False), label)
 
 
-UPDATE = [("pause", "keep", True), "prime_load", "prime_commit"]
+UPDATE = ["prime_stage", ("pause", "keep", True), "prime_load", "prime_commit"]
 
 
 async def test_an_update(base: Path, tmp_path: Path) -> None:
-    """Contract: pause with the cache cleared, load, commit, label, resume, in this order."""
+    """Contract: stage, pause with the cache cleared, load, commit, label, resume, in this order."""
     engine, root = FakeEngine(), tmp_path / "weights"
     service = make(engine, base, root)
     directory = commit(root, 1)
@@ -104,7 +109,7 @@ async def test_a_failed_load_is_undone(base: Path, tmp_path: Path) -> None:
     with pytest.raises(Refused, match="could not be loaded") as error:
         await service.update(str(commit(root, 1)), 1)
     assert error.value.status == 400
-    assert engine.calls == [("pause", "keep", True), "prime_load", "prime_restore", "resume"]
+    assert engine.calls == [*UPDATE[:3], "prime_restore", "resume", "prime_unstage"]
     assert await service.served() == before
 
 
@@ -131,6 +136,44 @@ async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
     with pytest.raises(Refused, match="could not be loaded"):
         await update
     assert "prime_commit" not in engine.calls
+    assert await service.served() == before
+
+
+async def test_generation_goes_on_until_all_is_read(base: Path, tmp_path: Path) -> None:
+    """Contract: the engine is paused only once every worker has read the version; the parts say what took how long."""
+    engine, root, parts = FakeEngine(), tmp_path / "weights", Parts()
+    service = make(engine, base, root)
+    asked: list[list[Any]] = []
+    answer = engine.collective_rpc
+
+    async def rpc(method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "prime_staged":
+            asked.append(list(engine.calls))
+            return [READY, {"state": "reading"} if len(asked) < 3 else READY | {"place": "device"}]
+        return await answer(method, timeout, args)
+
+    engine.collective_rpc = rpc  # type: ignore[method-assign]
+    await service.update(str(commit(root, 1)), 1, parts)
+    assert asked == [["prime_stage"]] * 3
+    assert parts.place == "host"
+    assert set(parts.seconds) == {"check", "stage", "stop", "load", "pause"}
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_what_cannot_be_read_never_pauses_the_engine(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """Contract: a version that is not what its manifest says, or is not read in time, is refused with the reason while generation goes on, and
+    the workers' memory is given back."""
+    monkeypatch.setattr("prime_rl.inference.service.LOAD_SECONDS", 0.2 if late else 60.0)
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    before = await service.served()
+    engine.staging = [{"state": "reading"}] * (1000 if late else 1) + [{"state": "failed", "why": "tensor a is wrong"}]
+    with pytest.raises(Refused, match="within" if late else "tensor a is wrong") as error:
+        await service.update(str(commit(root, 1)), 1)
+    assert error.value.status == (503 if late else 400)
+    assert engine.calls == ["prime_stage", "prime_unstage"]
     assert await service.served() == before
 
 
@@ -377,10 +420,10 @@ def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: l
 
 
 class _Answering:
-    async def update(self, weight_dir: str, version: int) -> Served:
+    async def update(self, weight_dir: str, version: int, parts: Parts) -> Served:
         return Served(version, "h", "b", weight_dir, "boot")
 
-    async def reload(self) -> Served:
+    async def reload(self, parts: Parts | None = None) -> Served:
         return Served(0, "h", "b", None, "boot")
 
     served = reload

@@ -36,6 +36,14 @@ def test_the_limit_is_what_the_other_side_waits_for(seconds: dict[str, float], w
     assert step_line(3, 4, orchestrator, trainer, None).endswith(f"| limited by {words}")
 
 
+def test_only_a_pause_keeps_engines_from_sampling() -> None:
+    """Where servers tell how long they paused, reading new weights beside generation is not taken for lost time."""
+    orchestrator, trainer = sides(updated=5.0)
+    found = split([orchestrator | {"time/update_pause": 0.5}], [trainer])
+    assert found is not None
+    assert found.updated == pytest.approx(0.05)
+
+
 def test_shares_are_of_all_steps_together() -> None:
     """Of a long step and a short one: seconds are added up, shares are not averaged. What is not sampling nor standing still is neither lost."""
     long, short = sides(waited=5.0), ({"time/step": 1.0}, {"time/step": 1.0, "time/wait_for_batch": 1.0})

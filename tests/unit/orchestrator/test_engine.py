@@ -88,6 +88,8 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
     server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
     async with Engine(ClientConfig(base_url=server.url)) as engine:
         assert await engine.update(manifest()) == Served(3, "abc")
+        server.answers["POST", "/update_weights"] = 200, {"seconds": {"stage": 0.5, "pause": 0.25}}
+        assert (await engine.update(manifest())).seconds == {"stage": 0.5, "pause": 0.25}
         assert server.asked[0][2] == {"weight_dir": "/runs/weights/step_3", "version": 3}
         for lie in ({"version": 2, "hash": "abc"}, {"version": 3, "hash": "other"}):
             server.answers["GET", "/weights"] = 200, lie

@@ -9,7 +9,7 @@ import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.monitor import Monitor, Status
+from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator import eval_run
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.orchestrator.fleet import Fleet
@@ -335,3 +335,17 @@ async def test_a_server_of_another_base_model_is_refused_at_start(tmp_path):
     world.servers[1].now = Served(0, "f" * 32, "other")
     with pytest.raises(UserError, match="server1 serves another base model"):
         await world.orchestrator().run()
+
+
+async def test_updates_are_reported_in_parts(tmp_path):
+    """Contract: what servers say an update took is in the step's metrics: of every part what the slowest took; a server that says nothing counts
+    for nothing."""
+    world = FleetWorld(tmp_path)
+    world.servers[0].update_seconds = {"stage": 0.5, "pause": 0.25}
+    world.servers[1].update_seconds = {"stage": 0.25, "pause": 0.75}
+    await run(world)
+    rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    updates = sum(len(server.updates) for server in world.servers) / len(world.servers)
+    parts = {key: sum(row.get(f"time/update_{key}", 0.0) for row in rows) for key in ("stage", "pause")}
+    assert 0 < parts["stage"] <= 0.5 * updates
+    assert parts["pause"] == 1.5 * parts["stage"]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.trainer.host_memory import available_bytes
+from prime_rl.host_memory import available_bytes
 
 GIB = 1 << 30
 V1_UNLIMITED = 9223372036854771712

@@ -1,0 +1,308 @@
+"""How long it takes from an optimizer step until the new weights are served, in parts, and for how long no token is generated meanwhile.
+
+    python benchmarks/weight_sync.py --case tiny --case "0.6B layers=1" --json benchmarks/results/weight_sync_cpu.json
+    python benchmarks/weight_sync.py --device cuda --case "0.6B on=tmpfs" --case "0.6B on=tmpfs stage=false" --json weight_sync.json     # one GPU or two
+
+A real `inference` server generates for 64 requests at a time, while this process changes a policy's weights, commits them as the trainer does, and
+has the server load them. Needs vLLM (0.26 – 0.31) and no network; `prime_rl` may be on PYTHONPATH only.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from machine import describe_gpus, describe_machine
+from mismatch import TOKENIZER
+from steps import model_source
+from tables import sync_lines, text_table
+
+from prime_rl.config.trainer import TrainerModel
+from prime_rl.inference.settings import PLUGIN
+from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.model import Policy, build_policy
+from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.source import Source
+from prime_rl.transport.commit import prune
+from prime_rl.transport.weights import version_dir
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from conftest import REPOSITORY, InferenceServer, launch_server
+
+MEMORY = Path("/dev/shm")
+QUIET_SECONDS = 2.0  # before each version: what generation is like undisturbed
+AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights arrive
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`."""
+
+    name: str
+    model: str
+    layers: int | None = None
+    on: str = "disk"
+    stage: bool = True
+    in_flight: int = 64
+    tokens: int = 384  # of a request, at most
+    syncs: int = 5
+
+
+def parse_case(text: str) -> Case:
+    """Raises ValueError for what is none."""
+    model, *rest = text.split()
+    given = dict(part.split("=", 1) for part in rest)
+    stage = {"true": True, "false": False}[given.pop("stage", "true")]
+    on = given.pop("on", "disk")
+    if on not in ("disk", "tmpfs") or given.keys() - {"layers", "in_flight", "tokens", "syncs"}:
+        raise ValueError(f"{text!r}: on is disk or tmpfs; the others are layers, stage, in_flight, tokens, syncs")
+    return Case(text, model, on=on, stage=stage, **{name: int(value) for name, value in given.items()})
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When tokens arrived, in order of time; of which stream each is, and how many they were."""
+
+    times: np.ndarray
+    streams: np.ndarray
+    counts: np.ndarray
+
+    def gap(self, first: float, last: float) -> tuple[float, float]:
+        """The longest time without a token that lies between `first` and `last` at least in part: its length, and when it ended."""
+        ends = np.flatnonzero((self.times[1:] > first) & (self.times[:-1] < last)) + 1
+        if not len(ends):
+            return float("nan"), float("nan")
+        lengths = self.times[ends] - self.times[ends - 1]
+        longest = ends[int(np.argmax(lengths))]
+        return float(lengths.max()), float(self.times[longest])
+
+    def gap_of_a_stream(self, first: float, last: float) -> float:
+        """The same for the stream that waited longest."""
+        found = [
+            Arrivals(self.times[self.streams == one], self.streams[:0], self.counts[:0]) for one in set(self.streams)
+        ]
+        return max((gap for one in found if (gap := one.gap(first, last)[0]) == gap), default=float("nan"))
+
+    def rate(self, first: float, last: float) -> float:
+        """Tokens a second."""
+        inside = (self.times >= first) & (self.times < last)
+        return float(self.counts[inside].sum() / (last - first))
+
+
+class Writer:
+    """What the trainer does: a policy, and versions of it."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.world: World = init_world(device, 600)
+        self.source: Source = model_source(case.model, case.layers)
+        config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none")
+        self.policy: Policy = build_policy(self.source, config, self.world)
+        self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
+        self.staging = Staging(self.policy, self.world, torch.bfloat16)
+        self._factor = 1.03125
+
+    def step(self) -> float:
+        """Change every weight. Returns when that was done."""
+        with torch.no_grad():
+            torch._foreach_mul_(list(self.policy.parameters()), self._factor)
+        self._factor = 1 / self._factor
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+        return time.monotonic()
+
+    def commit(self, directory: Path, version: int) -> dict[str, float]:
+        """As the trainer's thread does. Returns the seconds of its parts."""
+        copied = self.staging.copy()
+        times = write_version(self.staging, copied, self.source, self.world, directory, version=version, incarnation=0)
+        cast, copy = copied.finish()
+        return {"cast": cast, "copy": copy, **times}
+
+    def close(self) -> None:
+        self.staging.close()
+        close_world()
+
+
+def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
+    """All of a case: its row."""
+    writer = Writer(case, device)
+    root = Path(tempfile.mkdtemp(prefix="weight_sync-", dir=MEMORY if case.on == "tmpfs" else scratch))
+    try:
+        model = scratch / "model" / "step_0"
+        writer.commit(model, 0)
+        for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
+            shutil.copy(path, model)
+        with server(case, device, model, scratch) as running, load(case, running, scratch / "arrivals.npz") as arrived:
+            moments = [sync(writer, running, root, version) for version in range(1, case.syncs + 2)]
+            time.sleep(AFTER_SECONDS)
+        arrivals = arrived()
+        syncs = [describe(moment, arrivals) for moment in moments[1:]]  # the first one allocates
+    finally:
+        writer.close()
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(scratch / "model", ignore_errors=True)
+    return {**asdict(case), "bytes": writer.staging.file_bytes, "median": medians(syncs), "syncs": syncs}
+
+
+def sync(writer: Writer, running: InferenceServer, root: Path, version: int) -> dict[str, Any]:
+    """From a step to what is served."""
+    time.sleep(AFTER_SECONDS + QUIET_SECONDS)
+    stepped = writer.step()
+    directory = version_dir(root, version)
+    parts = writer.commit(directory, version)
+    committed = time.monotonic()
+    answer = running.post("/update_weights", {"weight_dir": str(directory), "version": version})
+    served = time.monotonic()
+    answer.raise_for_status()
+    for old in root.glob("step_*"):
+        if old not in (directory, version_dir(root, version - 1)):
+            prune(old)
+    told = answer.json()
+    return {
+        "stepped": stepped,
+        "committed": committed,
+        "served": served,
+        **parts,
+        **told["seconds"],
+        "place": told["place"],
+    }
+
+
+def describe(moment: dict[str, Any], arrivals: Arrivals) -> dict[str, Any]:
+    """Moments as durations, beside what the requests saw."""
+    stepped, committed, served = (moment.pop(name) for name in ("stepped", "committed", "served"))
+    paused = served - moment["pause"]  # the answer comes as soon as generation goes on
+    gap, ended = arrivals.gap(paused, served)
+    return {
+        **moment,
+        "export": committed - stepped,
+        "update": served - committed,
+        "total": served - stepped,
+        "gap": gap,
+        "gap_of_a_request": arrivals.gap_of_a_stream(paused, served),
+        "first_token": ended - stepped,
+        "staging_gap": arrivals.gap(committed, paused)[0],
+        "quiet_gap": arrivals.gap(stepped - QUIET_SECONDS, stepped)[0],
+        "quiet_tokens_per_second": arrivals.rate(stepped - QUIET_SECONDS, stepped),
+        "staging_tokens_per_second": arrivals.rate(committed, paused),
+    }
+
+
+def medians(syncs: list[dict[str, Any]]) -> dict[str, Any]:
+    numbers = {name for one in syncs for name, value in one.items() if isinstance(value, float)}
+    return {name: statistics.median(one[name] for one in syncs) for name in sorted(numbers)}
+
+
+@contextmanager
+def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[InferenceServer]:
+    """A real one, on the last GPU."""
+    settings: dict[str, Any] = {"weights_root": "/", "stage_weights": case.stage, "max_model_len": 512}
+    environment: dict[str, str] = {}
+    if device == "cuda":
+        gpus = torch.cuda.device_count()
+        settings["gpu_memory_utilization"] = 0.5 if gpus == 1 else 0.85
+        environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": str(gpus - 1)}
+    if all(entry.name != PLUGIN for entry in metadata.entry_points(group="vllm.endpoint_plugins")):
+        site = describe_package(scratch / "site")
+        environment["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    before = dict(os.environ)
+    os.environ.update(environment)
+    directory = Path(tempfile.mkdtemp(prefix="server-", dir=scratch))
+    try:
+        with launch_server(directory / "run", model, settings) as running:
+            yield running
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def describe_package(site: Path) -> Path:
+    """Metadata by which vLLM finds our routes where the package is not installed. Returns the directory for PYTHONPATH."""
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    info = site / f"prime_rl-{project['version']}.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: prime-rl\nVersion: {project['version']}\n")
+    groups = project["entry-points"].items()
+    lines = [
+        line
+        for group, names in groups
+        for line in (f"[{group}]", *(f"{key} = {value}" for key, value in names.items()))
+    ]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    return site
+
+
+@contextmanager
+def load(case: Case, running: InferenceServer, into: Path) -> Iterator[Any]:
+    """Requests all the time. What it gives returns their arrivals, once the block has ended."""
+    command = [sys.executable, str(Path(__file__).with_name("token_load.py")), running.root, str(running.model)]
+    command += ["--in-flight", str(case.in_flight), "--tokens", str(case.tokens), "--into", str(into)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        until_generating(running, case.in_flight)
+        yield lambda: read_arrivals(into)
+        process.communicate(b"\n", timeout=60)
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def until_generating(running: InferenceServer, in_flight: int, seconds: float = 180.0) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        lines = running.get("/metrics").text.splitlines()
+        if any(
+            float(line.split()[-1]) >= 0.9 * in_flight for line in lines if line.startswith("vllm:num_requests_running")
+        ):
+            return
+        time.sleep(0.2)
+    sys.exit(f"the server does not generate for {in_flight} requests after {seconds:.0f} s")
+
+
+def read_arrivals(path: Path) -> Arrivals:
+    found = np.load(path)
+    if found["failed"]:
+        print(f"{found['failed']} requests failed", file=sys.stderr)
+    return Arrivals(found["times"], found["streams"], found["counts"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--case",
+        action="append",
+        type=parse_case,
+        required=True,
+        help='e.g. "0.6B on=tmpfs stage=false"; may be repeated',
+    )
+    parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")
+    parser.add_argument("--json", type=Path, help="file for the figures; rows of other cases in it stay")
+    options = parser.parse_args()
+    rows: dict[str, Any] = {}
+    if options.json is not None and options.json.exists():
+        rows = json.loads(options.json.read_text())["rows"]
+    machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
+    for case in options.case:
+        with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
+            rows[case.name] = {**measure(case, options.device, Path(scratch)), "measured": machine}
+        print(text_table(sync_lines(rows)), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""Reading a version into memory: the very bytes that were hashed, or nothing. The GPU's part needs one (benchmarks/weight_sync.py)."""
+
+import gc
+import json
+import struct
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prime_rl.inference import staging
+from prime_rl.inference.staging import Staging, lay_out
+from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
+from prime_rl.wait import wait
+
+CPU = torch.device("cpu")
+SECONDS = 60.0
+FILES = {
+    "model-1.safetensors": {"a": torch.arange(40_000, dtype=torch.float32).reshape(200, 200), "empty": torch.empty(0, 3)},
+    "model-2.safetensors": {"b": torch.randn(3, 1).bfloat16(), "c": torch.arange(70_001).to(torch.uint8), "d": torch.tensor(7)},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors begin, end and lie within blocks."""
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+
+
+def commit(root: Path, version: int = 1, shift: int = 0) -> Path:
+    extra: dict[str, Any] = {}
+    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra) as tmp:
+        for file, tensors in FILES.items():
+            save_file({name: tensor + shift for name, tensor in tensors.items()}, tmp / file)
+        extra |= manifest_extra(version, 0, hash_directory(tmp))
+    return version_dir(root, version)
+
+
+def begin(directory: Path, **options: Any) -> Staging:
+    return Staging(directory, weights_manifest(directory).hash, CPU, **options)
+
+
+def test_what_is_read_is_what_the_files_hold(tmp_path: Path) -> None:
+    """Contract: every tensor arrives bit by bit, of every size, across blocks, with its dtype and shape, in the order of the files."""
+    directory = commit(tmp_path)
+    read = begin(directory)
+    read.wait(SECONDS)
+    tensors = list(read.tensors())
+    expected = {name: tensor for file in FILES for name, tensor in load_file(directory / file).items()}
+    assert {name for name, _ in tensors} == expected.keys()
+    for name, tensor in tensors:
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
+        assert torch.equal(tensor, expected[name])
+    answer = read.answer()
+    assert (answer["state"], answer["place"]) == ("ready", "host")
+
+
+def _flip(directory: Path) -> None:
+    file = directory / "model-2.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+
+
+def _cut(directory: Path) -> None:
+    file = directory / "model-1.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def _lose(directory: Path) -> None:
+    (directory / "model-1.safetensors").unlink()
+
+
+def _swap_names(directory: Path) -> None:
+    file = directory / "model-2.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"c"', b'"x"').replace(b'"d"', b'"c"').replace(b'"x"', b'"d"'))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("damage", [_flip, _cut, _lose, _swap_names])
+def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], keep: bool) -> None:
+    """Contract: a version whose files are not what its manifest says is never given out, whether it is kept in memory or only hashed."""
+    directory = commit(tmp_path)
+    damage(directory)
+    read = begin(directory, keep=keep)
+    with pytest.raises(CommitError):
+        read.wait(SECONDS)
+    assert read.answer()["state"] == "failed"
+    assert str(directory) in read.answer()["why"]
+    assert list(read.tensors()) == []
+
+
+def test_another_version_is_not_read(tmp_path: Path) -> None:
+    """Contract: a directory that was committed anew since the server looked at its manifest is refused, though it is right in itself."""
+    read = Staging(commit(tmp_path), "0" * 32, CPU)
+    with pytest.raises(CommitError, match="not 000000000000"):
+        read.wait(SECONDS)
+
+
+def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: where memory is short nothing is kept; the one who verifies has hashed it, the others do not read it at all."""
+    directory = commit(tmp_path)
+    size = sum(part.size for part in lay_out(directory))
+    for available, sharing, place in ((2 * size, 1, "host"), (2 * size - 1, 1, "nowhere"), (2 * size, 2, "nowhere")):
+        monkeypatch.setattr(staging, "available_bytes", lambda available=available: available)
+        read = begin(directory, sharing=sharing)
+        read.wait(SECONDS)
+        assert read.place == place
+        assert bool(list(read.tensors())) == (place == "host")
+    _flip(directory)
+    begin(directory, sharing=2, verify=False).wait(SECONDS)
+    with pytest.raises(CommitError):
+        begin(directory, sharing=2).wait(SECONDS)
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_collection")
+@pytest.mark.parametrize("damaged", [False, True])
+def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
+    """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
+    arrays: list[weakref.ref[np.ndarray]] = []
+    on_host = staging._OnHost
+
+    def noted(size: int) -> Any:
+        sink, array = on_host(size), np.empty(size, np.uint8)
+        sink.buffer, sink._bytes = torch.from_numpy(array), array.data
+        arrays.append(weakref.ref(array))
+        return sink
+
+    monkeypatch.setattr(staging, "_OnHost", noted)
+    directory = commit(tmp_path)
+    if damaged:
+        _flip(directory)
+    read = begin(directory)
+    if damaged:
+        with pytest.raises(CommitError):
+            read.wait(SECONDS)
+    else:
+        read.wait(SECONDS)
+        assert all(array() is not None for array in arrays)
+        read.drop()
+    wait(lambda: all(array() is None for array in arrays), subject="free memory", owner="the thread", seconds=SECONDS)
+    assert len(arrays) == 2
+
+
+def test_dropping_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: what is not wanted any more is not read to its end, and nothing of it stays."""
+    blocks = 0
+    fill = staging._fill
+
+    def filling(*args: Any) -> None:
+        nonlocal blocks
+        blocks += 1
+        fill(*args)
+        if blocks == 3:
+            read.drop()
+
+    monkeypatch.setattr(staging, "_fill", filling)
+    directory = commit(tmp_path)
+    monkeypatch.setattr(staging, "THREADS", 1)
+    read = begin(directory)
+    with pytest.raises(staging.Dropped):
+        read.wait(SECONDS)
+    assert blocks == 3
+    assert list(read.tensors()) == []
+
+
+def _write(path: Path, header: dict[str, Any], size: int) -> None:
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, "type F4"),
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}, "shape"),
+        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": {"dtype": "U8", "shape": [4], "data_offsets": [3, 7]}}, "overlaps"),
+    ],
+)  # fmt: skip
+def test_files_that_make_no_sense(tmp_path: Path, header: dict[str, Any], says: str) -> None:
+    """Contract: a header that describes what cannot be loaded is refused before anything is read."""
+    _write(tmp_path / "model.safetensors", header, 16)
+    with pytest.raises(CommitError, match=says):
+        lay_out(tmp_path)
+
+
+def test_a_tensor_that_lies_askew(tmp_path: Path) -> None:
+    """Contract: bytes that are not aligned to their type are loaded all the same."""
+    extra: dict[str, Any] = {}
+    header = {"a": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]}, "b": {"dtype": "F32", "shape": [2], "data_offsets": [3, 11]}}  # fmt: skip
+    with stage(version_dir(tmp_path, 1), step=1, producer="trainer", extra=extra) as tmp:
+        _write(tmp / "model.safetensors", header, 11)
+        extra |= manifest_extra(1, 0, hash_directory(tmp))
+    read = begin(version_dir(tmp_path, 1))
+    read.wait(SECONDS)
+    assert [tensor.tolist() for _, tensor in read.tensors()] == [[0, 0, 0], [0.0, 0.0]]
