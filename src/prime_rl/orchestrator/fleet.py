@@ -10,12 +10,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
+from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.engine import Served
 from prime_rl.transport.weights import WeightsManifest
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
@@ -55,7 +56,8 @@ class Replica:
     silent: int = 0
     losses: int = 0
     given: Served | None = None  # the last version that it loaded
-    coming: Served | None = None  # what it is loading: during an update either of the two is right
+    coming: Served | None = None  # what it is loading
+    _loaded: asyncio.Event = field(default_factory=asyncio.Event)  # the load has ended, one way or the other
 
     @property
     def name(self) -> str:
@@ -66,24 +68,35 @@ class Replica:
         its base model meanwhile, what it had sampled is `tainted`.
 
         Raises:
+            CanaryFailed: it computes something else. It gets no work any more, and nothing that it says proves anything.
             UserError: it refused; the earlier version is still expected.
         """
         before = self.given
+        self._loaded.clear()
         self.coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
         try:
             self.given = await self.engine.update(manifest)
+        except CanaryFailed:
+            self.serving = False
+            self.given = None if before is None else replace(before, hash="")
+            raise
         finally:
             self.coming = None
+            self._loaded.set()
         if before is not None and before.boot != self.given.boot:  # at once: from here on it proves what it serves now
             self.tainted |= self.unproven
             self.unproven.clear()
 
     async def proven(self) -> bool:
-        """Whether the server answers, is the one that was asked before, and serves what it was given."""
+        """Whether the server answers, is the one that was asked before, and serves what it was given. During an update it may serve the new
+        version already, which is proven when the update has succeeded."""
         try:
-            return await self.engine.served() in (self.given, self.coming)
+            served = await self.engine.served()
         except UserError:
             return False
+        if served == self.coming != self.given:
+            await self._loaded.wait()  # bounded: the requests that a load consists of are
+        return served == self.given
 
 
 class Fleet:

@@ -17,6 +17,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
+from prime_rl.orchestrator.canary import Canaries
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
@@ -489,7 +490,9 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     pool = make_pool(config)
     try:
         async with AsyncExitStack() as stack:
-            engines = [await stack.enter_async_context(Engine(config.client, root)) for root in config.client.api_roots]
+            canaries = Canaries() if config.canary else None
+            roots = config.client.api_roots
+            engines = [await stack.enter_async_context(Engine(config.client, root, canaries)) for root in roots]
             orchestrator = Orchestrator(config, pool, engines, status, monitor)
             current = asyncio.current_task()
             assert current is not None
