@@ -36,7 +36,7 @@ from support.mutated_server import SKIP
 
 world, make_policy = support.world, support.make_policy
 Tensors = dict[str, torch.Tensor]
-DRIFTED, STEPPED = 0.1, 1e-5  # relative changes of the weights: far from the base, and as after one step of RL
+DRIFTED, STEPPED = 0.1, 1e-4  # relative changes of the weights: far from the base, and as after one step of RL
 
 
 class Run:
@@ -180,14 +180,14 @@ async def test_the_canary_finds_what_a_loader_did_wrong(
     run.server.reset()
 
 
-HIDDEN = [(skip_a_tensor, STEPPED), (stay, STEPPED), (flip(0), DRIFTED)]
+HIDDEN = [(skip_a_tensor, STEPPED), (flip(0), DRIFTED)]
 
 
-@pytest.mark.parametrize(("mutate", "by"), HIDDEN, ids=["skipped", "stale", "last bit"])
+@pytest.mark.parametrize(("mutate", "by"), HIDDEN, ids=["skipped", "last bit"])
 async def test_the_band_hides_what_changes_less_than_noise_may(
     run: Run, mutate: Callable[[Tensors, Tensors], Tensors], by: float
 ) -> None:
-    """What the canary does not see, and why: a step's change is smaller than what servers may be off by, and so is a weight's last bit.
+    """What the canary does not see, and why: a step's change of one tensor is smaller than what servers may be off by, and so is a weight's last bit.
     Without the floor of the band even these would show: float32 is off by less."""
     noise = await run.load(run.base)
     new = run.changed(by)
@@ -197,6 +197,15 @@ async def test_the_band_hides_what_changes_less_than_noise_may(
     assert found.most > 0
     if by == STEPPED:
         assert found.mean > noise.mean
+
+
+async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:
+    """Contract: a step away from what it was given before, a server that keeps that is in the band, but its numbers are the very same."""
+    await run.load(run.base)
+    version = run.commit(run.changed(STEPPED), run.changed(0.0))
+    with pytest.raises(CanaryFailed, match="the very same as before"):
+        await run.load(version)
+    assert run.hides(await run.difference(version))
 
 
 def stale_file(run: Run, version: WeightsManifest) -> None:

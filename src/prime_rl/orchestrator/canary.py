@@ -20,6 +20,7 @@ logger = log.get("orchestrator")
 
 FACTOR = 4.0  # by which a trained version may be farther off than the base was
 LEAST_MEAN, LEAST_MOST = 1e-3, 2e-2  # nats: the narrowest band; float32 on both sides is off by 1e-6
+MOVED_MEAN = 1e-4  # nats: by so much the trainer's own numbers move from one version to another, and a server's cannot stay the very same
 WORST_MEAN = 1.0  # nats: a server that is farther off on the base weights does not compute this model
 
 
@@ -68,6 +69,26 @@ def calibrated(base: Difference) -> Band | None:
     return Band(max(FACTOR * base.mean, LEAST_MEAN), max(FACTOR * base.most, LEAST_MOST))
 
 
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of one version's canary: the trainer's and a server's."""
+
+    trainer: Sequence[float]
+    server: Sequence[float]
+
+    @property
+    def difference(self) -> Difference:
+        """How far apart they are."""
+        return compare(self.server, self.trainer)
+
+
+def stayed(before: Scores, now: Scores) -> bool:
+    """Whether a server still computes the very same, to the last digit, as before it was given other weights. A step moves the trainer's numbers by less than
+    servers are off, so that weights which silently stayed what they were are in the band; but they do not compute something new."""
+    moved = compare(now.trainer, before.trainer).mean > MOVED_MEAN
+    return moved and list(now.server) == list(before.server)
+
+
 class Scoring(Protocol):
     """What is asked of a server: `engine.Engine`."""
 
@@ -85,6 +106,7 @@ class Canaries:
         self._bands: dict[
             str, tuple[str, Band | None]
         ] = {}  # by address: the server's boot, and its band (None: it cannot be checked)
+        self._scores: dict[str, Scores] = {}  # of what each computed last
         self._said: set[str] = set()
 
     async def prepare(self, engine: Scoring, weights: WeightsManifest) -> None:
@@ -109,11 +131,12 @@ class Canaries:
         if not served.holds(base):
             served = await engine.give(base)
         try:
-            found = compare(await engine.score(base.canary.tokens), base.canary.logprobs)
+            scores = Scores(base.canary.logprobs, await engine.score(base.canary.tokens))
         except CannotScore as error:
             logger.warning("%s is not checked by a canary, only by hashes: %s", engine.root, error)
             self._bands[engine.root] = served.boot, None
             return
+        found = scores.difference
         band = calibrated(found)
         if band is None:
             raise CanaryFailed(
@@ -121,7 +144,7 @@ class Canaries:
                 f"prompt differ by {found}; {WORST_MEAN:g} on average is the most that can be noise (canary = false switches this off)"
             )
         logger.info("%s: the canary differs by %s on the base weights; the band is %s", engine.root, found, band)
-        self._bands[engine.root] = served.boot, band
+        self._bands[engine.root], self._scores[engine.root] = (served.boot, band), scores
 
     async def check(self, engine: Scoring, weights: WeightsManifest, served: Served) -> None:
         """After the server, which says what is `served`, has loaded `weights`.
@@ -141,14 +164,20 @@ class Canaries:
             return
         claim = f"the server at {engine.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
         try:
-            found = compare(await engine.score(weights.canary.tokens), weights.canary.logprobs)
+            scores = Scores(weights.canary.logprobs, await engine.score(weights.canary.tokens))
         except (CannotScore, EngineTrouble) as error:  # it could answer when it was calibrated
             raise CanaryFailed(f"{claim} does not score the canary prompt: {error}") from error
-        if not band.holds(found):
+        if not band.holds(scores.difference):
             raise CanaryFailed(
-                f"{claim} does not compute it: its log-probabilities of the canary prompt differ from the trainer's by {found}; "
+                f"{claim} does not compute it: its log-probabilities of the canary prompt differ from the trainer's by {scores.difference}; "
                 f"the band is {band} (canary = false switches this off)"
             )
+        if stayed(self._scores[engine.root], scores):
+            raise CanaryFailed(
+                f"{claim} does not compute it: its log-probabilities of the canary prompt are the very same as before (canary = false switches "
+                f"this off)"
+            )
+        self._scores[engine.root] = scores
 
     def band(self, root: str) -> Band | None:
         """That of the server at this address; None where there is none."""

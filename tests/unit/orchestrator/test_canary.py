@@ -16,13 +16,16 @@ from prime_rl.orchestrator.canary import (
     FACTOR,
     LEAST_MEAN,
     LEAST_MOST,
+    MOVED_MEAN,
     WORST_MEAN,
     Band,
     Canaries,
     CanaryFailed,
     Difference,
+    Scores,
     calibrated,
     compare,
+    stayed,
 )
 from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served
 from prime_rl.transport.canary import Canary, canary_tokens, read_canary
@@ -84,6 +87,15 @@ def test_a_canary_comes_back_from_a_manifest():
     canary = Canary(TOKENS, LOGPROBS)
     assert read_canary(manifest_extra(1, 0, {}, canary=canary)) == canary
     assert read_canary(manifest_extra(1, 0, {})) is None
+
+
+@given(st.lists(st.floats(-20, 0), min_size=1, max_size=5), st.floats(-1, 1))
+def test_only_numbers_that_stay_to_the_last_digit_while_the_trainers_move_are_stale(logprobs, moves):
+    before = Scores(logprobs, [logprob + 0.1 for logprob in logprobs])
+    moved = [logprob + moves for logprob in logprobs]
+    assert stayed(before, Scores(moved, before.server)) is (compare(moved, logprobs).mean > MOVED_MEAN)
+    assert not stayed(before, Scores(moved, [math.nextafter(logprob, 1) for logprob in before.server]))
+    assert not stayed(before, before)
 
 
 # -- a server --------------------------------------------------------------------------------------------------------------------
@@ -190,6 +202,28 @@ async def test_a_server_that_computes_another_model_is_never_calibrated(server, 
             CanaryFailed, match=r"does not compute the trainer's model: on the base weights .* 1.5 nats"
         ):
             await server.update(Canaries(), one)
+
+
+async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, tmp_path):
+    """A step moves less than the band; going back to what it really serves is no failure, nor is loading the same again."""
+    canaries, one = Canaries(), commit(tmp_path, 1)
+    two = commit(tmp_path, 2, Canary(TOKENS, (-1.001, -2.0, -3.001)))
+    await server.update(canaries, one)
+    give = server.give
+
+    async def stale(weights: WeightsManifest) -> Served:
+        await give(replace(weights, canary=one.canary))
+        return await server.served()
+
+    server.give = stale
+    for version in (two, one, two, one, one):
+        if version is two:
+            with pytest.raises(CanaryFailed, match="the very same as before"):
+                await server.update(canaries, version)
+        else:
+            await server.update(canaries, version)
+    server.give = give
+    await server.update(canaries, two)
 
 
 async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tmp_path, heard):
