@@ -122,8 +122,13 @@ def free_port() -> int:
 
 
 @contextmanager
-def launch_server(directory: Path, model: Path, settings: dict[str, Any] | None = None) -> Iterator[InferenceServer]:
-    """`inference @ file` in a process group of its own that dies with this process, whatever way it dies."""
+def launch_server(
+    directory: Path,
+    model: Path,
+    settings: dict[str, Any] | None = None,
+    module: str = "prime_rl.entrypoints.inference",
+) -> Iterator[InferenceServer]:
+    """`inference @ file` in a process group of its own that dies with this process, whatever way it dies. `module` may stand in for it."""
     directory.mkdir(parents=True, exist_ok=True)
     weights_root = directory / "weights"
     weights_root.mkdir()
@@ -139,13 +144,13 @@ def launch_server(directory: Path, model: Path, settings: dict[str, Any] | None 
     file = directory / "inference.toml"
     file.write_text(tomli_w.dumps(config))
     log = directory / "inference.log"
-    command = [sys.executable, "-m", "prime_rl.entrypoints.inference", "@", str(file)]
+    command = [sys.executable, "-m", module, "@", str(file)]
     with Lifeline() as line, log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **line.env},
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), **line.env},
             pass_fds=line.pass_fds,
             start_new_session=True,
             cwd=REPOSITORY,
@@ -208,9 +213,9 @@ def start_server(tmp_path: Path) -> Iterator[LaunchServer]:
     """Start further servers, with settings of their own, that end with the test (12 s each: mark such tests slow)."""
     with ExitStack() as stack:
 
-        def start(model: Path, settings: dict[str, Any] | None = None) -> InferenceServer:
+        def start(model: Path, settings: dict[str, Any] | None = None, **options: str) -> InferenceServer:
             directory = tmp_path / f"server-{free_port()}"
-            return stack.enter_context(launch_server(directory, model, settings))
+            return stack.enter_context(launch_server(directory, model, settings, **options))
 
         yield start
 

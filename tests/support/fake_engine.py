@@ -235,6 +235,8 @@ class PolicyEngine(FakeEngine):
         return web.json_response({"version": 0, "hash": self._base["hash"]})
 
     async def _generate(self, request: web.Request) -> web.Response:
+        if "prompt_logprobs" in (await request.json())["sampling_params"]:
+            return _error(400, "a scripted engine computes nothing")
         if faults.point("generate") == "error":
             return _error(500, "scripted failure")
         return await super()._generate(request)

@@ -64,6 +64,10 @@ class OrchestratorConfig(BaseConfig, Environments):
     max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
     weights_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a version of the weights.")
+    canary: bool = Field(
+        default=True,
+        description="Check after every load that a server computes what the trainer computed (see also weights.canary).",
+    )
     recover: bool = Field(
         default=False,
         json_schema_extra={"one_time": True},

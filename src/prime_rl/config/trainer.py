@@ -99,6 +99,9 @@ class WeightsConfig(ExportConfig):
     keep: NonNegativeInt | None = Field(
         default=0, description="Versions kept beyond those that running processes and checkpoints need (None: all)."
     )
+    canary: bool = Field(
+        default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
+    )
 
 
 class FakeData(Section):

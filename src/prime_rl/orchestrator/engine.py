@@ -1,9 +1,11 @@
 """The inference server as the orchestrator sees it: is it up, what does it serve, serve this instead."""
 
 import asyncio
+import math
 import os
+import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
+    from prime_rl.orchestrator.canary import Canaries
 
 logger = log.get(__name__)
 
@@ -26,6 +29,10 @@ _SAY_WAIT_AFTER_SECONDS = 0.5
 
 class EngineTrouble(UserError):
     """The server did not answer, or answered that something went wrong on its side: worth another attempt."""
+
+
+class CannotScore(UserError):
+    """The server does not answer with the log-probabilities of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +52,15 @@ class Served:
 
 
 class Engine:
-    """A client of one inference server. Use it as an asynchronous context manager."""
+    """A client of one inference server. Use it as an asynchronous context manager.
 
-    def __init__(self, config: "ClientConfig", root: str | None = None) -> None:
+    Args:
+        canaries: Check what the server computes, not only what it says that it serves (None: do not).
+    """
+
+    def __init__(self, config: "ClientConfig", root: str | None = None, canaries: "Canaries | None" = None) -> None:
         self.root = root or config.api_roots[0]
-        self._config = config
+        self._config, self._canaries = config, canaries
         key = os.environ.get(config.api_key_var, "")
         self._http = httpx.AsyncClient(
             base_url=self.root,
@@ -113,11 +124,24 @@ class Engine:
             ) from error
 
     async def update(self, weights: WeightsManifest) -> Served:
-        """Have the server load a committed version and prove it.
+        """Have the server load a committed version and prove it: say what it serves, and compute what the trainer computed.
 
         Raises:
-            EngineTrouble: it failed, or its answer was lost, and it does not serve that version.
+            EngineTrouble: it failed, or its answer was lost, and it does not serve that version; or it computes something else.
             UserError: it refused, or says afterwards that it serves something else.
+        """
+        if self._canaries is None:
+            return await self.give(weights)
+        await self._canaries.prepare(self, weights)
+        served = await self.give(weights)
+        await self._canaries.check(self, weights, served)
+        return served
+
+    async def give(self, weights: WeightsManifest) -> Served:
+        """Have the server load a committed version and say what it serves.
+
+        Raises:
+            EngineTrouble, UserError: as `update` does, but what it computes is not looked at.
         """
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
         try:
@@ -134,6 +158,32 @@ class Engine:
                 f"version {served.version} ({served.hash[:12]})"
             )
         return served
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        """Ask, by the route that episodes use, for the log-probabilities of a prompt's tokens but the first: at temperature 1, computed anew.
+
+        Raises:
+            CannotScore: the server refuses, or answers without them.
+            EngineTrouble: it did not answer, or failed.
+        """
+        body = {
+            "token_ids": list(tokens),
+            "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+            # vLLM reads no cached prefix for such a request; another server might.
+            "cache_salt": f"canary-{secrets.token_hex(8)}",
+        }
+        try:
+            answer = await self._call("POST", "/inference/v1/generate", body)
+        except EngineTrouble:
+            raise
+        except UserError as error:
+            raise CannotScore(str(error)) from error
+        try:
+            entries = answer["prompt_logprobs"][1:]
+            found = [entry[str(token)]["logprob"] for token, entry in zip(tokens[1:], entries, strict=True)]
+            return [math.nan if logprob is None else float(logprob) for logprob in found]  # JSON has no NaN
+        except (KeyError, TypeError, ValueError) as error:
+            raise CannotScore(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
     async def _served_or_none(self) -> Served | None:
         try:

@@ -11,13 +11,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
+from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.engine import Served
 from prime_rl.transport.weights import WeightsManifest
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
@@ -66,7 +67,8 @@ class Replica:
     failures: int = 0
     released: bool = False
     given: Served | None = None  # the last version that it loaded
-    coming: Served | None = None  # what it is loading: during an update either of the two is right
+    coming: Served | None = None  # what it is loading
+    _loaded: asyncio.Event = field(default_factory=asyncio.Event)  # the load has ended, one way or the other
 
     @property
     def name(self) -> str:
@@ -83,24 +85,37 @@ class Replica:
         its base model meanwhile, what it had sampled is `tainted`.
 
         Raises:
+            CanaryFailed: it computes something else. It gets no work any more, and nothing that it says proves anything.
             UserError: it refused; the earlier version is still expected.
         """
         before = self.given
+        self._loaded.clear()
         self.coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
         try:
             self.given = await self.engine.update(manifest)
+        except CanaryFailed:
+            self.serving = False
+            self.given = None if before is None else replace(before, hash="")
+            raise
         finally:
             self.coming = None
+            self._loaded.set()
         if before is not None and before.boot != self.given.boot:  # at once: from here on it proves what it serves now
             self.tainted |= self.unproven
             self.unproven.clear()
 
     async def proven(self) -> bool:
-        """Whether the server answers, is the one that was asked before, and serves what it was given; or left when it did."""
+        """Whether the server answers, is the one that was asked before, and serves what it was given; or left when it did. During an update it
+        may serve the new version already, which is proven when the update has succeeded."""
         try:
-            return self.released or await self.engine.served() in (self.given, self.coming)
+            if self.released:
+                return True
+            served = await self.engine.served()
         except UserError:
             return False
+        if served == self.coming != self.given:
+            await self._loaded.wait()  # bounded: the requests that a load consists of are
+        return served == self.given
 
 
 class Fleet:

@@ -17,6 +17,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
+from prime_rl.orchestrator.canary import Canaries
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
@@ -39,6 +40,7 @@ from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.shared import ClientConfig
 
 logger = log.get("orchestrator")
 
@@ -516,8 +518,9 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     pool = make_pool(config)
     try:
         async with AsyncExitStack() as stack:
-            engines = [await stack.enter_async_context(Engine(config.client, root)) for root in config.client.api_roots]
-            orchestrator = Orchestrator(config, pool, engines, status, monitor, partial(_connect, stack, config))
+            connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
+            engines = [connect(root) for root in config.client.api_roots]
+            orchestrator = Orchestrator(config, pool, engines, status, monitor, connect)
             current = asyncio.current_task()
             assert current is not None
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -534,8 +537,9 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         monitor.close()
 
 
-def _connect(stack: AsyncExitStack, config: "OrchestratorConfig", address: str) -> Engine:
-    engine = Engine(config.client, address)
+def _connect(stack: AsyncExitStack, client: "ClientConfig", canaries: Canaries | None, root: str) -> Engine:
+    """The client of one server, for as long as the run."""
+    engine = Engine(client, root, canaries)
     stack.push_async_exit(engine)
     return engine
 

@@ -7,13 +7,14 @@ sampled: the others go on.
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from prime_rl import faults
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
 from prime_rl.monitor import Status, log
+from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
 from prime_rl.orchestrator.engine import EngineTrouble
@@ -80,6 +81,9 @@ class Serving:
         self.parts: dict[str, float] = {}
         self.core: Core[EpisodeResult]
         self._failures = 0  # to load, in a row
+        self._misread = (
+            0  # updates in a row after which no server computed what the trainer did, whatever was loaded in between
+        )
         self._shell = shell
         self.begun = False
         self._moving = False  # what is served is being changed
@@ -298,13 +302,25 @@ class Serving:
                     "%s did not load version %d, the run goes on without it: %s", replica.name, version, error
                 )
                 self.recover(replica)
+            self._misread = 0
             return True
+        self._count_misread(failures.values(), version)
         for replica in list(failures):
             if not await replica.proven():
                 self.recover(replica)
         if self.fleet.serving:
             await self._may_retry(next(iter(failures.values())), version)
         return False
+
+    def _count_misread(self, errors: Iterable[LoadError], version: int) -> None:
+        """Servers that fail a canary go back to the earlier version and are given this one once more, but not for ever."""
+        failed = next((error for error in errors if isinstance(error, CanaryFailed)), None)
+        if failed is None:
+            return
+        self._misread += 1
+        if self._misread >= _ATTEMPTS:
+            raise failed
+        logger.warning("version %d is not served, trying again: %s", version, failed)
 
     async def _load(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
         """All of them at once. Returns those that did not load it, and why.

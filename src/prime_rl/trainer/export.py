@@ -30,6 +30,7 @@ from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows
 from prime_rl.trainer.source import Source
+from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import Stage, disk_errors
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
 
@@ -293,7 +294,15 @@ class Slot:
 
 
 def write_version(
-    staging: Staging, copied: Copy, source: Source, world: World, final: Path, *, version: int, incarnation: int
+    staging: Staging,
+    copied: Copy,
+    source: Source,
+    world: World,
+    final: Path,
+    *,
+    version: int,
+    incarnation: int,
+    canary: Canary | None = None,
 ) -> dict[str, float]:
     """Commit what is staged as `final`, with config and tokenizer of the source. Every rank calls it, perhaps in a thread.
 
@@ -323,7 +332,7 @@ def write_version(
         on_main(world, lambda: _write_index(directory, slots))
         dtype = DTYPE_NAMES[staging.dtype]
         tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
-        extra = manifest_extra(version, incarnation, tensors)
+        extra = manifest_extra(version, incarnation, tensors, canary=canary)
         files: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in tensors.items():
             files.setdefault(entry.file, {})[name] = entry

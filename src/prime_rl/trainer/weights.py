@@ -14,10 +14,12 @@ import torch
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
+from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_version
-from prime_rl.trainer.model import Policy
+from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.source import Source
+from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import clean_stages, give_up, list_steps, prune
 from prime_rl.transport.lives import Seen, next_life, open_life, read_lease, read_lives, read_versions, sparing_lives
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
@@ -59,6 +61,7 @@ class Versions:
         timeout: Seconds that committing one may take.
         overlapping: Versions follow each other so fast that one may be copied while the one before it is still being written, where there is
             host memory for that.
+        canary: Scores what goes into each version's manifest for those who serve it (None: nobody compares).
         on_committed: Told, in the loop's thread, each version that was settled and the seconds that its parts took (`export_*`); `export` is
             what the loop waited for.
     """
@@ -73,13 +76,14 @@ class Versions:
         *,
         timeout: float = 600.0,
         overlapping: bool = True,
+        canary: CanaryScorer | None = None,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
         self.life, self._overlapping = 0, overlapping
         self._seen: Seen = {}
-        self._timeout, self._on_committed = timeout, on_committed
+        self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
         self._staging = Staging(policy, world, dtype)
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -102,7 +106,10 @@ class Versions:
         Returns:
             The life's number, and the base model's hash (None: random weights).
         """
-        self.life, base = on_main(self.world, lambda: self._open(start, spares, saved_by))
+        # Only a policy that is not trained yet is the base model.
+        scored = None if self._canary is None or start > 0 else self._canary.score(as_exported=False)
+        base_canary = None if scored is None else agree(self.world, scored.read)
+        self.life, base = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
         if self._overlapping and all(gather(self.world, self._staging.affords_two())):
             self._staging.buffers = 2
         self._others.append(self._thread.submit(self._staging.allocate))
@@ -128,9 +135,10 @@ class Versions:
         """
         self._settle(versions=self._staging.buffers - 1, prunes=1)
         began = time.perf_counter()
+        scored = None if self._canary is None else self._canary.score()
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
-        written = self._thread.submit(self._commit, version, self._copied, check, before, list(self._prunes))
+        written = self._thread.submit(self._commit, version, self._copied, scored, check, before, list(self._prunes))
         self._pending.append((version, written))
         self._waited += time.perf_counter() - began
 
@@ -223,6 +231,7 @@ class Versions:
         self,
         version: int,
         copied: Copy,
+        scored: Scored | None,
         check: Callable[[], object],
         before: "Future[Times | None] | None",
         prunes: Collection["Future[None]"],
@@ -233,11 +242,19 @@ class Versions:
             if before is not None and not _is_committed(before):
                 return None
             agree(world, check)
+            canary = None if scored is None else agree(world, scored.read)
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
             on_main(world, lambda: self._make_room(prunes))
             final = version_dir(self.root, version)
             times = write_version(
-                self._staging, copied, self.source, world, final, version=version, incarnation=self.life
+                self._staging,
+                copied,
+                self.source,
+                world,
+                final,
+                version=version,
+                incarnation=self.life,
+                canary=canary,
             )
         finally:
             cast, copy = copied.finish()
@@ -269,11 +286,13 @@ class Versions:
             except OSError as error:
                 raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
 
-    def _open(self, start: int, spares: bool, saved_by: Collection[int]) -> tuple[int, str | None]:
+    def _open(
+        self, start: int, spares: bool, saved_by: Collection[int], canary: Canary | None
+    ) -> tuple[int, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
         clean_stages(self.root)
         directory = self.source.directory
-        base = None if directory is None else write_base_version(self.root, directory).hash
+        base = None if directory is None else write_base_version(self.root, directory, canary).hash
         faults.point(f"life:{next_life(self.output_dir, saved_by)}")
         life = open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
         self._set_aside(life)
@@ -303,15 +322,25 @@ def make_versions(
     tell: Callable[[int, Times], None],
     *,
     overlapping: bool,
+    canary: bool = False,
 ) -> Versions:
-    """The versions of a run. `tell` gets the step that made a version, and the times that committing it took."""
+    """The versions of a run. `tell` gets the step that made a version, and the times that committing it took. With `canary` each carries one."""
+    dtype = export_dtype(config.weights.dtype, source)
+    scorer = None
+    if canary:
+        vocabulary, computed = (
+            source.config.get_text_config().vocab_size,
+            compute_dtype(config.model.dtype, world.device),
+        )
+        scorer = CanaryScorer(policy, world, vocabulary, computed, dtype)
     return Versions(
         config.output_dir,
         policy,
         source,
         world,
-        export_dtype(config.weights.dtype, source),
+        dtype,
         timeout=config.dist_timeout,
         overlapping=overlapping,
+        canary=scorer,
         on_committed=lambda version, times: tell(version - 1, times),
     )

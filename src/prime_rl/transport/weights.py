@@ -12,6 +12,7 @@ from typing import Any
 
 import xxhash
 
+from prime_rl.transport.canary import Canary, read_canary
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest, stage, verify
 
 _CHUNK = 1 << 24
@@ -29,7 +30,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None."""
+    """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None. `canary` is None where the trainer
+    scored none."""
 
     version: int
     incarnation: int
@@ -37,6 +39,7 @@ class WeightsManifest:
     tensors: dict[str, TensorEntry]
     base: str | None
     directory: Path
+    canary: Canary | None = None
 
     @property
     def files(self) -> Path:
@@ -64,10 +67,15 @@ def version_hash(tensors: dict[str, TensorEntry]) -> str:
 
 
 def manifest_extra(
-    version: int, incarnation: int, tensors: dict[str, TensorEntry], base: str | None = None
+    version: int,
+    incarnation: int,
+    tensors: dict[str, TensorEntry],
+    base: str | None = None,
+    canary: Canary | None = None,
 ) -> dict[str, Any]:
     """What a writer of weights puts into the manifest's `extra`."""
-    return {
+    scored = {} if canary is None else {"canary": canary.as_extra()}
+    return scored | {
         "version": version,
         "incarnation": incarnation,
         "hash": version_hash(tensors),
@@ -85,8 +93,16 @@ def weights_manifest(directory: Path) -> WeightsManifest:
     extra = read_manifest(directory).extra
     try:
         tensors = {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()}
-        return WeightsManifest(extra["version"], extra["incarnation"], extra["hash"], tensors, extra["base"], directory)
-    except (KeyError, TypeError) as error:
+        return WeightsManifest(
+            extra["version"],
+            extra["incarnation"],
+            extra["hash"],
+            tensors,
+            extra["base"],
+            directory,
+            read_canary(extra),
+        )
+    except (KeyError, TypeError, ValueError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
 
 
@@ -185,7 +201,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def write_base_version(root: Path, model: Path) -> WeightsManifest:
+def write_base_version(root: Path, model: Path, canary: Canary | None = None) -> WeightsManifest:
     """Commit version 0, the base model at `model`, unless it is committed already.
 
     Raises:
@@ -193,7 +209,7 @@ def write_base_version(root: Path, model: Path) -> WeightsManifest:
     """
     directory = version_dir(root, 0)
     tensors = hash_directory(model)
-    extra = manifest_extra(0, 0, tensors, str(model.resolve()))
+    extra = manifest_extra(0, 0, tensors, str(model.resolve()), canary)
     if 0 in list_steps(root):
         existing = weights_manifest(directory)
         if existing.hash != extra["hash"]:

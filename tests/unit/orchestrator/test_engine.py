@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ import pytest
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
 from prime_rl.orchestrator import engine as engine_module
-from prime_rl.orchestrator.engine import Engine, EngineTrouble, Served
+from prime_rl.orchestrator.engine import CannotScore, Engine, EngineTrouble, Served
 from prime_rl.transport.weights import WeightsManifest
 
 
@@ -133,6 +134,41 @@ async def test_a_failure_of_the_server_is_told_from_a_refusal(server, status, tr
         with pytest.raises(UserError) as caught:
             await engine.served()
     assert isinstance(caught.value, EngineTrouble) is trouble
+
+
+async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(server):
+    """The log-probabilities of all tokens but the first, at temperature 1; what JSON cannot write is no number."""
+    entries = [None, {"7": {"logprob": -0.5}}, {"5": {"logprob": None}}]
+    server.answers["POST", "/inference/v1/generate"] = 200, {"choices": [], "prompt_logprobs": entries}
+    async with Engine(ClientConfig(base_url=server.url)) as engine:
+        found = [await engine.score([9, 7, 5]) for _ in range(2)]
+    assert [logprobs[0] for logprobs in found] == [-0.5, -0.5]
+    assert all(math.isnan(logprobs[1]) for logprobs in found)
+    bodies = [asked[2] for asked in server.asked]
+    assert bodies[0]["token_ids"] == [9, 7, 5]
+    assert bodies[0]["sampling_params"] == {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    assert bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, {"choices": []}),
+        (200, {"prompt_logprobs": None}),
+        (200, {"prompt_logprobs": [None, {"8": {"logprob": -1.0}}]}),
+        (200, {"prompt_logprobs": [None]}),
+        (400, {"error": {"message": "no"}}),
+        (404, {}),
+    ],
+)
+async def test_a_server_that_does_not_score_prompts_is_told_from_one_that_failed(server, status, body):
+    server.answers["POST", "/inference/v1/generate"] = status, body
+    async with Engine(ClientConfig(base_url=server.url)) as engine:
+        with pytest.raises(CannotScore):
+            await engine.score([9, 7])
+        server.answers["POST", "/inference/v1/generate"] = 500, {}
+        with pytest.raises(EngineTrouble):
+            await engine.score([9, 7])
 
 
 async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):

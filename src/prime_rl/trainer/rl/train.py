@@ -81,7 +81,10 @@ def run(
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     ends.callback(data.close)
-    versions = weights.make_versions(config, policy, source, world, report.more_metrics, overlapping=fake is None)
+    served = fake is None  # else nobody reads the versions
+    versions = weights.make_versions(
+        config, policy, source, world, report.more_metrics, overlapping=served, canary=served and config.weights.canary
+    )
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:

@@ -1,0 +1,160 @@
+"""What it costs to know what a server serves, and how far a right server is off: hashes, the answer to "what do you serve?", and the canary.
+
+    python benchmarks/canary.py --model 4B --json benchmarks/results/canary_h200.json
+    python benchmarks/canary.py --model tiny --device cpu --dtype bfloat16                      # no GPU
+
+A model with random weights, sharpened as in mismatch.py, is the base; a second version is it with noise. Both are scored by the trainer and
+committed; a server loads them as a run would have it do. Needs vLLM (0.26 – 0.31) and no network.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from forked import run_forked
+from machine import describe_gpus, describe_machine
+from mismatch import write_model
+
+from prime_rl.config.shared import ClientConfig
+from prime_rl.config.trainer import TrainerModel
+from prime_rl.orchestrator.canary import Canaries, compare
+from prime_rl.orchestrator.engine import Engine
+from prime_rl.trainer.canary import CanaryScorer
+from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.model import build_policy, compute_dtype
+from prime_rl.trainer.parallel import close_world, init_world
+from prime_rl.trainer.source import find_model
+from prime_rl.transport.weights import (
+    WeightsManifest,
+    verify_weights,
+    version_dir,
+    weights_manifest,
+    write_base_version,
+)
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from conftest import InferenceServer, launch_server
+
+REPEATS = 10
+
+
+def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[str, float]:
+    """Commit versions 0 and 1 with their canaries. Returns seconds of scoring: until the host is free again, and until it is done."""
+    world = init_world(device, 600)
+    source = find_model(str(model))
+    policy = build_policy(source, TrainerModel(), world)
+    computed = compute_dtype("auto", world.device)
+    scorer = CanaryScorer(policy, world, source.config.vocab_size, computed, torch.bfloat16)
+    write_base_version(root, model, scorer.score(as_exported=False).read())
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            local = parameter.to_local() if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
+            local.mul_(1 + drift * torch.randn_like(local))
+    handed, done = [], []
+    for _ in range(REPEATS + 1):
+        began = time.perf_counter()
+        scored = scorer.score()
+        handed.append(time.perf_counter() - began)
+        canary = scored.read()
+        done.append(time.perf_counter() - began)
+    staging = Staging(policy, world, torch.bfloat16)
+    write_version(staging, staging.copy(), source, world, version_dir(root, 1), version=1, incarnation=0, canary=canary)
+    close_world()
+    return {
+        "trainer_host_seconds": statistics.median(handed[1:]),
+        "trainer_device_seconds": statistics.median(done[1:]),
+    }
+
+
+async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
+    """Have the server load both versions, and see how long each check takes and how far off it is."""
+    base, drifted = (weights_manifest(version_dir(root, version)) for version in (0, 1))
+    canaries = Canaries()
+    async with (
+        Engine(ClientConfig(base_url=server.base_url), canaries=canaries) as checked,
+        Engine(ClientConfig(base_url=server.base_url)) as engine,
+    ):
+        row: dict[str, float] = {}
+        for name, version in (("base", base), ("drifted", drifted)):
+            await checked.update(version)
+            found = compare(await engine.score(_tokens(version)), version.canary.logprobs if version.canary else ())
+            row |= {f"{name}_mean": found.mean, f"{name}_most": found.most}
+        band = canaries.band(server.root)
+        assert band is not None
+        row |= {"band_mean": band.mean, "band_most": band.most}
+        row["report_seconds"] = await _median(engine.served)
+        row["server_seconds"] = await _median(lambda: engine.score(_tokens(drifted)))
+        row["load_seconds"] = await _median(lambda: engine.give(drifted), repeats=3)
+    began = time.perf_counter()
+    verify_weights(drifted.directory)
+    row["hash_seconds"] = time.perf_counter() - began
+    row["gib"] = sum(file.stat().st_size for file in drifted.directory.glob("*.safetensors")) / 2**30
+    return row
+
+
+def _tokens(version: WeightsManifest) -> tuple[int, ...]:
+    assert version.canary is not None
+    return version.canary.tokens
+
+
+async def _median(call: Callable[[], Awaitable[object]], repeats: int = REPEATS) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        await call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0.6B", help="shape: 0.6B, 1.7B, 4B, 8B, tiny (0.6B)")
+    parser.add_argument("--layers", type=int, help="layers of it (all)")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dtype", default="auto", help="what the server computes in (auto)")
+    parser.add_argument("--drift", type=float, default=0.02, help="relative noise of the second version (0.02)")
+    parser.add_argument("--sharpness", type=float, default=6.0, help="weight of the last norm (6)")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "canary.log")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        row = measure(arguments, Path(scratch))
+    for name, value in row.items():
+        print(f"{name:<24}{value:>12.3g}")
+    if arguments.json is not None:
+        setting = {key: getattr(arguments, key) for key in ("model", "layers", "dtype", "drift", "sharpness")}
+        head: dict[str, Any] = {**describe_machine(), "gpus": describe_gpus(), **setting}
+        arguments.json.write_text(json.dumps({**head, **row}, indent=1) + "\n")
+
+
+def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, float]:
+    """Write the versions, then start a server on the base and ask it."""
+    model, served = scratch / "model" / "step_0", scratch / "server"
+    run = served / "weights" / "run"  # a server takes weights from below its root only
+    job = partial(write_model, model, arguments.model, arguments.layers, arguments.sharpness, arguments.device)
+    _done(run_forked(job, limit=300, log=arguments.log), arguments.log)
+    job = partial(write_versions, model, scratch / "versions", arguments.device, arguments.drift)
+    row: dict[str, float] = _done(run_forked(job, limit=300, log=arguments.log), arguments.log)
+    settings = {"model": {"name": str(model), "dtype": arguments.dtype}}
+    with launch_server(served, model, settings) as server:
+        (scratch / "versions").rename(run)
+        return row | asyncio.run(ask(server, run))
+
+
+def _done(outcome: Any, log: Path) -> Any:
+    if outcome.error:
+        sys.exit(f"{outcome.error} (log: {log})")
+    return outcome.value
+
+
+if __name__ == "__main__":
+    main()

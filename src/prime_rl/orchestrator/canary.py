@@ -1,0 +1,197 @@
+"""Does a server compute what the trainer computed? Its log-probabilities of a version's canary prompt against those in the manifest.
+
+Numbers never agree exactly: dtypes, kernels and quantization differ. How far a server is off by them alone is measured once, on the base weights,
+which it has not been given by anybody; a later version may be off a few times as far (`Band`). A canary that is out of its band counts as
+a failed load.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from prime_rl.monitor import log
+from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.protocol import BASE
+from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
+
+logger = log.get("orchestrator")
+
+FACTOR = 4.0  # by which a trained version may be farther off than the base was
+LEAST_MEAN, LEAST_MOST = 1e-3, 2e-2  # nats: the narrowest band; float32 on both sides is off by 1e-6
+MOVED_MEAN = 1e-4  # nats: by so much the trainer's own numbers move from one version to another, and a server's cannot stay the very same
+WORST_MEAN = 1.0  # nats: a server that is farther off on the base weights does not compute this model
+
+
+class CanaryFailed(EngineTrouble):
+    """The server does not compute what the trainer computed."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Absolute differences of log-probabilities in nats: over all tokens the mean, and the largest."""
+
+    mean: float
+    most: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2g} nats on average, {self.most:.2g} at most"
+
+
+@dataclass(frozen=True)
+class Band:
+    """How far a server may be off, in nats."""
+
+    mean: float
+    most: float
+
+    def holds(self, found: Difference) -> bool:
+        """Whether both numbers are within it; what is no number is not."""
+        return found.mean <= self.mean and found.most <= self.most
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2g} and {self.most:.2g}"
+
+
+def compare(server: Sequence[float], trainer: Sequence[float]) -> Difference:
+    """How far the server's log-probabilities are from the trainer's. Infinitely far where there are more or fewer, or one is not finite."""
+    if len(server) != len(trainer) or not server or not all(map(math.isfinite, [*server, *trainer])):
+        return Difference(math.inf, math.inf)
+    differences = [abs(one - other) for one, other in zip(server, trainer, strict=True)]
+    return Difference(sum(differences) / len(differences), max(differences))
+
+
+def calibrated(base: Difference) -> Band | None:
+    """The band of a server that is so far off on the base weights; None where that is too far to be noise."""
+    if not base.mean <= WORST_MEAN:
+        return None
+    return Band(max(FACTOR * base.mean, LEAST_MEAN), max(FACTOR * base.most, LEAST_MOST))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probabilities of one version's canary: the trainer's and a server's."""
+
+    trainer: Sequence[float]
+    server: Sequence[float]
+
+    @property
+    def difference(self) -> Difference:
+        """How far apart they are."""
+        return compare(self.server, self.trainer)
+
+
+def stayed(before: Scores, now: Scores) -> bool:
+    """Whether a server still computes the very same, to the last digit, as before it was given other weights. A step moves the trainer's numbers by less than
+    servers are off, so that weights which silently stayed what they were are in the band; but they do not compute something new."""
+    moved = compare(now.trainer, before.trainer).mean > MOVED_MEAN
+    return moved and list(now.server) == list(before.server)
+
+
+class Scoring(Protocol):
+    """What is asked of a server: `engine.Engine`."""
+
+    root: str
+
+    async def served(self) -> Served: ...
+    async def score(self, tokens: Sequence[int]) -> list[float]: ...
+    async def give(self, weights: WeightsManifest) -> Served: ...
+
+
+class Canaries:
+    """The bands of all servers of a run, each for one life of the server."""
+
+    def __init__(self) -> None:
+        self._bands: dict[
+            str, tuple[str, Band | None]
+        ] = {}  # by address: the server's boot, and its band (None: it cannot be checked)
+        self._scores: dict[str, Scores] = {}  # of what each computed last
+        self._said: set[str] = set()
+
+    async def prepare(self, engine: Scoring, weights: WeightsManifest) -> None:
+        """Before a server is given `weights`: calibrate its band, if that was not done since it was started. One that does not serve the base
+        weights is given them first.
+
+        Raises:
+            CanaryFailed: it computes something else.
+            EngineTrouble: it did not answer.
+        """
+        if weights.canary is None:
+            self._say_once("the trainer scored no canary for the version that is loaded")
+            return
+        served = await engine.served()
+        if engine.root in self._bands and self._bands[engine.root][0] == served.boot:
+            return
+        self._bands.pop(engine.root, None)
+        base = _base_of(weights)
+        if base is None or base.canary is None:
+            self._say_once("version 0 carries no canary, on which servers would be calibrated")
+            return
+        if not served.holds(base):
+            served = await engine.give(base)
+        try:
+            scores = Scores(base.canary.logprobs, await engine.score(base.canary.tokens))
+        except CannotScore as error:
+            logger.warning("%s is not checked by a canary, only by hashes: %s", engine.root, error)
+            self._bands[engine.root] = served.boot, None
+            return
+        found = scores.difference
+        band = calibrated(found)
+        if band is None:
+            raise CanaryFailed(
+                f"the server at {engine.root} does not compute the trainer's model: on the base weights the log-probabilities of the canary "
+                f"prompt differ by {found}; {WORST_MEAN:g} on average is the most that can be noise (canary = false switches this off)"
+            )
+        logger.info("%s: the canary differs by %s on the base weights; the band is %s", engine.root, found, band)
+        self._bands[engine.root], self._scores[engine.root] = (served.boot, band), scores
+
+    async def check(self, engine: Scoring, weights: WeightsManifest, served: Served) -> None:
+        """After the server, which says what is `served`, has loaded `weights`.
+
+        Raises:
+            CanaryFailed: it computes something else, or does not answer any more.
+            EngineTrouble: it was started again meanwhile.
+        """
+        if weights.canary is None or engine.root not in self._bands:
+            return
+        boot, band = self._bands[engine.root]
+        if boot != served.boot:
+            raise EngineTrouble(
+                f"the server at {engine.root} was started again while it loaded version {weights.version}"
+            )
+        if band is None:
+            return
+        claim = f"the server at {engine.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
+        try:
+            scores = Scores(weights.canary.logprobs, await engine.score(weights.canary.tokens))
+        except (CannotScore, EngineTrouble) as error:  # it could answer when it was calibrated
+            raise CanaryFailed(f"{claim} does not score the canary prompt: {error}") from error
+        if not band.holds(scores.difference):
+            raise CanaryFailed(
+                f"{claim} does not compute it: its log-probabilities of the canary prompt differ from the trainer's by {scores.difference}; "
+                f"the band is {band} (canary = false switches this off)"
+            )
+        if stayed(self._scores[engine.root], scores):
+            raise CanaryFailed(
+                f"{claim} does not compute it: its log-probabilities of the canary prompt are the very same as before (canary = false switches "
+                f"this off)"
+            )
+        self._scores[engine.root] = scores
+
+    def band(self, root: str) -> Band | None:
+        """That of the server at this address; None where there is none."""
+        return self._bands.get(root, ("", None))[1]
+
+    def _say_once(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("servers are checked by hashes alone: %s", reason)
+
+
+def _base_of(weights: WeightsManifest) -> WeightsManifest | None:
+    """Version 0 of the same run, which is never removed."""
+    try:
+        return weights_manifest(version_dir(weights.directory.parent, BASE))
+    except CommitError:
+        return None

@@ -1,0 +1,384 @@
+"""The canary: when a server's numbers are its own noise and when they are another model's, and what becomes of a server that computes the wrong thing."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import prime_rl.orchestrator.serving as serving
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.canary import (
+    FACTOR,
+    LEAST_MEAN,
+    LEAST_MOST,
+    MOVED_MEAN,
+    WORST_MEAN,
+    Band,
+    Canaries,
+    CanaryFailed,
+    Difference,
+    Scores,
+    calibrated,
+    compare,
+    stayed,
+)
+from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served
+from prime_rl.transport.canary import Canary, canary_tokens, read_canary
+from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.weights import WeightsManifest, manifest_extra, version_dir, weights_manifest
+from support.scripted import until
+from unit.orchestrator.test_fleet import FleetWorld, Server, run
+
+LOGPROBS = (-1.0, -2.0, -3.0)
+TOKENS = (5, 6, 7, 8)
+CANARY = Canary(TOKENS, LOGPROBS)
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_differences_are_absolute():
+    assert compare([-1.0, -2.5], [-1.5, -2.0]) == Difference(0.5, 0.5)
+    assert compare([-1.0, -2.0], [-1.0, -2.0]) == Difference(0.0, 0.0)
+
+
+@pytest.mark.parametrize("server", [[], [-1.0], [-1.0, math.nan], [-1.0, -math.inf]])
+def test_what_is_no_answer_is_infinitely_far_and_in_no_band(server):
+    assert not Band(1e9, 1e9).holds(compare(server, [-1.0, -2.0]))
+
+
+@given(st.floats(0, WORST_MEAN), st.floats(0, 100))
+def test_a_band_holds_what_it_was_calibrated_on_and_never_less_than_the_floor(mean, most):
+    band = calibrated(Difference(mean, most))
+    assert band is not None
+    assert band.holds(Difference(mean, most))
+    assert band.holds(Difference(LEAST_MEAN, LEAST_MOST))
+    assert not band.holds(Difference(max(FACTOR * mean, LEAST_MEAN) * 1.001, 0.0))
+    assert not band.holds(Difference(0.0, max(FACTOR * most, LEAST_MOST) * 1.001))
+
+
+@pytest.mark.parametrize("mean", [WORST_MEAN * 1.01, math.inf, math.nan])
+def test_another_model_is_not_noise(mean):
+    assert calibrated(Difference(mean, mean)) is None
+
+
+def test_the_prompt_is_the_same_for_ever():
+    """Versions of earlier runs, and of other machines, are compared by it."""
+    assert canary_tokens(1000)[:4] == [644, 24, 164, 419]
+    assert all(0 <= token < 50 for token in canary_tokens(50))
+
+
+@pytest.mark.parametrize(
+    "found", [{"tokens": [1, 2]}, {"tokens": [1, 2], "logprobs": []}, {"tokens": [1, 2], "logprobs": [math.nan]}, 3]
+)
+def test_a_spoilt_canary_makes_a_manifest_unreadable(found, tmp_path):
+    with stage(tmp_path / "step_1", step=1, producer="trainer", extra=manifest_extra(1, 0, {}) | {"canary": found}):
+        pass
+    with pytest.raises(CommitError, match="not as a version"):
+        weights_manifest(tmp_path / "step_1")
+
+
+def test_a_canary_comes_back_from_a_manifest():
+    canary = Canary(TOKENS, LOGPROBS)
+    assert read_canary(manifest_extra(1, 0, {}, canary=canary)) == canary
+    assert read_canary(manifest_extra(1, 0, {})) is None
+
+
+@given(st.lists(st.floats(-20, 0), min_size=1, max_size=5), st.floats(-1, 1))
+def test_only_numbers_that_stay_to_the_last_digit_while_the_trainers_move_are_stale(logprobs, moves):
+    before = Scores(logprobs, [logprob + 0.1 for logprob in logprobs])
+    moved = [logprob + moves for logprob in logprobs]
+    assert stayed(before, Scores(moved, before.server)) is (compare(moved, logprobs).mean > MOVED_MEAN)
+    assert not stayed(before, Scores(moved, [math.nextafter(logprob, 1) for logprob in before.server]))
+    assert not stayed(before, before)
+
+
+# -- a server --------------------------------------------------------------------------------------------------------------------
+
+
+class Scored:
+    """A server that is off by `noise`, serves what it is given, and remembers that."""
+
+    root = "http://engine"
+
+    def __init__(self, served: WeightsManifest) -> None:
+        self.noise = 0.0
+        self.answer: Exception | None = None
+        self.boot = "first"
+        self.now = served
+        self.gave: list[int] = []
+        self.scored = 0
+
+    async def served(self) -> Served:
+        return Served(self.now.version, self.now.hash, self.boot)
+
+    async def give(self, weights: WeightsManifest) -> Served:
+        self.gave.append(weights.version)
+        self.now = weights
+        return await self.served()
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        if self.answer is not None:
+            raise self.answer
+        self.scored += 1
+        assert self.now.canary is not None
+        assert tuple(tokens) == self.now.canary.tokens
+        return [logprob + self.noise for logprob in self.now.canary.logprobs]
+
+    async def update(self, canaries: Canaries, weights: WeightsManifest) -> None:
+        """As `Engine.update`."""
+        await canaries.prepare(self, weights)
+        await canaries.check(self, weights, await self.give(weights))
+
+
+def commit(root: Path, version: int, canary: Canary | None = CANARY) -> WeightsManifest:
+    place = version_dir(root, version)
+    with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, canary=canary)):
+        pass
+    return replace(weights_manifest(place), hash=f"hash {version}")
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch) -> Scored:
+    base = commit(tmp_path, 0)
+    monkeypatch.setattr("prime_rl.orchestrator.canary.weights_manifest", lambda directory: base)
+    return Scored(base)
+
+
+async def test_a_server_is_calibrated_before_it_is_given_anything_and_once(server, tmp_path):
+    """A quantized server is farther off than others, on every version."""
+    canaries, one, two = Canaries(), commit(tmp_path, 1), commit(tmp_path, 2)
+    server.noise = 0.05
+    await server.update(canaries, one)
+    assert canaries.band(server.root) == Band(pytest.approx(0.2), pytest.approx(0.2))
+    assert server.gave == [1]
+    server.noise = 0.19
+    await server.update(canaries, two)
+    assert server.scored == 3
+    server.noise = 0.21
+    with pytest.raises(
+        CanaryFailed,
+        match=r"version 2 .* differ from the trainer's by 0.21 nats on average, 0.21 at most; the band is 0.2 and 0.2",
+    ):
+        await server.update(canaries, two)
+
+
+async def test_a_server_that_serves_something_else_is_given_the_base_to_be_calibrated(server, tmp_path):
+    """The orchestrator was started again, or the server served another run."""
+    server.now = commit(tmp_path, 7)
+    canaries = Canaries()
+    await server.update(canaries, commit(tmp_path, 8))
+    assert server.gave == [0, 8]
+    assert canaries.band(server.root) is not None
+
+
+async def test_a_server_that_was_started_again_is_calibrated_again(server, tmp_path):
+    canaries, one = Canaries(), commit(tmp_path, 1)
+    await server.update(canaries, one)
+    server.boot, server.noise = "second", 0.1
+    await server.update(canaries, one)
+    assert canaries.band(server.root) == Band(pytest.approx(0.4), pytest.approx(0.4))
+    give = server.give
+
+    async def restarted(weights: WeightsManifest) -> Served:
+        server.boot = "third"
+        return await give(weights)
+
+    server.give = restarted
+    with pytest.raises(EngineTrouble, match="started again while it loaded version 1"):
+        await server.update(canaries, one)
+
+
+async def test_a_server_that_computes_another_model_is_never_calibrated(server, tmp_path):
+    server.noise = 1.5
+    one = commit(tmp_path, 1)
+    for _ in range(2):
+        with pytest.raises(
+            CanaryFailed, match=r"does not compute the trainer's model: on the base weights .* 1.5 nats"
+        ):
+            await server.update(Canaries(), one)
+
+
+async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, tmp_path):
+    """A step moves less than the band; going back to what it really serves is no failure, nor is loading the same again."""
+    canaries, one = Canaries(), commit(tmp_path, 1)
+    two = commit(tmp_path, 2, Canary(TOKENS, (-1.001, -2.0, -3.001)))
+    await server.update(canaries, one)
+    give = server.give
+
+    async def stale(weights: WeightsManifest) -> Served:
+        await give(replace(weights, canary=one.canary))
+        return await server.served()
+
+    server.give = stale
+    for version in (two, one, two, one, one):
+        if version is two:
+            with pytest.raises(CanaryFailed, match="the very same as before"):
+                await server.update(canaries, version)
+        else:
+            await server.update(canaries, version)
+    server.give = give
+    await server.update(canaries, two)
+
+
+async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tmp_path, heard):
+    """One line, not one a version. But one that could answer, and cannot any more, has failed."""
+    canaries, one, two = Canaries(), commit(tmp_path, 1), commit(tmp_path, 2)
+    server.answer = CannotScore("no such thing")
+    for version in (one, two):
+        await server.update(canaries, version)
+    assert [message for message in heard.messages if "not checked" in message] == [
+        "http://engine is not checked by a canary, only by hashes: no such thing"
+    ]
+    server.boot, server.answer = "second", None
+    await server.update(canaries, one)
+    for answer in (CannotScore("no such thing"), EngineTrouble("it failed")):
+        server.answer = answer
+        with pytest.raises(CanaryFailed, match=f"does not score the canary prompt: {answer}"):
+            await server.update(canaries, two)
+    server.answer, server.noise = None, math.nan
+    with pytest.raises(CanaryFailed, match="does not compute it"):
+        await server.update(canaries, two)
+
+
+async def test_versions_without_a_canary_are_served_by_their_hash(server, tmp_path, heard):
+    """A run that was begun before there were any: that is said once."""
+    canaries = Canaries()
+    for version in (1, 2):
+        await server.update(canaries, commit(tmp_path, version, None))
+    server.now = replace(server.now, canary=None)
+    assert len(heard.messages) == 1
+    assert "servers are checked by hashes alone: the trainer scored no canary" in heard.messages[0]
+    assert server.scored == 0
+
+
+# -- a run -----------------------------------------------------------------------------------------------------------------------
+
+NOTHING_THAT_WAS_COMMITTED = 999
+
+
+class Wrong(Server):
+    """It says that it serves what it was given, but of the versions in `wrong` it computes something else; the canary tells after a while."""
+
+    def __init__(self, root: str) -> None:
+        self.wrong: set[int] = set()
+        self.claim: Served | None = None
+        super().__init__(root)
+
+    async def served(self) -> Served:
+        served = await super().served()
+        return self.claim or served
+
+    async def update(self, weights) -> Served:
+        served = await super().update(weights)
+        self.claim = None
+        if weights.version in self.wrong:
+            self.claim, self.now = served, Served(NOTHING_THAT_WAS_COMMITTED, "", served.boot)
+            await asyncio.sleep(0.3)
+            raise CanaryFailed(f"{self.root} does not compute version {weights.version}: 0.3 nats")
+        return served
+
+
+def wrong_world(directory, servers: int, **settings) -> FleetWorld:
+    world = FleetWorld(directory, servers, **settings)
+    world.servers[-1] = wrong = Wrong(world.servers[-1].root)
+    world.pool.pools[wrong.root].engine = wrong
+    return world
+
+
+async def test_one_of_two_servers_that_computes_something_else_gets_no_work_and_nothing_of_it_is_trained(
+    tmp_path, heard
+):
+    """Contract: not even what ends while the canary is being scored, when the server says the right hash already. It is back with the first
+    version that it computes."""
+    world = wrong_world(tmp_path, 2, max_steps=6, max_error_rate=1.0, weights_timeout=20)
+    wrong = world.servers[1]
+    wrong.wrong = {1, 2, 3}
+    pool_run = world.pool.pools[wrong.root].run
+
+    async def held(*, episode_id: str, **rest):
+        """Those of the second batch end while the first canary is scored."""
+        group, _, issue = map(int, episode_id.split("."))
+        if group in range(3, 6) and issue == 0:
+            await until(lambda: wrong.claim is not None)
+        return await pool_run(episode_id=episode_id, **rest)
+
+    world.pool.pools[wrong.root].run = held
+    orchestrator = await run(world, 6, last=lambda: world.all_serve)
+    world.check(6)
+    assert all(NOTHING_THAT_WAS_COMMITTED not in world.really_sampled(step) for step in range(6))
+    assert NOTHING_THAT_WAS_COMMITTED in world.pool.sampled.values(), (
+        "nothing was sampled wrongly: the test shows nothing"
+    )
+    assert any("the run goes on without it" in message for message in heard.messages)
+    assert len(orchestrator.fleet.serving) == 2
+
+
+async def test_the_only_server_is_given_the_version_a_few_times_and_then_the_run_ends(tmp_path, monkeypatch):
+    """Contract: it goes back to the earlier version in between, which it computes well; still the attempts are counted. The error is the canary's
+    line."""
+    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    world = wrong_world(tmp_path, 1, max_error_rate=1.0)
+    (wrong,) = world.servers
+    wrong.wrong = set(range(2, 9))
+    with pytest.raises(UserError, match=r"does not compute version \d: 0.3 nats"):
+        await run(world)
+    given = [version for version, _ in wrong.updates]
+    first = next(place for place, version in enumerate(given) if version >= 2)
+    assert sum(version >= 2 for version in given) == serving._ATTEMPTS
+    assert any(version < 2 for version in given[first:]), "it was not given an earlier version in between"
+
+
+async def test_a_run_does_not_begin_with_a_server_that_computes_something_else(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    world = wrong_world(tmp_path, 1)
+    world.servers[0].wrong = {0}
+    with pytest.raises(UserError, match="does not compute version 0"):
+        await run(world)
+    assert len(world.servers[0].updates) == serving._ATTEMPTS
+    assert not world.pool.sent
+
+
+async def test_a_failed_canary_takes_back_an_earlier_proof(tmp_path):
+    """The same version is loaded again, and computes something else this time: that the server says the same as before proves nothing."""
+    world = wrong_world(tmp_path, 1)
+    replica = world.orchestrator().fleet.replicas[0]
+    manifest = weights_manifest(tmp_path / "weights" / "step_0")
+    await replica.load(manifest)
+    assert await replica.proven()
+    world.servers[0].wrong = {0}
+    with pytest.raises(CanaryFailed):
+        await replica.load(manifest)
+    assert not await replica.proven()
+    world.servers[0].wrong = set()
+    await replica.load(manifest)
+    assert await replica.proven()
+
+
+async def test_a_proof_that_is_asked_for_while_the_canary_is_scored_waits_for_it(tmp_path):
+    """The hash is right already. What comes of it is what the canary says."""
+    for wrong in (set(), {1}):
+        world = wrong_world(tmp_path / str(len(wrong)), 1)
+        replica = world.orchestrator().fleet.replicas[0]
+        await replica.load(weights_manifest(world.directory / "weights" / "step_0"))
+        world.trainer.commit(1)
+        world.servers[0].wrong = wrong
+        up = world.servers[0].update
+
+        async def slow(weights, up=up):
+            served = await up(weights)
+            await asyncio.sleep(0.1)
+            return served
+
+        world.servers[0].update = slow
+        load = asyncio.create_task(replica.load(weights_manifest(world.directory / "weights" / "step_1")))
+        await until(lambda server=world.servers[0]: len(server.updates) == 2)
+        assert not load.done()
+        assert await replica.proven() is (not wrong)
+        await asyncio.wait([load])
+        assert isinstance(load.exception(), CanaryFailed) is bool(wrong)

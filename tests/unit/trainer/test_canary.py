@@ -1,0 +1,132 @@
+"""The trainer's canary: what it says of a version is what the version's files compute, and scoring it leaves no trace."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from conftest import make_tiny_model
+from prime_rl.config import TrainerConfig
+from prime_rl.config.trainer import DefaultLoss
+from prime_rl.errors import UserError
+from prime_rl.trainer.canary import CanaryScorer, Scored
+from prime_rl.trainer.loss import STREAMS, make_token_loss
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.step import forward_backward
+from prime_rl.transport.canary import LENGTH, Canary, canary_tokens
+from prime_rl.transport.weights import weights_manifest
+from support import trainer as support
+
+tied_model, untied_model, world = support.tied_model, support.untied_model, support.world
+make_policy, run_training = support.make_policy, support.run_training
+Run = Callable[[TrainerConfig], None]
+
+
+def reference(directory: Path, tokens: tuple[int, ...]) -> torch.Tensor:
+    """What transformers computes in float32 with the files in `directory`."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0]
+
+
+def check(directory: Path) -> None:
+    manifest = weights_manifest(directory)
+    canary = manifest.canary
+    assert canary is not None
+    assert canary.tokens == tuple(canary_tokens(support.VOCABULARY))
+    assert len(canary.tokens) == LENGTH
+    expected = reference(manifest.files, canary.tokens)
+    assert torch.allclose(torch.tensor(canary.logprobs), expected, atol=2e-5), torch.tensor(canary.logprobs) - expected
+
+
+@pytest.mark.parametrize("which", ["tied", "untied", "experts"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_version_says_what_its_files_compute(which: str, dtype: str, run_training: Run, tmp_path: Path) -> None:
+    """Contract: base, trained and resumed versions alike, also where they are rounded for the export: the prompt's log-probabilities are those
+    of the files, to float32's accuracy."""
+    model = make_tiny_model(tmp_path / "model", tied=which == "tied", experts=4 if which == "experts" else 0)
+    support.write_rollouts(tmp_path, 4)
+    weights = {"dtype": dtype, "keep": 10}
+    run_training(support.make_config(tmp_path, model, max_steps=2, weights=weights, ckpt={"interval": 2}))
+    resumed = {"interval": 2, "resume_step": 2}
+    run_training(support.make_config(tmp_path, model, max_steps=4, weights=weights, ckpt=resumed))
+    for version in range(5):
+        check(tmp_path / "weights" / f"step_{version}")
+    scored = [weights_manifest(tmp_path / "weights" / f"step_{version}").canary for version in range(5)]
+    assert len({canary.logprobs for canary in scored if canary}) == 5
+
+
+def test_who_is_not_served_scores_nothing(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """On random data, and where it is switched off, manifests carry no canary."""
+    run_training(support.make_config(tmp_path / "fake", tied_model, max_steps=1, data={"fake": {"batch_size": 2}}))
+    support.write_rollouts(tmp_path / "off", 1)
+    run_training(support.make_config(tmp_path / "off", tied_model, max_steps=1, weights={"canary": False}))
+    for name in ("fake", "off"):
+        for version in (0, 1):
+            assert weights_manifest(tmp_path / name / "weights" / f"step_{version}").canary is None
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_scoring_leaves_no_trace(
+    experts: int, world: World, make_policy: Callable[..., Policy], tmp_path: Path
+) -> None:
+    """Contract: between two steps it changes neither weights nor gradients nor the experts' loads, though weights are rounded meanwhile; and
+    what it gathered is not what the next forward uses."""
+    model = make_tiny_model(tmp_path / "model", experts=experts)
+    documents = support.random_documents((20, 30), len(STREAMS))
+    loss = make_token_loss(DefaultLoss())
+    found = []
+    for scores in (False, True):
+        policy = make_policy(model)
+        scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.bfloat16)
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.001)  # no longer what bfloat16 can hold
+        before = [parameter.detach().clone() for parameter in policy.parameters()]
+        if scores:
+            first, again = scorer.score(), scorer.score()
+            assert first.read() == again.read()
+        assert all(map(torch.equal, policy.parameters(), before))
+        sums = forward_backward(policy, [collate(documents, len(STREAMS))], loss, world)
+        loads = [block.clone() for name, block in policy.named_buffers() if name.endswith("load")]
+        found.append([sums, *loads, *(_local(parameter.grad) for parameter in policy.parameters())])
+    assert len(found[0]) > 3
+    assert all(map(torch.equal, *found))
+
+
+def _local(gradient: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(gradient, DTensor)
+    return gradient.to_local()
+
+
+def test_scoring_compiles_nothing(world: World, make_policy: Callable[..., Policy], tied_model: Path) -> None:
+    """Contract: neither scoring nor the steps after it compile a graph."""
+    policy = make_policy(tied_model, compile=True)
+    scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.float32)
+    loss = make_token_loss(DefaultLoss())
+    torch._dynamo.reset()
+    counters.clear()
+    graphs = []
+    for step in range(5):
+        lengths = (20 + step, 30 - 3 * step)
+        if step > 1:
+            scorer.score()
+        forward_backward(policy, [collate(support.random_documents(lengths, len(STREAMS)), len(STREAMS))], loss, world)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[1] > 0, "nothing was compiled"
+    assert set(graphs[1:]) == {graphs[1]}
+
+
+def test_weights_that_compute_no_numbers_are_not_committed() -> None:
+    """Contract: what a step made is not served when it computes no numbers, however finite its gradient was."""
+    assert Scored((1, 2), torch.tensor([-0.5])).read() == Canary((1, 2), (-0.5,))
+    for bad in (torch.nan, -torch.inf):
+        with pytest.raises(UserError, match="canary prompt"):
+            Scored((1, 2, 3), torch.tensor([-0.5, bad])).read()
