@@ -79,7 +79,7 @@ class ScriptedEngine:
 
     async def update(self, weights) -> Served:
         await asyncio.sleep(0.01)
-        self.now = Served(weights.version, weights.hash, str(self.boots), self.update_seconds)
+        self.now = Served(weights.version, weights.hash, str(self.boots), seconds=self.update_seconds)
         self.updates.append((weights.version, weights.incarnation))
         return self.now
 
