@@ -290,14 +290,14 @@ class Members:
     async def _give_up(self, replica: Replica) -> None:
         again = await self._serving.release(replica, ask=False)
         logger.warning(
-            "%s is gone for good: no answer, and no sign of it in %s for %.0f s; %d episodes are made again, %d servers serve",
+            "%s is gone for good: no answer, and no sign of it in %s for %.0f s; %d episodes are made again (%d servers left to serve)",
             replica.name, self._config.discover, GONE_SECONDS, again, len(self._fleet.serving),
         )  # fmt: skip
 
     def _say_left(self, replica: Replica, again: int) -> None:
         what = f"{again} episodes that it had are made again" if again else "nothing of it is made again"
         count = len(self._fleet.serving)
-        logger.info("%s has left, and may be stopped: %s, %d servers serve", replica.name, what, count)
+        logger.info("%s has left, and may be stopped: %s (%d servers left to serve)", replica.name, what, count)
 
 
 async def _wishes(engines: Mapping[str, EngineClient]) -> list[tuple[str, str]]:

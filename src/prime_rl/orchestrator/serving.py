@@ -261,7 +261,7 @@ class Serving:
             self.core.serve(version)
             self._hold(self.core.life, version)
             self.status.progress()
-            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.where())
+            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self._where())
             stale = self.core.stale()
             for start in stale:
                 self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
@@ -401,7 +401,7 @@ class Serving:
         self.fleet.forget([start.episode for start in starts])
         self._shell.forget(starts)
 
-    def where(self) -> str:
+    def _where(self) -> str:
         """For the log, where there are several servers."""
         count = len(self.fleet.replicas)
         return f" on {len(self.fleet.serving)} of {count} servers" if count > 1 else ""
@@ -511,7 +511,7 @@ class Serving:
                 penalty = penalty if self.fleet.serving else min(penalty, _RETRY_SECONDS)
                 logger.warning(
                     "%s gets no work for %.0f s%s: it failed what it was given %d times in a row",
-                    replica.name, penalty, self.where(), replica.failures,
+                    replica.name, penalty, self._where(), replica.failures,
                 )  # fmt: skip
                 await asyncio.sleep(penalty)
                 penalty = 0.0
@@ -519,14 +519,14 @@ class Serving:
             if await replica.engine.answers():
                 try:
                     if await self._catch_up(replica):
-                        logger.info("%s serves version %d%s", replica.name, self.core.version, self.where())
+                        logger.info("%s serves version %d%s", replica.name, self.core.version, self._where())
                         return
                     trouble = ""
                 except (UserError, CommitError) as error:
                     trouble = str(error)
             if trouble and trouble != self._troubles.get(replica):
                 self._troubles[replica] = trouble
-                logger.warning("%s gets no work%s: %s", replica.name, self.where(), trouble)
+                logger.warning("%s gets no work%s: %s", replica.name, self._where(), trouble)
             self._check_hope()
             await asyncio.sleep(rest if trouble else POLL_SECONDS)
             rest = min(2 * rest, _REST_SECONDS if self.fleet.serving else _RETRY_SECONDS)

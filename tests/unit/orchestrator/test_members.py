@@ -471,3 +471,62 @@ async def test_an_evaluation_stands_that_a_leaving_server_had_a_part_in(tmp_path
     assert {world.pool.sent[name] for name in world.pool.sent if name.startswith("eval")} == {
         s.root for s in world.servers
     }
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_whoever_comes_and_goes_the_run_ends_and_its_stamps_are_right(tmp_path, monkeypatch, seed):
+    """Four servers that join, ask to leave, die without a word, are started again, and take their time to load."""
+    monkeypatch.setattr(members, "GONE_SECONDS", 0.5)
+    monkeypatch.setattr(members, "STALE_SECONDS", 0.3)
+    world = MovingWorld(tmp_path, servers=4, max_steps=12, async_level=2, max_error_rate=1.0, rollout_timeout=5)
+    chance, steady, ended = random.Random(seed), world.servers[0], []
+    beating = set(world.servers[:2])
+
+    def slowly(server):
+        update = server.update
+
+        async def load(weights):
+            await asyncio.sleep(chance.choice([0, 0, 0.1]))
+            return await update(weights)
+
+        server.update = load
+
+    for server in world.servers:
+        slowly(server)
+
+    async def beat():
+        while True:
+            for server in beating:
+                world.register(server)
+            await asyncio.sleep(0.05)
+
+    def restart(server):
+        server.base()
+        server.leaving, server.up = False, True
+        beating.add(server)
+
+    async def story(orchestrator, running):
+        hearts = asyncio.create_task(beat())
+        for _ in range(25):
+            await asyncio.sleep(chance.uniform(0.02, 0.2))
+            world.pool.seconds = chance.choice([0.02, 0.05, 0.2])
+            server = chance.choice(world.servers[1:])
+            match chance.choice(["leave", "die", "restart", "restart"]):
+                case "leave":
+                    server.leaving = True
+                case "die":
+                    server.up = False
+                    beating.discard(server)
+                case "restart" if server.leaving or not server.up or server not in beating:
+                    restart(server)
+            if chance.random() < 0.1:
+                steady.leaving = True
+            elif steady.leaving and chance.random() < 0.5:
+                restart(steady)
+        restart(steady)
+        world.pool.seconds = 0.02
+        ended.append(True)
+        await until(lambda: running.done(), timeout=50)
+        hearts.cancel()
+
+    await world.go(12, story, lambda: bool(ended))
