@@ -145,12 +145,13 @@ def launch_server(
     file.write_text(tomli_w.dumps(config))
     log = directory / "inference.log"
     command = [sys.executable, "-m", module, "@", str(file)]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
     with Lifeline() as line, log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY / "tests"), **line.env},
+            env={**os.environ, "PYTHONPATH": path, **line.env},
             pass_fds=line.pass_fds,
             start_new_session=True,
             cwd=REPOSITORY,
