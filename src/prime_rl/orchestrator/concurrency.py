@@ -114,4 +114,4 @@ class Concurrency:
 
     def _begin_turn(self, landed: int) -> None:
         self._turn_ends, self._looks = landed + self.limit, 0
-        self._fullest = self._ran = 0.0
+        self._fullest, self._ran, self._queued = 0.0, 0.0, False  # evidence is of one turn
