@@ -54,9 +54,9 @@ class OrchestratorConfig(BaseConfig, Environments):
     max_off_policy_steps: NonNegativeInt = Field(
         default=8, description="Most steps between the oldest token of a sample and the step that trains on it."
     )
-    max_concurrent: PositiveInt | None = Field(
+    max_concurrent: PositiveInt | Literal["auto"] | None = Field(
         default=None,
-        description="Most episodes in flight (None: batch_size x (async_level + 1)); never more than the workers run at once.",
+        description="Most episodes in flight (None: batch_size x (async_level + 1); auto: as the servers take them).",
     )
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
     algorithm: GRPO = Field(default_factory=GRPO, description="How advantages are computed.")

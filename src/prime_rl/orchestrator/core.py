@@ -16,6 +16,7 @@ episode's state is told to a `Record`, the ledger. Simulators and property tests
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Generic
 
 from prime_rl.orchestrator.episodes import (
@@ -118,6 +119,10 @@ class Core(Generic[Result]):
         if self.limits.max_steps is not None and step >= self.limits.max_steps:
             return False
         return may_start(step, self.version, self.limits.async_level)
+
+    def allow(self, max_concurrent: int) -> None:
+        """So many episodes may be in flight from now on; what is beyond it ends by itself."""
+        self.limits = replace(self.limits, max_concurrent=max_concurrent)
 
     # -- what happened -------------------------------------------------------------------------------------------------------
 

@@ -25,9 +25,10 @@ from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 from prime_rl.orchestrator.fleet import EngineClient, Fleet, Replica
 from prime_rl.orchestrator.journal import FLUSH_SECONDS, Journal
+from prime_rl.orchestrator.load import LoadWatch
 from prime_rl.orchestrator.members import Members
 from prime_rl.orchestrator.metrics import Tally, bench_table, step_metrics
-from prime_rl.orchestrator.plans import limits, make_pool
+from prime_rl.orchestrator.plans import limits, make_pool, seats
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
@@ -115,6 +116,8 @@ class Orchestrator:
             if self.evaluations.owed(self.core.version):
                 await self.evaluations.run()
             background = [] if self.config.bench else [self.serving.follow(), self.serving.watch(), self._keep_books()]
+            if self.config.max_concurrent == "auto":
+                background.append(LoadWatch(self.fleet, self.core, most=seats(self.config)).run())
             tasks = [asyncio.create_task(work) for work in background]
             for task in tasks:
                 task.add_done_callback(self.note_failure)

@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 def limits(config: "OrchestratorConfig") -> Limits:
     """The core's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
     level = ORCHESTRATOR_STEPS if config.bench else config.async_level
+    given = None if config.max_concurrent == "auto" else config.max_concurrent  # `load` goes on from what None means
     return Limits(
         batch_size=config.batch_size,
         group_size=config.rollouts_per_example,
         async_level=level,
         max_off_policy_steps=max(config.max_off_policy_steps, level),
-        max_concurrent=min(config.max_concurrent or config.batch_size * (config.async_level + 1), seats(config)),
+        max_concurrent=min(given or config.batch_size * (config.async_level + 1), seats(config)),
         max_steps=ORCHESTRATOR_STEPS if config.bench else config.max_steps,
     )
 

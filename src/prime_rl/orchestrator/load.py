@@ -1,0 +1,84 @@
+"""`max_concurrent = "auto"`: look at the servers' own counters, and let `concurrency` say how many episodes may be in flight."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+
+from prime_rl.monitor import log
+from prime_rl.orchestrator.concurrency import Concurrency, Load
+from prime_rl.orchestrator.core import Core
+from prime_rl.orchestrator.fleet import Fleet
+
+logger = log.get("orchestrator")
+
+LOOK_SECONDS = 2.0
+ANSWER_SECONDS = 5.0  # a server that is busier than that is not looked at this time
+
+Fetch = Callable[[str], Awaitable[str]]
+
+
+def read_load(metrics: str) -> Load:
+    """A server's load, from the text of its /metrics; where it has several engines the fullest cache counts.
+
+    Raises:
+        ValueError: it is not the text of a vLLM server.
+    """
+    return Load(
+        running=sum(_values(metrics, "vllm:num_requests_running")),
+        waiting=sum(_values(metrics, "vllm:num_requests_waiting")),
+        cache=max(_values(metrics, "vllm:kv_cache_usage_perc")),
+        preempted=sum(_values(metrics, "vllm:num_preemptions_total")),
+    )
+
+
+def _values(metrics: str, name: str) -> list[float]:
+    lines = [line for line in metrics.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
+    if not lines:
+        raise ValueError(f"no {name}")
+    return [float(line.rpartition(" ")[2]) for line in lines]
+
+
+class LoadWatch:
+    """Sets how many episodes `core` may have in flight, from looks at the servers that are given work."""
+
+    def __init__(self, fleet: Fleet, core: Core[Any], most: int) -> None:
+        self._fleet, self._core = fleet, core
+        self._control = Concurrency(core.limits.max_concurrent, most)
+        self._seen = (
+            core.version,
+            False,
+        )  # the version served at the last look, and whether another one was being loaded
+
+    async def run(self) -> None:
+        """Look every few seconds, until it is cancelled."""
+        async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as http:
+
+            async def fetch(url: str) -> str:
+                return (await http.get(url)).raise_for_status().text
+
+            while True:  # bounded: the run cancels it at its end
+                await asyncio.sleep(LOOK_SECONDS)
+                await self.look(fetch)
+
+    async def look(self, fetch: Fetch) -> None:
+        """One look at all; none where one of them does not answer."""
+        try:
+            texts = await asyncio.gather(*(fetch(f"{replica.name}/metrics") for replica in self._fleet.serving))
+            loads = [read_load(text) for text in texts]
+        except (httpx.HTTPError, ValueError) as error:
+            logger.debug("a server's load is not known: %r", error)
+            return
+        core = self._core
+        before, self._seen = self._seen, (core.version, self._fleet.loading is not None)
+        limit = self._control.look(
+            loads,
+            in_flight=core.in_flight,
+            landed=core.issued - core.in_flight,
+            updating=before != self._seen or self._seen[1],
+        )
+        if limit != core.limits.max_concurrent:
+            waiting, cache = sum(load.waiting for load in loads), max((load.cache for load in loads), default=0.0)
+            logger.info("%d episodes may be in flight now (%.0f wait, cache %.0f %% full)", limit, waiting, 100 * cache)
+            core.allow(limit)
