@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")
     parser.add_argument("--json", type=Path, help="file for the figures; rows of other cases in it stay")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended and removed
     rows: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
