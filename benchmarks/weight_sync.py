@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import torch
 from machine import describe_gpus, describe_machine
@@ -146,7 +148,10 @@ def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
         for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
             shutil.copy(path, model)
         with server(case, device, model, scratch) as running, load(case, running, scratch / "arrivals.npz") as arrived:
-            moments = [sync(writer, running, root, version) for version in range(1, case.syncs + 2)]
+            with httpx.Client(
+                base_url=running.root, timeout=120, trust_env=False
+            ) as client:  # made before it is measured
+                moments = [sync(writer, client, root, version) for version in range(1, case.syncs + 2)]
             time.sleep(AFTER_SECONDS)
         arrivals = arrived()
         syncs = [describe(moment, arrivals) for moment in moments[1:]]  # the first one allocates
@@ -157,14 +162,14 @@ def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
     return {**asdict(case), "bytes": writer.staging.file_bytes, "median": medians(syncs), "syncs": syncs}
 
 
-def sync(writer: Writer, running: InferenceServer, root: Path, version: int) -> dict[str, Any]:
+def sync(writer: Writer, client: httpx.Client, root: Path, version: int) -> dict[str, Any]:
     """From a step to what is served."""
     time.sleep(AFTER_SECONDS + QUIET_SECONDS)
     stepped = writer.step()
     directory = version_dir(root, version)
     parts = writer.commit(directory, version)
     committed = time.monotonic()
-    answer = running.post("/update_weights", {"weight_dir": str(directory), "version": version})
+    answer = client.post("/update_weights", json={"weight_dir": str(directory), "version": version})
     served = time.monotonic()
     answer.raise_for_status()
     for old in root.glob("step_*"):
@@ -292,6 +297,7 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")
     parser.add_argument("--json", type=Path, help="file for the figures; rows of other cases in it stay")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended and removed
     rows: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
