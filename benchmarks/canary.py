@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="layers of it (all)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dtype", default="auto", help="what the server computes in (auto)")
+    parser.add_argument("--compiled", action="store_true", help="let vLLM compile and capture graphs (slower to start)")
     parser.add_argument("--drift", type=float, default=0.02, help="relative noise of the second version (0.02)")
     parser.add_argument("--sharpness", type=float, default=6.0, help="weight of the last norm (6)")
     parser.add_argument("--json", type=Path, help="file for the figures")
@@ -131,7 +132,9 @@ def main() -> None:
     for name, value in row.items():
         print(f"{name:<24}{value:>12.3g}")
     if arguments.json is not None:
-        setting = {key: getattr(arguments, key) for key in ("model", "layers", "dtype", "drift", "sharpness")}
+        setting = {
+            key: getattr(arguments, key) for key in ("model", "layers", "dtype", "compiled", "drift", "sharpness")
+        }
         head: dict[str, Any] = {**describe_machine(), "gpus": describe_gpus(), **setting}
         arguments.json.write_text(json.dumps({**head, **row}, indent=1) + "\n")
 
@@ -144,7 +147,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, float]:
     _done(run_forked(job, limit=300, log=arguments.log), arguments.log)
     job = partial(write_versions, model, scratch / "versions", arguments.device, arguments.drift)
     row: dict[str, float] = _done(run_forked(job, limit=300, log=arguments.log), arguments.log)
-    settings = {"model": {"name": str(model), "dtype": arguments.dtype}}
+    settings = {"model": {"name": str(model), "dtype": arguments.dtype}, "enforce_eager": not arguments.compiled}
     with launch_server(served, model, settings) as server:
         (scratch / "versions").rename(run)
         return row | asyncio.run(ask(server, run))
