@@ -93,7 +93,7 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
     serving = [
         Process(
             server.name,
-            _argv(config, server.name),
+            _argv(config, SERVER, server.name),
             logs / f"{server.name}.log",
             {**_environment(server.name, placed, threads, machine), **_server_key(config)},
             placed[server.name],
@@ -194,9 +194,11 @@ def _config_path(config: RLConfig, name: str) -> str:
     return str(config.output_dir / "configs" / f"{name}.toml")
 
 
-def _argv(config: RLConfig, name: str) -> tuple[str, ...]:
-    command = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", _config_path(config, name))
-    return (*command, *_recover(config)) if name in PAIR else command
+def _argv(config: RLConfig, entrypoint: str, name: str | None = None) -> tuple[str, ...]:
+    """The command of process `name`, by default that of the entrypoint."""
+    path = _config_path(config, name or entrypoint)
+    command = (sys.executable, "-m", f"prime_rl.entrypoints.{entrypoint}", "@", path)
+    return (*command, *_recover(config)) if entrypoint in PAIR else command
 
 
 def _recover(config: RLConfig) -> tuple[str, ...]:

@@ -59,7 +59,8 @@ def test_gpus_that_serve_are_filled_with_servers() -> None:
     second = section(plan, "inference-1")
     assert isinstance(second, InferenceConfig)
     assert (second.server.port, second.process) == (8001, "inference-1")
-    assert plan.processes[1].argv[-1] == "outputs/configs/inference-1.toml"
+    command = ("-m", "prime_rl.entrypoints.inference", "@", "outputs/configs/inference-1.toml")
+    assert plan.processes[1].argv[1:] == command
     run = section(plan, "rl")
     assert isinstance(run, RLConfig)
     assert (
