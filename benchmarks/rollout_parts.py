@@ -15,14 +15,13 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 
 from machine import cpu_seconds, descendants
+from package import plugin_path
 
 REPOSITORY = Path(__file__).parents[1]
 TINY = REPOSITORY / "assets" / "tiny-reverse"
-PLUGIN_GROUP, PLUGIN = "vllm.endpoint_plugins", "prime_rl"
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 STOP_SECONDS = 20.0
 
@@ -111,18 +110,6 @@ def make_prompts(load: Load, count: int) -> tuple[list[str], list[list[int]]]:
         prompts.append(tokens(texts[-1]))
         assert len(prompts[-1]) == load.prompt, "the bundled tokenizer has one token a letter"
     return texts, prompts
-
-
-def plugin_path(directory: Path) -> list[str]:
-    """What must be on PYTHONPATH for vLLM to find our routes: package metadata, made here where prime-rl is on the path but not installed."""
-    if any(entry.name == PLUGIN for entry in entry_points(group=PLUGIN_GROUP)):
-        return []
-    print("prime-rl is not installed: making the package metadata by which vLLM finds its routes", flush=True)
-    found = directory / "prime_rl-0.dist-info"
-    found.mkdir(parents=True)
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: prime-rl\nVersion: 0\n")
-    (found / "entry_points.txt").write_text(f"[{PLUGIN_GROUP}]\n{PLUGIN} = prime_rl.inference.routes:PrimeRoutes\n")
-    return [str(directory)]
 
 
 def environment(directory: Path, cpu: bool) -> dict[str, str]:

@@ -17,11 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +28,11 @@ import numpy as np
 import torch
 from machine import describe_gpus, describe_machine
 from mismatch import TOKENIZER
+from package import plugin_path
 from steps import model_source
 from tables import sync_lines, text_table
 
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.inference.settings import PLUGIN
 from prime_rl.trainer.export import Staging, write_version
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
@@ -43,7 +41,7 @@ from prime_rl.transport.commit import prune
 from prime_rl.transport.weights import version_dir
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from conftest import REPOSITORY, InferenceServer, launch_server
+from conftest import InferenceServer, launch_server
 
 MEMORY = Path("/dev/shm")
 QUIET_SECONDS = 2.0  # before each version: what generation is like undisturbed
@@ -220,9 +218,8 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
         gpus = torch.cuda.device_count()
         settings["gpu_memory_utilization"] = 0.5 if gpus == 1 else 0.85
         environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": str(gpus - 1)}
-    if all(entry.name != PLUGIN for entry in metadata.entry_points(group="vllm.endpoint_plugins")):
-        site = describe_package(scratch / "site")
-        environment["PYTHONPATH"] = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = [*plugin_path(scratch / "site"), os.environ.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     before = dict(os.environ)
     os.environ.update(environment)
     directory = Path(tempfile.mkdtemp(prefix="server-", dir=scratch))
@@ -232,22 +229,6 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def describe_package(site: Path) -> Path:
-    """Metadata by which vLLM finds our routes where the package is not installed. Returns the directory for PYTHONPATH."""
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    info = site / f"prime_rl-{project['version']}.dist-info"
-    info.mkdir(parents=True, exist_ok=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: prime-rl\nVersion: {project['version']}\n")
-    groups = project["entry-points"].items()
-    lines = [
-        line
-        for group, names in groups
-        for line in (f"[{group}]", *(f"{key} = {value}" for key, value in names.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    return site
 
 
 @contextmanager

@@ -73,7 +73,7 @@ def require_plugin(name: str) -> None:
     if not any(entry.name == name for entry in metadata.entry_points(group=PLUGIN_GROUP)):
         raise UserError(
             f"prime-rl is on the path but not installed, so that vLLM cannot find its routes (entry point {name!r} of {PLUGIN_GROUP}): "
-            "install it (`pip install --no-deps -e .`), or put its *.dist-info on PYTHONPATH as benchmarks/rollout_parts.py does"
+            "install it (`pip install --no-deps -e .`), or put its *.dist-info on PYTHONPATH as benchmarks/package.py does"
         )
 
 
