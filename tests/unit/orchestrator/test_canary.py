@@ -155,15 +155,15 @@ async def test_a_server_is_calibrated_before_it_is_given_anything_and_once(serve
     canaries, one, two = Canaries(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.noise = 0.05
     await server.update(canaries, one)
-    assert canaries.band(server.root) == Band(pytest.approx(0.2), pytest.approx(0.2))
+    assert canaries.band(server.root) == Band(pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR))
     assert server.gave == [1]
-    server.noise = 0.19
+    server.noise = 0.79
     await server.update(canaries, two)
     assert server.scored == 3
-    server.noise = 0.21
+    server.noise = 0.81
     with pytest.raises(
         CanaryFailed,
-        match=r"version 2 .* differ from the trainer's by 0.21 nats on average, 0.21 at most; the band is 0.2 and 0.2",
+        match=r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; the band is 0.8 and 0.8",
     ):
         await server.update(canaries, two)
 
@@ -182,7 +182,7 @@ async def test_a_server_that_was_started_again_is_calibrated_again(server, tmp_p
     await server.update(canaries, one)
     server.boot, server.noise = "second", 0.1
     await server.update(canaries, one)
-    assert canaries.band(server.root) == Band(pytest.approx(0.4), pytest.approx(0.4))
+    assert canaries.band(server.root) == Band(pytest.approx(0.1 * FACTOR), pytest.approx(0.1 * FACTOR))
     give = server.give
 
     async def restarted(weights: WeightsManifest) -> Served:
@@ -224,6 +224,18 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, 
             await server.update(canaries, version)
     server.give = give
     await server.update(canaries, two)
+
+
+async def test_one_that_nears_the_end_of_its_band_is_told_of_once(server, tmp_path, heard):
+    """Contract: who runs for weeks hears of growing noise before it ends the run."""
+    canaries = Canaries()
+    server.noise = 0.05
+    await server.update(canaries, commit(tmp_path, 1))
+    server.noise = 0.6 * 0.05 * FACTOR
+    for version in (2, 3):
+        await server.update(canaries, commit(tmp_path, version))
+    (told,) = [message for message in heard.messages if "farther off than half its band" in message]
+    assert f"the band is {0.05 * FACTOR:.2g}" in told
 
 
 async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tmp_path, heard):
