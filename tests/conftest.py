@@ -32,6 +32,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if picked else min(2, os.cpu_count() or 1)
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in its own
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one worker runs, one after the other: a file, and all that start real servers, which share one of them and want a core each."""
     for item in items:

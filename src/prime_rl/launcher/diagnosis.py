@@ -142,9 +142,7 @@ def _go_on(facts: Facts) -> str:
 
 def _live(facts: Facts) -> Diagnosis:
     """Somebody is alive."""
-    chains = [
-        _follow(facts, name, ()) for name in (*JOBS, *filter(is_server, facts.processes)) if name in facts.processes
-    ]
+    chains = _chains(facts, [*(name for name in JOBS if name in facts.processes), *filter(is_server, facts.processes)])
     for chain in chains:
         if chain.fault is not None:
             return Diagnosis(Verdict.STUCK, f"{' ← '.join(chain.path)}, {chain.fault}", chain.culprit)
@@ -190,7 +188,7 @@ def _follow(facts: Facts, name: str, path: tuple[str, ...]) -> _Chain:
     if wait is None:
         return _Chain(path)
     path, waited = (*path, wait.subject), facts.now - wait.since
-    chains = [_follow(facts, owner, path) for owner in _owners(wait.owner)] or [_Chain((*path, wait.owner))]
+    chains = _chains(facts, _owners(facts, wait.owner), path) or [_Chain((*path, wait.owner))]
     for chain in chains:
         if chain.fault is not None:
             return _Chain(chain.path, chain.fault, waited)
@@ -203,9 +201,17 @@ def _follow(facts: Facts, name: str, path: tuple[str, ...]) -> _Chain:
     return _Chain(last.path, None, waited, last.hint)
 
 
-def _owners(owner: str) -> list[str]:
+def _chains(facts: Facts, names: Sequence[str], path: tuple[str, ...] = ()) -> "list[_Chain]":
+    """From each of them. A server that has a fault is left out while another one is well, which takes over what it had."""
+    found = [(name, _follow(facts, name, path)) for name in names]
+    well = any(is_server(name) and chain.fault is None for name, chain in found)
+    return [chain for name, chain in found if not (well and is_server(name) and chain.fault is not None)]
+
+
+def _owners(facts: Facts, owner: str) -> list[str]:
     """Names of processes in the words of a wait: `inference at http://…`, `inference and environments`, `environment rt`."""
-    named = [name for name in (SERVER, *JOBS) if name in owner]
+    servers = [*filter(is_server, facts.processes)] or [SERVER]
+    named = [*(servers if SERVER in owner else []), *(name for name in JOBS if name in owner)]
     return [*named, *([ENVIRONMENTS] if "environment" in owner else [])]
 
 

@@ -17,7 +17,6 @@ from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 from prime_rl.launcher.diagnosis import (
     JOBS,
-    SERVER,
     Diagnosis,
     Facts,
     ProcessFacts,
@@ -26,6 +25,7 @@ from prime_rl.launcher.diagnosis import (
     Verdict,
     WorkerFacts,
     diagnose,
+    is_server,
 )
 from prime_rl.launcher.procs import ProcessId, Tree, boot_id, by_parent, descendants, identify, is_stopped
 from prime_rl.launcher.progress import minutes
@@ -77,8 +77,9 @@ def collect(run: Path) -> Facts:
     """What there is to know."""
     tree, statuses, settings = by_parent(), read_status(run), _settings(run)
     mains = {name: status for name, status in statuses.items() if "." not in name}
-    planned = [name for name in (*JOBS, SERVER) if (run / "configs" / f"{name}.toml").is_file()]
-    names = [name for name in (*JOBS, SERVER) if name in planned or name in mains]
+    planned = {path.stem for path in (run / "configs").glob("*.toml")}
+    servers = sorted(filter(is_server, planned | mains.keys()))
+    names = [*(name for name in JOBS if name in planned or name in mains), *servers]
     restarts = _restarts(run)
     processes = {name: _process(run, name, statuses, tree, restarts.get(name)) for name in names}
     orchestrator = mains.get("orchestrator")
@@ -106,7 +107,7 @@ def _process(
     state = State.ABSENT if status is None else _state(status)
     below = descendants(status.pid, tree) if status is not None and state is State.ALIVE and _here(status) else []
     # The orchestrator's own workers are told apart, by name; the trainer's ranks report by themselves.
-    halted = tuple(process.pid for process in below if name == SERVER and is_stopped(process))
+    halted = tuple(process.pid for process in below if is_server(name) and is_stopped(process))
     errors = _errors(run / "logs" / f"{name}.log")
     return ProcessFacts(state, status, halted, errors[-1] if errors else None, ranks, restart)
 

@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -14,13 +14,13 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     return _installed() if wanted is None else parse_visible(wanted)
 
 
-def memory_gib() -> float | None:
-    """Memory of the smallest GPU of this machine, in GiB; None where nvidia-smi does not say."""
+def memory_gib(gpus: Sequence[str]) -> float | None:
+    """Memory of the smallest of these GPUs, in GiB; None where nvidia-smi does not say."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
     try:
-        asked = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        asked = [tool, f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         lines = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()
     except subprocess.TimeoutExpired:
         return None

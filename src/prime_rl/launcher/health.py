@@ -48,9 +48,13 @@ class ServerWatch:
         """The launcher was away: silence meanwhile is nobody's fault."""
         self.answered = now
 
+    def is_due(self, now: float) -> bool:
+        """Whether there is anything to look at now."""
+        return now >= self.due and (self.own or not self.ready)
+
     def look(self, now: float) -> Health | None:
         """None: nothing new."""
-        if now < self.due or (self.ready and not self.own):
+        if not self.is_due(now):
             return None
         self.due = now + (_SERVING_SECONDS if self.ready else _START_SECONDS)
         if any(healthy(url) for url in (self.server.health, *self.server.others)):  # the first is enough to begin with

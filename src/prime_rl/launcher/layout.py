@@ -43,6 +43,7 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     Raises:
         UserError: it cannot be, with the arithmetic.
     """
+    _check_servers(config)
     serving = config.inference is not None and _on_cuda(config.inference.device, machine)
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
     counts = _servers(config) if serving else [0] * ((config.inference_servers or 1) if config.inference else 0)
@@ -84,6 +85,22 @@ def _servers(config: RLConfig) -> list[int]:
         asked = f"{wanted} servers use {wanted * each}" if wanted else f"{total} is no multiple of that"
         raise UserError(f"inference_gpus {total} cannot be laid out: a server uses {each}{why}, {asked}")
     return [each] * count
+
+
+def _check_servers(config: RLConfig) -> None:
+    inference, several = config.inference, (config.inference_servers or 1) > 1
+    if inference is None:
+        if config.inference_servers or config.inference_gpus:
+            raise UserError(
+                "inference_servers and inference_gpus are for servers that `rl` starts: there is no [inference]"
+            )
+        return
+    if inference.headless:
+        raise UserError("inference.headless: another node serves its requests; start it by itself, with `inference`")
+    if several and inference.data_parallel_size_local not in (None, inference.data_parallel_size):
+        raise UserError(
+            "inference_servers: servers whose replicas are spread over nodes (data_parallel_size_local) are started by themselves"
+        )
 
 
 def _check_shared(config: RLConfig, serving: int, training: int) -> None:

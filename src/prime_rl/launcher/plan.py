@@ -63,6 +63,8 @@ class Plan:
 def make_plan(config: RLConfig, machine: Machine) -> Plan:
     """Raises UserError for a layout that cannot be (see `layout`)."""
     layout = lay_out(config, machine)
+    if len(layout.servers) > 1 and config.inference is not None and config.inference.server.advertise is not None:
+        raise UserError("inference.server.advertise is the address of one server, but several are started")
     servers = tuple(_server(config, number) for number in range(len(layout.servers)))
     placed = {server.name: gpus for server, gpus in zip(servers, layout.servers, strict=True)}
     placed |= {"trainer": layout.trainer, "orchestrator": ()}

@@ -31,8 +31,9 @@ def run(config: RLConfig) -> int:
         print(warning, file=sys.stderr)
     if config.bench:
         config = run_apart(config, print)
-    gpu_gib = memory_gib() if config.share_gpus else None
-    machine = Machine(visible_gpus(os.environ), len(os.sched_getaffinity(0)), os.environ, gpu_gib)
+    gpus = visible_gpus(os.environ)
+    gpu_gib = memory_gib(gpus) if config.share_gpus and gpus else None
+    machine = Machine(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib)
     if config.recover and not rundir.recoverable(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})

@@ -166,7 +166,7 @@ class Supervisor:
             return Outcome.FAILURE
         if not self._jobs_left:
             return Outcome.SUCCESS
-        return next(filter(None, map(self._look_at_server, [*self._servers.values()])), None)
+        return self._look_at_next_server()
 
     # -- starting ------------------------------------------------------------------------------------------------------------
 
@@ -285,7 +285,7 @@ class Supervisor:
 
     def _does_without(self, name: str) -> bool:
         """Whether the run goes on without this process: one server of several is given up alone."""
-        if name not in self._servers or len(self._servers) == 1:
+        if name not in self._servers or len(self._servers) == 1 or not self._policy.max_restarts:
             return False
         del self._servers[name]
         self._say(f"the run goes on without {name}, on {', '.join(self._servers)}")
@@ -312,6 +312,15 @@ class Supervisor:
         for line in self._doctor(full):
             self._say(line)
 
+    def _look_at_next_server(self) -> Outcome | None:
+        """One that is due, by turns: each that hangs takes its time to be found out, and a look must be short (`LoopClock`)."""
+        for name in [*self._servers]:
+            watch = self._servers.pop(name)
+            self._servers[name] = watch  # the last of the next turn
+            if watch.is_due(self._clock.now):
+                return self._look_at_server(watch)
+        return None
+
     def _look_at_server(self, watch: ServerWatch) -> Outcome | None:
         server = watch.server
         child = self._children.get(server.name)
@@ -325,10 +334,9 @@ class Supervisor:
             hint = "see its log" if watch.own else "start one (`inference @ …`) or give [inference]"
             self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
             self._tell_doctor()
-            if len(self._servers) == 1 or child is None:
-                return Outcome.FAILURE
-            self._reap(child)
-            self._does_without(server.name)
+            if child is not None:
+                self._reap(child)
+            return None if self._does_without(server.name) else Outcome.FAILURE
         elif health is not None and child is not None:
             late = f"is not ready after {server.ready_timeout:.0f} s"
             silent = f"has not answered {server.health} for {self._clock.now - watch.answered:.0f} s"

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from prime_rl.monitor import log
 from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served
-from prime_rl.transport.commit import CommitError
+from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
 
@@ -112,27 +112,22 @@ class Canaries:
         self._said: set[str] = set()
 
     async def prepare(self, engine: Scoring, weights: WeightsManifest) -> None:
-        """Before a server is given `weights`: calibrate its band, if that was not done since it was started. One that does not serve the base
-        weights is given them first.
+        """Before a server is given `weights`: calibrate its band, or decide that it has none, if that was not done since it was started. One that
+        does not serve the base weights is given them first: never later, when it samples.
 
         Raises:
             CanaryFailed: it computes something else.
-            EngineTrouble: it did not answer.
+            EngineTrouble: it did not answer, or version 0 cannot be read.
         """
-        if weights.canary is None:
-            self._say_once(
-                "servers are checked by hashes alone: the trainer scored no canary for the version that is loaded"
-            )
-            return
         served = await engine.served()
         if engine.root in self._bands and self._bands[engine.root][0] == served.boot:
             return
         self._bands.pop(engine.root, None)
         base = _base_of(weights)
-        if base is None or base.canary is None:
-            self._say_once(
-                "servers are checked by hashes alone: version 0 carries no canary, on which they would be calibrated"
-            )
+        if weights.canary is None or base is None or base.canary is None:
+            which = "version 0, on which they would be calibrated" if weights.canary else "the version that is loaded"
+            self._say_once(f"servers are checked by hashes alone: there is no canary in {which}")
+            self._bands[engine.root] = served.boot, None
             return
         if not served.holds(base):
             served = await engine.give(base)
@@ -201,8 +196,13 @@ class Canaries:
 
 
 def _base_of(weights: WeightsManifest) -> WeightsManifest | None:
-    """Version 0 of the same run, which is never removed."""
+    """Version 0 of the same run, which is never removed. None: this run has none (random weights).
+
+    Raises:
+        EngineTrouble: it is there, and cannot be read now.
+    """
+    root = weights.directory.parent
     try:
-        return weights_manifest(version_dir(weights.directory.parent, BASE))
-    except CommitError:
-        return None
+        return weights_manifest(version_dir(root, BASE)) if BASE in list_steps(root) else None
+    except CommitError as error:
+        raise EngineTrouble(f"no canary can be calibrated: {error}") from error

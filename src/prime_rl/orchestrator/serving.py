@@ -456,6 +456,8 @@ class Serving:
             await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
         self._troubles.pop(replica, None)
         async with self.shipping:
+            if replica not in self.fleet:
+                return 0  # released meanwhile
             finished = replica.unproven.intersection(self.core.unproven())
             if ask and (self.config.bench or await replica.proven()):
                 self.core.prove(finished)

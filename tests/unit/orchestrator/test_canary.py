@@ -265,7 +265,7 @@ async def test_versions_without_a_canary_are_served_by_their_hash(server, tmp_pa
         await server.update(canaries, commit(tmp_path, version, None))
     server.now = replace(server.now, canary=None)
     assert len(heard.messages) == 1
-    assert "servers are checked by hashes alone: the trainer scored no canary" in heard.messages[0]
+    assert "servers are checked by hashes alone: there is no canary in the version" in heard.messages[0]
     assert server.scored == 0
 
 
