@@ -107,6 +107,9 @@ class InferenceConfig(BaseConfig):
     replica: NonNegativeInt = Field(
         default=0, description="Which of the servers of one run this is, for its log and status (`rl` says so)."
     )
+    servers_on_host: PositiveInt = Field(
+        default=1, description="Servers that stage weights in this host's memory (`rl` says so)."
+    )
     cpu: CPUConfig = Field(default_factory=CPUConfig, description="Settings of the engine on CPU.")
     vllm: dict[str, Any] = Field(default_factory=dict, description="Any other option of vLLM's server.")
 

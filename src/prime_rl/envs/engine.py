@@ -19,6 +19,11 @@ KEEPALIVE_SECONDS = 30.0
 
 _TOKEN_ROUTE, _SAMPLE_ROUTE = "/inference/v1/generate", "/v1/sample"
 _SAMPLE_KEYS = {"model", "token_ids", "sampling_params", "cache_salt"}
+# What `config.shared.SamplingConfig` and the renderers send; an environment's own settings go by vLLM's route, which takes more.
+_SAMPLE_PARAMS = {
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
+    *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
+}
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,10 @@ class EngineConnection:
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
         headers = (options or {}).get("headers", {})
+        plain = body.keys() <= _SAMPLE_KEYS and body["sampling_params"].keys() <= _SAMPLE_PARAMS
         if (
-            url.endswith(_TOKEN_ROUTE) and body.keys() <= _SAMPLE_KEYS
-        ):  # else it asks for images, or for what came of them
+            url.endswith(_TOKEN_ROUTE) and plain
+        ):  # else it asks for images, or what came of them, or by a setting of its own
             url = url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE
             # Of experts, which that route does not report.
             taken = {name: value for name, value in body["sampling_params"].items() if name != "routed_experts_prompt_start"}  # fmt: skip

@@ -142,6 +142,20 @@ def fork_engine() -> None:
     vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
 
 
+def settle_reload(model: Any, model_config: Any) -> None:
+    """After a reload that failed: have vLLM forget what it holds of half-loaded layers. The next reload would else take it for its own, and give
+    such a layer tensors of both, silently. What it does not hold the model gets back as it was.
+
+    Raises:
+        Exception: it cannot; the model is unusable.
+    """
+    import torch
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    with torch.no_grad():
+        finalize_layerwise_reload(model, model_config)
+
+
 async def label_weights(engine: Engine, client: Any, version: int) -> None:
     """Tell vLLM the version it serves, for its own responses and metrics (a label only, from 0.27 on)."""
     if engine.version >= (0, 27):

@@ -169,6 +169,7 @@ class PrimeRoutes:
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
             stage=settings.stage_weights,
+            servers_on_host=settings.servers_on_host,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(settings.server,))

@@ -11,7 +11,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -34,9 +34,9 @@ class SampleBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    token_ids: list[int] = Field(min_length=1)
+    token_ids: list[Annotated[int, Field(ge=0)]] = Field(min_length=1)
     sampling_params: dict[str, Any]
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(default=None, min_length=1, max_length=1024)
     model: str | None = None
 
 
@@ -82,9 +82,13 @@ def sampling_params(given: dict[str, Any], prompt: int, most: int) -> Any:
     chosen |= {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(given.get("stop"))}
     chosen["output_kind"] = RequestOutputKind.FINAL_ONLY.value
     try:
-        return msgspec.convert(chosen, SamplingParams)
-    except msgspec.ValidationError as error:
+        params = msgspec.convert(chosen, SamplingParams)
+        msgspec.msgpack.encode(
+            params
+        )  # as it goes to the engine: vLLM would forget to clean up after a number that is too large
+    except (msgspec.ValidationError, OverflowError, TypeError, ValueError) as error:
         raise Refused(400, f"sampling_params: {error}") from error
+    return params
 
 
 async def _sample(engine: Any, body: SampleBody, params: Any) -> Any:

@@ -152,6 +152,7 @@ class WeightService:
         tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
         status: Told of a change under way, which keeps the engine from answering, and of its deadline.
         stage: Whether the workers may keep new weights in memory before the engine pauses.
+        servers_on_host: How many servers do so on this host, at the same time.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class WeightService:
         tied: bool = False,
         status: Status | None = None,
         stage: bool = True,
+        servers_on_host: int = 1,
     ) -> None:
         self._engine = engine
         self._base = base
@@ -170,7 +172,7 @@ class WeightService:
         self._label = label
         self._tied = tied
         self._status = status
-        self._stage_weights = stage
+        self._stage_weights, self._servers_on_host = stage, servers_on_host
         self._staged = False  # the workers may hold something
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_turn` takes it, with a deadline
@@ -302,7 +304,9 @@ class WeightService:
             self._staged = True
             try:
                 async with asyncio.timeout(LOAD_SECONDS):
-                    await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, self._stage_weights))
+                    await self._engine.collective_rpc(
+                        "prime_stage", args=(str(directory), digest, self._stage_weights, self._servers_on_host)
+                    )
                     while _reading(answers := await self._engine.collective_rpc("prime_staged")):
                         await asyncio.sleep(STAGED_POLL_SECONDS)  # bounded: by the time-out around it
             except TimeoutError as error:
@@ -325,8 +329,8 @@ class WeightService:
             try:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self._engine.collective_rpc("prime_unstage")
-            except TimeoutError:
-                self._log.warning("the engine did not give back the memory of what it read ahead")
+            except Exception as error:  # noqa: BLE001 - whatever vLLM raises: what the change itself came to is what counts
+                self._log.warning("the engine did not give back the memory of what it read ahead: %r", error)
 
     async def _swap(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> Served:
         """Pause, load on every rank, commit or restore, resume. With a `stamp`, only while the directory's manifest is the same."""

@@ -29,6 +29,7 @@ class Settings:
     register_dir: Path | None
     address: str
     stage_weights: bool
+    servers_on_host: int
     server: int
     shared: Path | None
 

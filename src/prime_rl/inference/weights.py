@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from prime_rl import faults
+from prime_rl.inference import compat
 from prime_rl.inference.orphans import follow
 from prime_rl.inference.staging import Staging
 
@@ -34,11 +35,12 @@ class WeightsExtension:
     prime_next: tuple[str, Identity] | None = None
     prime_staging: Staging | None = None
 
-    def prime_stage(self, directory: str, digest: str, keep: bool) -> None:
+    def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1) -> None:
         """Begin to read a committed version that must have this hash, in a thread: generation goes on. `prime_staged` tells how far it is.
 
         Args:
             keep: Keep it in memory, where there is room.
+            servers_on_host: How many engines do so at the same time.
         """
         self.prime_unstage()
         parallel = self.vllm_config.parallel_config
@@ -48,7 +50,7 @@ class WeightsExtension:
             self.device,
             keep=keep,
             verify=self.rank == 0,
-            sharing=parallel.world_size * parallel.data_parallel_size,
+            sharing=servers_on_host * parallel.world_size * parallel.data_parallel_size,
         )
 
     def prime_staged(self) -> dict[str, Any]:
@@ -98,6 +100,7 @@ class WeightsExtension:
         self.prime_next = None
         self.prime_unstage()
         if self.prime_directory is not None:
+            compat.settle_reload(self.model_runner.get_model(), self.model_config)
             self.prime_reload(self.prime_directory)
 
     def prime_served(self) -> Identity | None:
@@ -111,10 +114,12 @@ class WeightsExtension:
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, torch.Tensor]]:
         """What was staged, one tensor after the other."""
-        for number, (name, tensor) in enumerate(staging.tensors()):
-            if number == 1 and faults.point(f"loading:v{identity['version']}") == "error":
-                raise RuntimeError("fault injection")
+        for name, tensor in staging.tensors():
             yield name, tensor
+            # vLLM has some of the tensors of a layer that it makes of several now.
+            within = name.endswith("layers.0.self_attn.k_proj.weight")
+            if within and faults.point(f"loading:v{identity['version']}") == "error":
+                raise RuntimeError("fault injection")
 
     def prime_reload(self, directory: str, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
         """Through vLLM's own reload: from `tensors`, or from the files in `directory`."""

@@ -153,7 +153,13 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
                 "weights_root": config.inference.weights_root or config.output_dir / "weights",
                 "server": config.inference.server.model_copy(update={"port": server.port}),
                 "replica": number,
-                **({} if layout.split is None else {"gpu_memory_utilization": layout.split.serving}),
+                "servers_on_host": len(servers),
+                # What is free on a shared GPU is the trainer's.
+                **(
+                    {}
+                    if layout.split is None
+                    else {"gpu_memory_utilization": layout.split.serving, "stage_weights": False}
+                ),
             }
         )
     return sections
