@@ -61,7 +61,7 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
     if config.cpu.fork_engine and engine.device == "cpu":
         compat.fork_engine()
     status.phase("loading model")
-    if config.server.api_servers > 1:
+    if config.server.api_servers > 1 and not config.headless:
         status.close()  # the leader of the processes that answer goes on with it
     log.get(__name__).info("loading %s", config.model.name)
     try:

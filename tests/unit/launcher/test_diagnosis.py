@@ -91,6 +91,16 @@ def test_what_may_be_wrong_with_a_server(server: ProcessFacts | ProcessStatus, c
     assert found.sentence.endswith(f"← inference, {clause}")
 
 
+def test_one_of_several_servers_that_is_gone_is_no_fault_while_another_is_well() -> None:
+    """The others take over what it had; all of them gone is what keeps the run from going on."""
+    gone, well = ProcessFacts(State.DEAD, SERVER), SERVER
+    jobs = {"trainer": TRAINER, "orchestrator": ORCHESTRATOR}
+    for servers in ({"inference": gone, "inference-1": well}, {"inference": well, "inference-1": gone}):
+        assert diagnose(facts(**jobs, **servers)).verdict is not Verdict.STUCK
+    found = diagnose(facts(**jobs, **{"inference": gone, "inference-1": gone}))
+    assert (found.verdict, found.culprit) == (Verdict.STUCK, "inference")
+
+
 def test_a_server_that_was_idle_is_no_fault() -> None:
     """One that never told of its engine's answers is not blamed for getting nowhere."""
     idle = replace(SERVER, progress=NOW - 5000.0, ready=NOW - 4000.0)

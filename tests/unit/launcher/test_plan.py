@@ -121,6 +121,22 @@ def test_gpus_that_cannot_be_shared(
         )
 
 
+@pytest.mark.parametrize(
+    ("inference", "shared", "message"),
+    [
+        (None, {"inference_servers": 2}, r"there is no \[inference\]"),
+        (InferenceConfig(headless=True), {}, "another node serves its requests"),
+        (InferenceConfig(data_parallel_size=4, data_parallel_size_local=2), {"inference_servers": 2}, "spread over nodes"),
+        (InferenceConfig.model_validate({"server": {"advertise": "http://h:1"}}), {"inference_servers": 2}, "address of one server"),
+    ],
+)  # fmt: skip
+def test_servers_that_would_clash_are_refused(
+    inference: InferenceConfig | None, shared: dict[str, int], message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        make_plan(config(inference, serve=inference is not None, **shared), machine(8))
+
+
 def test_servers_beyond_the_last_port_are_refused() -> None:
     last = InferenceConfig.model_validate({"server": {"port": 65535}})
     with pytest.raises(UserError, match="port 65535 leaves no ports for 2 servers"):

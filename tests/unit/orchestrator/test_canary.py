@@ -143,6 +143,10 @@ def commit(root: Path, version: int, canary: Canary | None = CANARY) -> WeightsM
     return replace(weights_manifest(place), hash=f"hash {version}")
 
 
+def commit_without_reading(root: Path, version: int) -> WeightsManifest:
+    return WeightsManifest(version, 0, f"hash {version}", {}, None, version_dir(root, version), CANARY)
+
+
 @pytest.fixture
 def server(tmp_path, monkeypatch) -> Scored:
     base = commit(tmp_path, 0)
@@ -175,6 +179,28 @@ async def test_a_server_that_serves_something_else_is_given_the_base_to_be_calib
     await server.update(canaries, commit(tmp_path, 8))
     assert server.gave == [0, 8]
     assert canaries.band(server.root) is not None
+
+
+async def test_a_server_that_samples_is_never_given_the_base(server, tmp_path, heard):
+    """Contract: whether a server is checked is decided before it samples. A canary that comes later (the trainer's was switched off meanwhile) does not
+    put it back on the base weights under episodes in flight."""
+    canaries = Canaries()
+    await server.update(canaries, commit(tmp_path, 5, None))
+    server.now = replace(server.now, canary=None)
+    await server.update(canaries, commit(tmp_path, 6))
+    assert server.gave == [5, 6]
+    assert "checked by hashes alone" in heard.messages[0]
+
+
+async def test_a_base_that_cannot_be_read_now_is_trouble_not_a_run_without_one(server, tmp_path, monkeypatch):
+    """Contract: a file system that is away for a moment fails the load, which is tried again; nothing goes unchecked by it."""
+
+    def away(directory):
+        raise CommitError("away")
+
+    monkeypatch.setattr("prime_rl.orchestrator.canary.weights_manifest", away)
+    with pytest.raises(EngineTrouble, match="no canary can be calibrated: away"):
+        await server.update(Canaries(), commit_without_reading(tmp_path, 5))
 
 
 async def test_a_server_that_was_started_again_is_calibrated_again(server, tmp_path):
