@@ -1,12 +1,12 @@
 """How many episodes to keep in flight, where nobody says: as many as the servers take without a queue or a preemption.
 
 The rule. All is judged over *turns*: as many landings as episodes may be in flight, so that contexts have had the time to grow as long as they
-become, and a few looks at least. A turn under *pressure* (a queue that stays for a few looks, a cache that is nearly full, a preemption that no
-update explains) ends at once: the limit falls to a little less than what ran, by a quarter at most, and that is the *ceiling* from then on. A turn
-without pressure in which the limit was what held the number back lets it grow by a quarter, but only as far as the cache, as full as it was at most,
-stays below its mark, and never above the ceiling. The ceiling is lifted after three turns in a row in which the cache was half empty (the queue was
-one of long prompts, replies have become shorter), and after twice as many each time that this was a mistake. What is in flight beyond a new limit
-ends by itself; until then nothing is judged, nor while others keep the servers busy, an evaluation for instance.
+become, and a few looks at least. A turn under *pressure* (a queue, a cache that is nearly full, a preemption that no update explains) ends at once: the limit
+falls to a little less than what ran, and that is the *ceiling* from then on. A turn without pressure in which the limit was what held the number
+back lets it grow by a quarter, but only as far as the cache, as full as it was at most, stays below its mark, and never above the ceiling. A
+ceiling that a full cache has set is lifted after three turns in a row in which the cache was half empty (replies have become shorter), and after
+twice as many each time that this was a mistake; one that a queue for seats has set stays, since seats do not become more. What is in flight beyond a
+new limit ends by itself; until then nothing is judged.
 
 So under a load that stays what it is the limit is cut until it fits and comes to rest, and the number of cuts grows with the logarithm of time at most:
 `tests/unit/orchestrator/test_concurrency.py` proves it on a model of a server. Pure: no clock, no network.
@@ -17,13 +17,11 @@ from dataclasses import dataclass
 
 GROWTH = 1.25
 CUT = 0.9  # of what ran when it was too much
-LEAST_KEPT = 0.75  # of the limit, whatever ran
 FULL = 0.95  # share of the cache in use from which on the next token may preempt
 MARK = 0.85  # growth stops short of it
 LIGHT, LIGHT_TURNS = 0.5, 3  # so many turns below it, at first: the load is another one
 LOOKS = 4  # of a turn, at least: fewer could miss the moment at which the cache is fullest
 QUEUE = 0.05  # of what runs: as much waits for the engine's next step where many come and go
-STRANGERS = 1.1  # requests for each episode in flight, beyond which some are of others
 BINDING = 0.95  # of the limit in flight: the limit holds the number back, not the steps that may run ahead
 
 
@@ -49,9 +47,10 @@ class Concurrency:
         self.limit = min(start, most)
         self._most = most
         self._ceiling = most
+        self._by_cache = False  # the ceiling's reason
         self._servers = 0
         self._preempted = 0.0
-        self._queued = 0  # looks in a row
+        self._queued = False
         self._patience = LIGHT_TURNS
         self._lifted = False
         self._turn_ends = self._looks = self._light = 0
@@ -76,27 +75,27 @@ class Concurrency:
         lost = preempted > self._preempted and not disturbed
         running = sum(load.running for load in loads)
         waits = waiting > 1 + QUEUE * running and not updating
-        self._queued, self._preempted = self._queued + 1 if waits else 0, preempted
+        queued, self._queued, self._preempted = waits and self._queued, waits, preempted  # two looks make a queue
         self._fullest, self._ran = max(self._fullest, cache), max(self._ran, running)
         self._looks += 1
-        if in_flight > self.limit or running + waiting > 1 + STRANGERS * in_flight:
+        if in_flight > self.limit:
             self._begin_turn(landed)
-        elif lost or self._queued >= LOOKS or cache >= FULL:
-            self._cut(landed)
+        elif lost or queued or cache >= FULL:
+            self._cut(landed, by_cache=lost or self._fullest >= MARK)
         elif landed >= self._turn_ends and self._looks >= LOOKS:
             self._grow(in_flight, landed)
         return self.limit
 
-    def _cut(self, landed: int) -> None:
-        self.limit = max(1, int(LEAST_KEPT * self.limit), min(int(CUT * self._ran), self.limit - 1))
+    def _cut(self, landed: int, by_cache: bool) -> None:
+        self.limit = max(1, min(int(CUT * self._ran), self.limit - 1))
         if self._lifted:
             self._patience, self._lifted = 2 * self._patience, False
-        self._ceiling, self._light = self.limit, 0
+        self._ceiling, self._by_cache, self._light = self.limit, by_cache, 0
         self._begin_turn(landed)
 
     def _grow(self, in_flight: int, landed: int) -> None:
         self._light = self._light + 1 if self._fullest < LIGHT else 0
-        if self._light >= self._patience and self._ceiling < self._most:
+        if self._by_cache and self._light >= self._patience and self._ceiling < self._most:
             self._ceiling, self._lifted, self._light = self._most, True, 0
         if in_flight >= BINDING * self.limit:
             room = MARK / self._fullest if self._fullest else GROWTH
@@ -115,4 +114,4 @@ class Concurrency:
 
     def _begin_turn(self, landed: int) -> None:
         self._turn_ends, self._looks = landed + self.limit, 0
-        self._fullest, self._ran, self._queued = 0.0, 0.0, 0  # evidence is of one turn
+        self._fullest, self._ran, self._queued = 0.0, 0.0, False  # evidence is of one turn

@@ -45,7 +45,6 @@ class LoadWatch:
 
     def __init__(self, fleet: Fleet, core: Core[Any], most: int) -> None:
         self._fleet, self._core = fleet, core
-        self._said = False
         self._control = Concurrency(core.limits.max_concurrent, most)
         self._seen = (
             core.version,
@@ -69,11 +68,7 @@ class LoadWatch:
             texts = await asyncio.gather(*(fetch(f"{replica.name}/metrics") for replica in self._fleet.serving))
             loads = [read_load(text) for text in texts]
         except (httpx.HTTPError, ValueError) as error:
-            if not self._said:
-                self._said = True
-                logger.warning(
-                    "max_concurrent = auto: how busy a server is cannot be known, the limit stays for now: %r", error
-                )
+            logger.debug("a server's load is not known: %r", error)
             return
         core = self._core
         before, self._seen = self._seen, (core.version, self._fleet.loading is not None)
