@@ -63,7 +63,8 @@ def test_dry_run_of_a_run_on_several_gpus(model: Path, tmp_path: Path) -> None:
     asked = ("--dry-run", "--trainer-gpus", "2", "--inference-gpus", "2")
     done = rl(model, tmp_path / "run", *asked, CUDA_VISIBLE_DEVICES="4,5,6,7")
     assert done.returncode == 0, done.stderr
-    assert "inference      GPU 4,5" in done.stdout
+    assert "inference      GPU 4 " in done.stdout
+    assert "inference-1    GPU 5 " in done.stdout
     assert "trainer        GPU 6,7" in done.stdout
     few = rl(model, tmp_path / "few", *asked, CUDA_VISIBLE_DEVICES="4,5,6")
     assert few.returncode == 1
