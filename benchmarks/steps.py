@@ -24,6 +24,7 @@ from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.monitor import log
 from prime_rl.trainer import attention, footprint, memory, moe, perf
 from prime_rl.trainer.bench import HostSyncs
+from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.loss import cross_entropy, make_token_loss
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
@@ -65,6 +66,7 @@ class Case:
         warm: Steps that are not measured.
         limit: Seconds for the whole case.
         export: Commit the weights after every step.
+        canary: Score the canary for every version, as RL runs do.
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
         bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB to stay in.
@@ -82,6 +84,7 @@ class Case:
     steps: int = 6
     limit: float = 150.0
     export: bool = True
+    canary: bool = True
     settings: dict[str, object] = field(default_factory=dict)
     optim: dict[str, object] = field(default_factory=dict)
     bar: float | None = None
@@ -101,7 +104,7 @@ _KINDS: dict[str, Any] = {
     **dict.fromkeys(("layers", "ranks", "micro_batches", "warm", "steps"), int),
     **dict.fromkeys(("limit", "bar", "mfu_bar", "within", "peer", "peer_gib"), float),
     "loss": str,
-    "export": lambda text: text == "true",
+    **dict.fromkeys(("export", "canary"), lambda text: text == "true"),
 }
 
 
@@ -207,6 +210,10 @@ class Bench:
         else:
             self.token_loss, self.means = cross_entropy, lambda count, sums: sft.means(sums)
             self.data = sft.make_data(config, world, source, costs, 0)
+        scorer = None
+        if case.canary and case.loss == "rl":
+            computed = compute_dtype(config.model.dtype, world.device)
+            scorer = CanaryScorer(self.policy, world, source.config.vocab_size, computed, torch.bfloat16)
         self.versions = Versions(
             config.output_dir,
             self.policy,
@@ -214,6 +221,7 @@ class Bench:
             world,
             torch.bfloat16,
             timeout=config.dist_timeout,
+            canary=scorer,
             on_committed=lambda version, times: self.report.more_metrics(version - 1, times),
         )
         self.versions.open(0)
