@@ -1,6 +1,7 @@
 """Jobs in forked processes, each with its own time limit: what fails, hangs or runs out of memory takes no other job with it.
 
-Imports are paid once, by the process that forks; it must never touch the GPU itself, since CUDA does not survive a fork.
+Imports are paid once, by the process that forks; it must not touch the GPU itself, since CUDA does not survive a fork. Where an import did
+(transformers imports torchao if it is there, and that asks the GPU what it is), jobs are spawned and import for themselves.
 """
 
 import multiprocessing
@@ -18,7 +19,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-_FORK = multiprocessing.get_context("fork")
+import torch
+
 _GRACE_SECONDS = 10.0
 
 
@@ -35,15 +37,16 @@ def run_forked(job: Callable[[], Any], *, limit: float, log: Path, ranks: int = 
     """Run `job` in `ranks` processes, with the variables that torchrun would set where there are several. Their output goes to the end of `log`.
 
     Args:
-        job: Its value must pickle. Rank 0's counts.
+        job: It and its value must pickle. Rank 0's counts.
         limit: Seconds after which all of them are killed, with everything that they have started.
     """
     started = time.monotonic()
     port = _free_port()
-    receiver, sender = _FORK.Pipe(duplex=False)
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_initialized() else "fork")
+    receiver, sender = context.Pipe(duplex=False)
     environments = [_rank_environment(rank, ranks, port) if ranks > 1 else {} for rank in range(ranks)]
     processes: list[BaseProcess] = [
-        _FORK.Process(target=_run, args=(job, sender if rank == 0 else None, log, environment))
+        context.Process(target=_run, args=(job, sender if rank == 0 else None, log, environment))
         for rank, environment in enumerate(environments)
     ]
     try:

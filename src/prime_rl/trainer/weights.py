@@ -81,7 +81,7 @@ class Versions:
     ) -> None:
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
-        self.life, self._overlapping = 0, overlapping
+        self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
         self._staging = Staging(policy, world, dtype)
@@ -106,6 +106,7 @@ class Versions:
         Returns:
             The life's number, and the base model's hash (None: random weights).
         """
+        self._start = start
         # Only a policy that is not trained yet is the base model.
         scored = None if self._canary is None or start > 0 else self._canary.score(as_exported=False)
         base_canary = None if scored is None else agree(self.world, scored.read)
@@ -135,7 +136,7 @@ class Versions:
         """
         self._settle(versions=self._staging.buffers - 1, prunes=1)
         began = time.perf_counter()
-        scored = None if self._canary is None else self._canary.score()
+        scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
         written = self._thread.submit(self._commit, version, self._copied, scored, check, before, list(self._prunes))

@@ -73,30 +73,38 @@ def test_who_is_not_served_scores_nothing(run_training: Run, tied_model: Path, t
             assert weights_manifest(tmp_path / name / "weights" / f"step_{version}").canary is None
 
 
+@pytest.mark.parametrize("exported", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("experts", [0, 4])
 def test_scoring_leaves_no_trace(
-    experts: int, world: World, make_policy: Callable[..., Policy], tmp_path: Path
+    experts: int, exported: torch.dtype, world: World, make_policy: Callable[..., Policy], tmp_path: Path
 ) -> None:
-    """Contract: between two steps it changes neither weights nor gradients nor the experts' loads, though weights are rounded meanwhile; and
-    what it gathered is not what the next forward uses."""
+    """Contract: between two steps it changes neither weights nor gradients nor the experts' loads, though weights may be rounded meanwhile; the next
+    forward uses nothing that was gathered of other weights."""
     model = make_tiny_model(tmp_path / "model", experts=experts)
     documents = support.random_documents((20, 30), len(STREAMS))
     loss = make_token_loss(DefaultLoss())
     found = []
     for scores in (False, True):
         policy = make_policy(model)
-        scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.bfloat16)
+        scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, exported)
+        if scores:
+            base = scorer.score(as_exported=False).read()
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.mul_(1.001)  # no longer what bfloat16 can hold
         before = [parameter.detach().clone() for parameter in policy.parameters()]
         if scores:
-            first, again = scorer.score(), scorer.score()
-            assert first.read() == again.read()
+            first, again = scorer.score(), scorer.score(compiled=True)
+            assert first.read() == again.read() != base
         assert all(map(torch.equal, policy.parameters(), before))
         sums = forward_backward(policy, [collate(documents, len(STREAMS))], loss, world)
         loads = [block.clone() for name, block in policy.named_buffers() if name.endswith("load")]
         found.append([sums, *loads, *(_local(parameter.grad) for parameter in policy.parameters())])
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.001)
+        if scores:
+            assert scorer.score(compiled=True).read() != first.read(), "scored with weights of an earlier step"
     assert len(found[0]) > 3
     assert all(map(torch.equal, *found))
 
@@ -106,22 +114,33 @@ def _local(gradient: torch.Tensor | None) -> torch.Tensor:
     return gradient.to_local()
 
 
-def test_scoring_compiles_nothing(world: World, make_policy: Callable[..., Policy], tied_model: Path) -> None:
-    """Contract: neither scoring nor the steps after it compile a graph."""
-    policy = make_policy(tied_model, compile=True)
-    scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.float32)
+@pytest.mark.parametrize("grows", [0, 3], ids=["one size", "many sizes"])
+def test_scoring_compiles_no_step_again(
+    grows: int, world: World, make_policy: Callable[..., Policy], tied_model: Path
+) -> None:
+    """Contract: scoring between steps compiles its own graphs once; the steps compile what they would without it, and when."""
     loss = make_token_loss(DefaultLoss())
-    torch._dynamo.reset()
-    counters.clear()
-    graphs = []
-    for step in range(5):
-        lengths = (20 + step, 30 - 3 * step)
-        if step > 1:
-            scorer.score()
-        forward_backward(policy, [collate(support.random_documents(lengths, len(STREAMS)), len(STREAMS))], loss, world)
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1] > 0, "nothing was compiled"
-    assert set(graphs[1:]) == {graphs[1]}
+    steps = []
+    for scores in (False, True):
+        policy = make_policy(tied_model, compile=True)
+        scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.float32)
+        torch._dynamo.reset()
+        counters.clear()
+        scorer.score(as_exported=False)
+        assert counters["stats"]["unique_graphs"] == 0
+        stepped, scored = [], []
+        for step in range(5):
+            documents = support.random_documents((20 + grows * step, 30), len(STREAMS))
+            before = counters["stats"]["unique_graphs"]
+            forward_backward(policy, [collate(documents, len(STREAMS))], loss, world)
+            stepped.append(counters["stats"]["unique_graphs"] - before)
+            if scores:
+                scorer.score(compiled=True)
+                scored.append(counters["stats"]["unique_graphs"] - before - stepped[-1])
+        steps.append(stepped)
+        assert not scores or (scored[0] > 0 and set(scored[1:]) == {0}), scored
+    assert steps[0][0] > 0, "nothing was compiled"
+    assert steps[0] == steps[1]
 
 
 def test_weights_that_compute_no_numbers_are_not_committed() -> None:
