@@ -1,7 +1,7 @@
 """The trainer's side of the canary: its own forward of a fixed prompt, for every version that it commits.
 
-Between two steps it must be short: uncompiled blocks are so many kernels that the device's queue is full, and the next step is late (by 32 ms of
-619: Qwen3-0.6B, one 16k document a micro-batch, H200). Nothing waits for the device before `Scored.read`, which the thread that commits the version
+Between two steps it must be short: uncompiled blocks are so many kernels that the GPU would wait for the next step (32 ms of 619: Qwen3-0.6B, one 16k
+document a micro-batch, H200). Nothing waits for the device before `Scored.read`, which the thread that commits the version
 calls.
 """
 
