@@ -2,7 +2,8 @@
 
     python benchmarks/token_load.py URL MODEL --in-flight 64 --tokens 256 --into arrivals.npz < /dev/tty
 
-Runs until its standard input ends, or a line comes. Times are of the monotonic clock, which all processes of a machine share.
+Runs until its standard input ends, or a line comes. Times are of the monotonic clock, which all processes of a machine share. Only a few requests
+are watched token by token: an answer for every token of every request is more than the server's process can give, which would be measured then.
 """
 
 import argparse
@@ -20,12 +21,13 @@ VOCABULARY = 250  # prompts are of these ids
 
 
 class Load:
-    """`in_flight` streams of tokens, each followed by the next. `times[i]` is when stream `streams[i]` gave `counts[i]` tokens."""
+    """`in_flight` requests at a time, each followed by the next. `times[i]` is when stream `streams[i]`, one of the first `watched`, gave `counts[i]`
+    tokens."""
 
-    def __init__(self, url: str, model: str, tokens: int) -> None:
+    def __init__(self, url: str, model: str, tokens: int, watched: int) -> None:
         self.times, self.streams, self.counts = array("d"), array("i"), array("i")
         self.failed = 0
-        self._url, self._model, self._tokens = url, model, tokens
+        self._url, self._model, self._tokens, self._watched = url, model, tokens, watched
 
     async def run(self, in_flight: int) -> None:
         connector = aiohttp.TCPConnector(limit=0)
@@ -49,10 +51,13 @@ class Load:
         prompt = [chance.randrange(VOCABULARY) for _ in range(PROMPT)]
         length = chance.randint(self._tokens // 2, self._tokens)  # not all at once at their end
         params = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
-        body = {"model": self._model, "token_ids": prompt, "sampling_params": params, "stream": True}
+        body = {"model": self._model, "token_ids": prompt, "sampling_params": params, "stream": number < self._watched}
         now = asyncio.get_running_loop().time
         async with session.post(f"{self._url}/v1/generate", json=body) as response:
             response.raise_for_status()
+            if number >= self._watched:
+                await response.read()
+                return
             async for chunk in response.content.iter_any():
                 if count := chunk.count(b'"token_ids"'):
                     self.times.append(now())
@@ -74,10 +79,11 @@ def main() -> None:
     parser.add_argument("url", help="of the server, without /v1")
     parser.add_argument("model")
     parser.add_argument("--in-flight", type=int, default=64)
+    parser.add_argument("--watched", type=int, default=4, help="requests of which every token is waited for (4)")
     parser.add_argument("--tokens", type=int, default=256, help="at most, of a request (256)")
     parser.add_argument("--into", type=Path, required=True, help="file for the arrivals")
     options = parser.parse_args()
-    load = Load(options.url, options.model, options.tokens)
+    load = Load(options.url, options.model, options.tokens, options.watched)
     asyncio.run(load.run(options.in_flight))
     load.save(options.into)
 

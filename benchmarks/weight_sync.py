@@ -3,7 +3,7 @@
     python benchmarks/weight_sync.py --case tiny --case "0.6B layers=1" --json benchmarks/results/weight_sync_cpu.json
     python benchmarks/weight_sync.py --device cuda --case "0.6B on=tmpfs" --case "0.6B on=tmpfs stage=false" --json weight_sync.json     # one GPU or two
 
-A real `inference` server generates for 64 requests at a time, while this process changes a policy's weights, commits them as the trainer does, and
+A real `inference` server generates for 64 requests at a time, of which 4 are watched token by token, while this process changes a policy's weights, commits them as the trainer does, and
 has the server load them. Needs vLLM (0.26 – 0.31) and no network; `prime_rl` may be on PYTHONPATH only.
 """
 
@@ -58,6 +58,7 @@ class Case:
     on: str = "disk"
     stage: bool = True
     in_flight: int = 64
+    watched: int = 4  # of these, token by token
     tokens: int = 384  # of a request, at most
     syncs: int = 5
 
@@ -68,8 +69,10 @@ def parse_case(text: str) -> Case:
     given = dict(part.split("=", 1) for part in rest)
     stage = {"true": True, "false": False}[given.pop("stage", "true")]
     on = given.pop("on", "disk")
-    if on not in ("disk", "tmpfs") or given.keys() - {"layers", "in_flight", "tokens", "syncs"}:
-        raise ValueError(f"{text!r}: on is disk or tmpfs; the others are layers, stage, in_flight, tokens, syncs")
+    if on not in ("disk", "tmpfs") or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs"}:
+        raise ValueError(
+            f"{text!r}: on is disk or tmpfs; the others are layers, stage, in_flight, watched, tokens, syncs"
+        )
     return Case(text, model, on=on, stage=stage, **{name: int(value) for name, value in given.items()})
 
 
@@ -98,9 +101,9 @@ class Arrivals:
         return max((gap for one in found if (gap := one.gap(first, last)[0]) == gap), default=float("nan"))
 
     def rate(self, first: float, last: float) -> float:
-        """Tokens a second."""
+        """Tokens a second and request."""
         inside = (self.times >= first) & (self.times < last)
-        return float(self.counts[inside].sum() / (last - first))
+        return float(self.counts[inside].sum() / (last - first) / max(len(set(self.streams)), 1))
 
 
 class Writer:
@@ -152,7 +155,7 @@ def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
                 moments = [sync(writer, client, root, version) for version in range(1, case.syncs + 2)]
             time.sleep(AFTER_SECONDS)
         arrivals = arrived()
-        syncs = [describe(moment, arrivals) for moment in moments[1:]]  # the first one allocates
+        syncs = [describe(moment, arrivals, case.in_flight) for moment in moments[1:]]  # the first one allocates
     finally:
         writer.close()
         shutil.rmtree(root, ignore_errors=True)
@@ -184,7 +187,7 @@ def sync(writer: Writer, client: httpx.Client, root: Path, version: int) -> dict
     }
 
 
-def describe(moment: dict[str, Any], arrivals: Arrivals) -> dict[str, Any]:
+def describe(moment: dict[str, Any], arrivals: Arrivals, in_flight: int) -> dict[str, Any]:
     """Moments as durations, beside what the requests saw."""
     stepped, committed, served = (moment.pop(name) for name in ("stepped", "committed", "served"))
     paused = served - moment["pause"]  # the answer comes as soon as generation goes on
@@ -199,8 +202,8 @@ def describe(moment: dict[str, Any], arrivals: Arrivals) -> dict[str, Any]:
         "first_token": ended - stepped,
         "staging_gap": arrivals.gap(committed, paused)[0],
         "quiet_gap": arrivals.gap(stepped - QUIET_SECONDS, stepped)[0],
-        "quiet_tokens_per_second": arrivals.rate(stepped - QUIET_SECONDS, stepped),
-        "staging_tokens_per_second": arrivals.rate(committed, paused),
+        "quiet_tokens_per_second": in_flight * arrivals.rate(stepped - QUIET_SECONDS, stepped),
+        "staging_tokens_per_second": in_flight * arrivals.rate(committed, paused),
     }
 
 
@@ -235,7 +238,8 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
 def load(case: Case, running: InferenceServer, into: Path) -> Iterator[Any]:
     """Requests all the time. What it gives returns their arrivals, once the block has ended."""
     command = [sys.executable, str(Path(__file__).with_name("token_load.py")), running.root, str(running.model)]
-    command += ["--in-flight", str(case.in_flight), "--tokens", str(case.tokens), "--into", str(into)]
+    command += ["--in-flight", str(case.in_flight), "--watched", str(case.watched), "--tokens", str(case.tokens)]
+    command += ["--into", str(into)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     try:
         until_generating(running, case.in_flight)
