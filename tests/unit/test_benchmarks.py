@@ -111,14 +111,14 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
 
 
 def test_gaps_between_tokens(modules: dict[str, ModuleType]) -> None:
-    """The longest time without a token that touches an interval, of all requests and of the one that waited longest; tokens a second."""
+    """The longest time without a token that touches an interval, of all requests and of the one that waited longest; tokens a second and request."""
     times = np.array([0.0, 1.0, 1.5, 2.0, 6.0, 6.5, 7.0])
     arrivals = modules["sync"].Arrivals(times, np.array([0, 1, 0, 1, 1, 1, 0]), np.array([1, 1, 2, 1, 1, 1, 1]))
     assert arrivals.gap(3.0, 4.0) == (4.0, 6.0)
     assert arrivals.gap(0.5, 2.5) == (4.0, 6.0)
     assert arrivals.gap(6.2, 6.9) == (0.5, 6.5)
     assert arrivals.gap_of_a_stream(3.0, 4.0) == 5.5
-    assert arrivals.rate(1.0, 3.0) == 2.0
+    assert arrivals.rate(1.0, 3.0) == 1.0  # two requests
     assert math.isnan(arrivals.gap(7.5, 8.0)[0])
 
 
