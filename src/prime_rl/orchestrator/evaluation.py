@@ -10,6 +10,7 @@ from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
 from prime_rl.orchestrator.fleet import Replica, RoutedPool
 from prime_rl.orchestrator.plans import eval_plans, limits
+from prime_rl.orchestrator.recovery import Recovery
 from prime_rl.orchestrator.serving import Serving
 
 if TYPE_CHECKING:
@@ -25,12 +26,19 @@ class Evaluations:
     """The evaluations of one run. What is logged was sampled by the version that it is logged for: the server proves it afterwards."""
 
     def __init__(
-        self, config: "OrchestratorConfig", pool: EnvPool, monitor: Monitor, status: Status, serving: Serving
+        self,
+        config: "OrchestratorConfig",
+        pool: EnvPool,
+        monitor: Monitor,
+        status: Status,
+        serving: Serving,
+        recovery: Recovery,
     ) -> None:
         self.config = config
         self._section = config.eval
         self._pool = pool
-        self._monitor, self._status, self._serving = monitor, status, serving
+        self._monitor, self._status = monitor, status
+        self._serving, self._recovery = serving, recovery
         self._plans = list(eval_plans(config))
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
@@ -86,7 +94,7 @@ class Evaluations:
         avoid: set[Replica] = set()
         for _ in range(_ATTEMPTS):
             if serving.recovering:
-                await serving.brought_back()
+                await self._recovery.brought_back()
             async with serving.lock:
                 version, pool = serving.core.version, RoutedPool(self._pool, serving.fleet, avoid)
                 reports = [
@@ -107,8 +115,8 @@ class Evaluations:
             logger.warning("the server was lost during the evaluation of version %d: it is made again", version)
             avoid.update(spoilt)
             for replica in spoilt:
-                serving.recover(replica)
-            await serving.brought_back()
+                self._recovery.recover(replica)
+            await self._recovery.brought_back()
             if serving.core.must_go_back:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")

@@ -159,6 +159,11 @@ class Fleet:
         """The version that a serving replica is loading now, if one is."""
         return next((replica.coming.version for replica in self.serving if replica.coming is not None), None)
 
+    def where(self) -> str:
+        """For the log, where there are several servers: on how many of them."""
+        count = len(self.replicas)
+        return f" on {len(self.serving)} of {count} servers" if count > 1 else ""
+
     def add(self, engine: EngineClient) -> Replica:
         """A server joins. It is away until it is admitted."""
         replica = Replica(engine)

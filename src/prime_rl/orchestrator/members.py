@@ -24,7 +24,7 @@ from prime_rl.wait import WaitTimeout, within
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
-    from prime_rl.orchestrator.serving import Serving
+    from prime_rl.orchestrator.recovery import Recovery
 
 logger = log.get("orchestrator")
 
@@ -160,7 +160,7 @@ async def first_members(
 
 
 class Members:
-    """Keeps the fleet up to date. `begin` comes before everything else, `close` before `Serving.close`.
+    """Keeps the fleet up to date. `begin` comes before everything else, `close` before `Recovery.close`.
 
     Args:
         connect: Makes a client of a server that has registered.
@@ -172,12 +172,12 @@ class Members:
         config: "ClientConfig",
         model: str,
         fleet: Fleet,
-        serving: "Serving",
+        recovery: "Recovery",
         connect: Callable[[str], EngineClient],
         on_end: Callable[["asyncio.Task[None]"], None],
     ) -> None:
         self._config, self._model = config, model
-        self._fleet, self._serving = fleet, serving
+        self._fleet, self._recovery = fleet, recovery
         self._connect, self._on_end = connect, on_end
         self._registry: Registry | None = None
         self._left: dict[str, str] = {}  # the life of each server that has left
@@ -213,18 +213,18 @@ class Members:
             if self._registry is not None:
                 await self._registry.look()
                 await self._follow_registry(self._registry)
-            elif self._serving.begun and time.monotonic() - self._asked >= _ASK_SECONDS:
+            elif self._recovery.begun and time.monotonic() - self._asked >= _ASK_SECONDS:
                 self._asked = time.monotonic()
                 await self._ask_listed()
-            if self._serving.begun:
-                self._serving.check_hope_of_joining()
+            if self._recovery.begun:
+                self._recovery.check_hope_of_joining()
 
     async def _follow_registry(self, registry: Registry) -> None:
         now = time.monotonic()
         verdict = registry.roster.judge(now, {replica.name for replica in self._fleet.replicas}, self._left)
         for member in verdict.joining:
             self._join(member.address)
-        if not self._serving.begun:
+        if not self._recovery.begun:
             return
         for replica in list(self._fleet.replicas):
             if (boot := verdict.leaving.get(replica.name)) is not None:
@@ -254,16 +254,15 @@ class Members:
     def _join(self, address: str) -> None:
         engine = self._clients.get(address) or self._connect(address)
         self._clients[address] = engine
-        self._serving.join(self._fleet.add(engine))
+        self._recovery.join(self._fleet.add(engine))
         logger.info("%s joins", address)
 
     async def _leave(self, replica: Replica, boot: str) -> None:
         """It asked to. One that serves is drained, between two updates: what it has in flight is of the version that it goes on to serve."""
         if replica in self._drains:
             return
-        if replica.serving and not self._serving.moving:
+        if self._recovery.drain(replica):
             self._left[replica.name] = boot
-            self._serving.drain(replica)
             logger.info(
                 "%s is to leave: it gets nothing new, %d episodes in flight there go on",
                 replica.name,
@@ -273,7 +272,7 @@ class Members:
             task.add_done_callback(self._on_end)
         elif replica in self._fleet.away:
             self._left[replica.name] = boot
-            again = await self._serving.release(replica, ask=await replica.engine.answers())
+            again = await self._recovery.release(replica, ask=await replica.engine.answers())
             self._say_left(replica, again)
 
     async def _drain(self, replica: Replica) -> None:
@@ -283,12 +282,12 @@ class Members:
             await asyncio.sleep(_POLL_SECONDS)
             if time.monotonic() - asked >= _ASK_SECONDS:
                 silent, asked = 0 if await replica.engine.answers() else silent + 1, time.monotonic()
-        again = await self._serving.release(replica, ask=silent < _SILENT_TIMES)
+        again = await self._recovery.release(replica, ask=silent < _SILENT_TIMES)
         del self._drains[replica]
         self._say_left(replica, again)
 
     async def _give_up(self, replica: Replica) -> None:
-        again = await self._serving.release(replica, ask=False)
+        again = await self._recovery.release(replica, ask=False)
         logger.warning(
             "%s is gone for good: no answer, and no sign of it in %s for %.0f s; %d episodes are made again (%d servers left to serve)",
             replica.name, self._config.discover, GONE_SECONDS, again, len(self._fleet.serving),

@@ -1,15 +1,13 @@
 """The orchestrator's loop: keep the fleet full within the staleness bound, cut batches, commit them, follow new weights, run evals.
 
-`core.py` decides what may start, what is a batch and what is too old; `serving.py` follows the trainer; `journal.py` keeps the ledger. Whatever is
+`core.py` decides what may start, what is a batch and what is too old; `serving.py` follows the trainer; `recovery.py` brings servers back; `journal.py` keeps the ledger. Whatever is
 killed at whatever moment: a new life goes on from what stands in the run directory.
 """
 
 import asyncio
-import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +15,6 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
-from prime_rl.orchestrator.canary import Canaries
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
@@ -27,21 +24,21 @@ from prime_rl.orchestrator.fleet import EngineClient, Fleet, Replica
 from prime_rl.orchestrator.journal import FLUSH_SECONDS, Journal
 from prime_rl.orchestrator.load import LoadWatch
 from prime_rl.orchestrator.members import Members
-from prime_rl.orchestrator.metrics import Tally, bench_table, step_metrics
-from prime_rl.orchestrator.plans import limits, make_pool, seats
+from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.plans import limits, seats
+from prime_rl.orchestrator.recovery import Recovery
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
 from prime_rl.orchestrator.tasks import task_stream
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
-from prime_rl.transport.commit import CommitError, clean_stages
+from prime_rl.transport.commit import clean_stages
 from prime_rl.transport.protocol import Life
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-    from prime_rl.config.shared import ClientConfig
 
 logger = log.get("orchestrator")
 
@@ -81,15 +78,16 @@ class Orchestrator:
             self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         self.fleet = Fleet(engines, slack=config.rollouts_per_example)
         self.serving = Serving(config, self.fleet, status, self)
+        self.recovery = Recovery(config, self.serving, status, self)
         self.members = Members(
             config.client,
             config.model.name,
             self.fleet,
-            self.serving,
+            self.recovery,
             connect or partial(Engine, config.client),
             self.note_failure,
         )
-        self.evaluations = Evaluations(config, pool, monitor, status, self.serving)
+        self.evaluations = Evaluations(config, pool, monitor, status, self.serving, self.recovery)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.journal: Journal | None = None
         self.started = self.stopping = False
@@ -115,7 +113,7 @@ class Orchestrator:
             await self._start()
             if self.evaluations.owed(self.core.version):
                 await self.evaluations.run()
-            background = [] if self.config.bench else [self.serving.follow(), self.serving.watch(), self._keep_books()]
+            background = [] if self.config.bench else [self.serving.follow(), self.recovery.watch(), self._keep_books()]
             if self.config.max_concurrent == "auto":
                 background.append(LoadWatch(self.fleet, self.core, most=seats(self.config)).run())
             tasks = [asyncio.create_task(work) for work in background]
@@ -127,7 +125,7 @@ class Orchestrator:
             finally:
                 await _end([*tasks, *self._take_running()])
                 await self.members.close()
-                await self.serving.close()
+                await self.recovery.close()
         finally:
             await self.members.close()
             if self.journal is not None:
@@ -195,6 +193,7 @@ class Orchestrator:
             record=None if journal is None else journal.ledger,
         )
         self.serving.begin(self.core)
+        self.recovery.begin()
         if journal is not None:
             newest = history.newest
             assert newest is not None
@@ -241,7 +240,7 @@ class Orchestrator:
         if result.ok:
             self.fleet.succeeded(replica)
         elif result.outcome is Outcome.ENGINE_UNAVAILABLE:
-            self.serving.failed(replica)
+            self.recovery.failed(replica)
 
     def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
         self.fleet.end(replica)
@@ -279,7 +278,7 @@ class Orchestrator:
         running, self._running = list(self._running.values()), {}
         return running
 
-    # -- what serving tells: see `serving.Shell` -------------------------------------------------------------------------------
+    # -- what serving and recovery tell: see the `Shell` of each -------------------------------------------------------------------------------
 
     def forget(self, starts: Sequence[Start]) -> None:
         """These were in flight, and the core has given them up."""
@@ -298,6 +297,10 @@ class Orchestrator:
         if self.evaluations.due(version):
             await self.evaluations.run()
             self._gated_since = None
+
+    def lost(self, replica: Replica) -> None:
+        """It is gone, or serves something else."""
+        self.recovery.recover(replica)
 
     def wake(self) -> None:
         """Something may start now."""
@@ -471,7 +474,7 @@ class Orchestrator:
         await self._write_books(last=True)
         self.journal.check(self.core)
         await self.members.close()
-        await self.serving.close()
+        await self.recovery.close()
         self.serving.history.release()
 
     @property
@@ -503,60 +506,3 @@ async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
-
-
-async def orchestrate(config: "OrchestratorConfig") -> None:
-    """Run the orchestrator to its end, or until SIGINT or SIGTERM asks it to stop (the second signal stops at once)."""
-    status = Status(config.output_dir, "orchestrator")
-    try:
-        await _orchestrate(config, status)
-    except asyncio.CancelledError:
-        logger.info("stopped at once: what was in flight is started again in a run that goes on")
-        status.done("stopped")
-        raise
-
-
-async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
-    monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
-    pool = make_pool(config)
-    try:
-        async with AsyncExitStack() as stack:
-            connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
-            engines = [connect(root) for root in config.client.api_roots]
-            orchestrator = Orchestrator(config, pool, engines, status, monitor, connect)
-            current = asyncio.current_task()
-            assert current is not None
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, _on_signal, orchestrator, current)
-            await orchestrator.run()
-        status.done("stopped" if orchestrator.stopping else "finished")
-        if config.bench:
-            print(bench_table(read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")))
-    except* (UserError, CommitError) as group:
-        status.done(f"failed: {group.exceptions[0]}")
-        raise UserError(str(_first(group))) from group
-    finally:
-        await pool.close()
-        monitor.close()
-
-
-def _connect(stack: AsyncExitStack, client: "ClientConfig", canaries: Canaries | None, root: str) -> Engine:
-    """The client of one server, for as long as the run."""
-    engine = Engine(client, root, canaries)
-    stack.push_async_exit(engine)
-    return engine
-
-
-def _first(group: BaseExceptionGroup) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
-def _on_signal(orchestrator: Orchestrator, task: "asyncio.Task[None]") -> None:
-    if orchestrator.stopping or not orchestrator.started:
-        task.cancel()  # nothing has been made that could be lost
-        return
-    logger.info("stopping: nothing new is issued (a second signal stops at once)")
-    orchestrator.stop()

@@ -1,8 +1,8 @@
-"""Keeping the servers on the newest version of the trainer's present history, and bringing back those that are gone.
+"""Keeping the servers on the newest version of the trainer's present history.
 
 The trainer says what there is by committing lives and versions; here they are followed. What was sampled by weights that do not count, because
-the trainer gave them up or a server cannot prove them, is taken back in the core and made again. A server that is lost takes with it what it alone
-sampled: the others go on.
+the trainer gave them up or a server cannot prove them, is taken back in the core and made again. A server that does not load what the others load,
+or cannot prove what it serves, is lost: `recovery.py` brings it back.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
 from prime_rl.orchestrator.engine import EngineTrouble
-from prime_rl.orchestrator.fleet import Fleet, Replica, rest_seconds
+from prime_rl.orchestrator.fleet import Fleet, Replica
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.protocol import Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
@@ -30,13 +30,9 @@ if TYPE_CHECKING:
 logger = log.get("orchestrator")
 
 POLL_SECONDS = 0.1
-_ATTEMPTS = 5  # to load a version that may be removed, or to bring a server back
+_ATTEMPTS = 5  # to load a version that may be removed
 _RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
-_REST_SECONDS = 15.0  # at most between two looks at a server that is away, while others serve
-_CLOSE_SECONDS = 30.0
-_WATCH_SECONDS = 5.0
 _LOOK_SECONDS = 0.5  # between two looks at who was lost while it loads
-_SILENT_TIMES = 3  # that a server does not answer before the others take over what it had
 
 LoadError = UserError | CommitError
 
@@ -53,17 +49,18 @@ class Shell(Protocol):
     async def serves(self, version: int) -> None:
         """A newer version is served."""
 
+    def lost(self, replica: Replica) -> None:
+        """It is gone, or serves something else: it is to get no work from now on."""
+
     def wake(self) -> None:
         """Something may start now."""
-
-    def note_failure(self, task: "asyncio.Task[None]") -> None:
-        """A task ended; its exception is the run's."""
 
 
 class Serving:
     """What the servers serve. `begin` comes before `follow`.
 
     Attributes:
+        core: What it decides is served, from `begin` on.
         lock: Held while what is served must not change.
         shipping: Held while finished episodes must not be given up.
         seconds: Spent on updates since somebody took them.
@@ -85,14 +82,18 @@ class Serving:
             0  # updates in a row after which no server computed what the trainer did, whatever was loaded in between
         )
         self._shell = shell
-        self.begun = False
         self._moving = False  # what is served is being changed
-        # The run depends on this server: nobody takes over from it, and nobody joins.
-        self._alone = len(fleet.replicas) == 1 and config.client.discover is None
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
-        self._recoveries: dict[Replica, asyncio.Task[None]] = {}
-        self._troubles: dict[Replica, str] = {}  # why each that is away is not back
-        self._empty_since: float | None = None  # when the last one was lost
+
+    @property
+    def moving(self) -> bool:
+        """Whether the servers that serve are given another version at this moment."""
+        return self._moving
+
+    @property
+    def recovering(self) -> bool:
+        """Whether no server serves; nothing may start."""
+        return not self.fleet.serving
 
     # -- the first version ---------------------------------------------------------------------------------------------------
 
@@ -130,11 +131,8 @@ class Serving:
             return version
 
     def begin(self, core: Core[EpisodeResult]) -> None:
-        """What `core` decides is served from now on; servers that are not there yet join as they come."""
+        """What `core` decides is served from now on."""
         self.core = core
-        self.begun = True
-        for replica in self.fleet.away:
-            self._watch_over(replica)
 
     async def _check_bases(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
         """Returns the servers that failed to say what they serve.
@@ -143,7 +141,7 @@ class Serving:
             UserError: one is not ours: it holds another base model, refuses the key, or has no such route.
         """
         outcomes = await asyncio.gather(
-            *(self._check_base(replica, version) for replica in replicas), return_exceptions=True
+            *(self.check_base(replica, version) for replica in replicas), return_exceptions=True
         )
         failures: dict[Replica, LoadError] = {}
         for replica, outcome in zip(replicas, outcomes, strict=True):
@@ -153,7 +151,7 @@ class Serving:
                 raise outcome
         return failures
 
-    async def _check_base(self, replica: Replica, version: int) -> None:
+    async def check_base(self, replica: Replica, version: int) -> None:
         """Before anything is loaded: a server that holds another base model than the trainer is not ours to overwrite.
 
         Raises:
@@ -261,7 +259,7 @@ class Serving:
             self.core.serve(version)
             self._hold(self.core.life, version)
             self.status.progress()
-            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self._where())
+            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.fleet.where())
             stale = self.core.stale()
             for start in stale:
                 self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
@@ -301,13 +299,13 @@ class Serving:
                 logger.warning(
                     "%s did not load version %d, the run goes on without it: %s", replica.name, version, error
                 )
-                self.recover(replica)
+                self._shell.lost(replica)
             self._misread = 0
             return True
         self._count_misread(failures.values(), version)
         for replica in list(failures):
             if not await replica.proven():
-                self.recover(replica)
+                self._shell.lost(replica)
         if self.fleet.serving:
             await self._may_retry(next(iter(failures.values())), version)
         return False
@@ -345,11 +343,28 @@ class Serving:
                 raise failure
             elif replica.tainted:
                 async with self.shipping:
-                    self._doubt(replica, "the server was started again")
+                    self.doubt(replica, "the server was started again")
         if len(failures) < len(replicas):
             self._failures = 0
         faults.point(f"updated:v{version}")
         return failures
+
+    async def load_again(self, replica: Replica) -> None:
+        """Have a server that is away load what the others serve; what they read is held for it meanwhile.
+
+        Raises:
+            LoadError: it did not.
+        """
+        if self.core.must_go_back:
+            return  # `follow` loads what counts now
+        version = self._reading[replica] = self.core.version
+        try:
+            for error in (await self._load([replica], version)).values():
+                raise error
+        finally:
+            del self._reading[replica]
+            if not (self._moving or self.core.must_go_back):
+                self._hold(self.core.life, self.core.version)
 
     async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[None]]") -> None:
         """Until all have ended, but for those of servers that stop serving meanwhile, while others serve."""
@@ -380,14 +395,14 @@ class Serving:
     # -- what counts -----------------------------------------------------------------------------------------------------------
 
     async def prove(self) -> None:
-        """Ask the servers what they serve: what had finished before counts then. One that cannot say so is brought back."""
+        """Ask the servers what they serve: what had finished before counts then. One that cannot say so is lost."""
         counting, wrong = await self.fleet.prove(self.core.unproven())
         self.core.prove(counting)
         self.fleet.keep(self.core.without_proof())
         for replica in wrong:
-            self.recover(replica)
+            self._shell.lost(replica)
 
-    def _doubt(self, replica: Replica, detail: str) -> None:
+    def doubt(self, replica: Replica, detail: str) -> None:
         """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""
         replica.losses += 1
         episodes = replica.unproven | replica.tainted
@@ -400,244 +415,3 @@ class Serving:
     def _give_up(self, starts: Sequence[Start]) -> None:
         self.fleet.forget([start.episode for start in starts])
         self._shell.forget(starts)
-
-    def _where(self) -> str:
-        """For the log, where there are several servers."""
-        count = len(self.fleet.replicas)
-        return f" on {len(self.fleet.serving)} of {count} servers" if count > 1 else ""
-
-    # -- a server that is gone -------------------------------------------------------------------------------------------------
-
-    @property
-    def moving(self) -> bool:
-        """Whether the servers that serve are given another version at this moment."""
-        return self._moving
-
-    @property
-    def recovering(self) -> bool:
-        """Whether no server serves; nothing may start."""
-        return not self.fleet.serving
-
-    def failed(self, replica: Replica) -> None:
-        """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
-        if not replica.draining:  # whoever drains it looks whether it is still there
-            self.fleet.failed(replica)
-            self.recover(replica)
-
-    def recover(self, replica: Replica) -> None:
-        """It is gone, or serves something else: it gets no work until it is back and has proven what it serves."""
-        if replica not in self.fleet:
-            return  # it has left
-        leaving = replica.draining  # whoever drains it lets it go
-        self.fleet.lose(replica)
-        self._note_empty()
-        if not leaving:
-            self._watch_over(replica)
-
-    def join(self, replica: Replica) -> None:
-        """A server that was added to the fleet: it is given what the others serve, proves it, and gets work."""
-        if self.begun:  # else `begin` does it
-            self._watch_over(replica)
-
-    def drain(self, replica: Replica) -> None:
-        """A serving replica is to leave: `release` it once nothing is in flight there. No update may be under way (`moving`)."""
-        self.fleet.drain(replica)
-        self._note_empty()
-
-    async def release(self, replica: Replica, ask: bool) -> int:
-        """A server leaves the fleet for good. What it can prove counts, if it is there to be asked; the rest is made again.
-
-        Returns:
-            How many episodes are made again.
-        """
-        recovery = self._recoveries.pop(replica, None)
-        if recovery is not None and not recovery.done():
-            recovery.cancel()
-            await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
-        self._troubles.pop(replica, None)
-        async with self.shipping:
-            if replica not in self.fleet:
-                return 0  # released meanwhile
-            finished = replica.unproven.intersection(self.core.unproven())
-            if ask and (self.config.bench or await replica.proven()):
-                self.core.prove(finished)
-                self.fleet.forget(finished)
-                replica.released = True
-            lost = (replica.unproven | replica.tainted) & self.core.without_proof()
-            if lost:
-                replica.released = False
-                self._doubt(replica, "the server left")
-            self.fleet.remove(replica)
-            self._note_empty()
-        self._shell.wake()
-        return len(lost)
-
-    def _note_empty(self) -> None:
-        if self.recovering:
-            self._empty_since = self._empty_since or time.monotonic()
-
-    def _watch_over(self, replica: Replica) -> None:
-        present = self._recoveries.get(replica)
-        if present is None or present.done():
-            work = self._bring_the_only_one_back(replica) if self._alone else self._bring_back(replica)
-            task = self._recoveries[replica] = asyncio.create_task(work)
-            task.add_done_callback(self._shell.note_failure)
-
-    def _admit(self, replica: Replica) -> None:
-        self.fleet.admit(replica)
-        self._empty_since = None
-        self._troubles.pop(replica, None)
-        self._shell.wake()
-
-    async def _bring_the_only_one_back(self, replica: Replica) -> None:
-        """The run depends on it: it is waited for, and after a few failures the run ends."""
-        for attempt in range(_ATTEMPTS):
-            await replica.engine.wait_ready(self.status.waiting)
-            try:
-                while not await self._catch_up(
-                    replica
-                ):  # bounded: by the requests' deadlines; what is served changes rarely
-                    await asyncio.sleep(POLL_SECONDS)
-                return
-            except (UserError, CommitError):
-                if attempt == _ATTEMPTS - 1:
-                    raise
-            await asyncio.sleep(_RETRY_SECONDS * (attempt + 1))
-
-    async def _bring_back(self, replica: Replica) -> None:
-        """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
-        rest, penalty = _RETRY_SECONDS, rest_seconds(replica.failures)
-        while replica in self.fleet:  # bounded: `_check_hope`, and the run's end cancels it
-            await self._hand_over(replica)
-            if penalty:
-                penalty = penalty if self.fleet.serving else min(penalty, _RETRY_SECONDS)
-                logger.warning(
-                    "%s gets no work for %.0f s%s: it failed what it was given %d times in a row",
-                    replica.name, penalty, self._where(), replica.failures,
-                )  # fmt: skip
-                await asyncio.sleep(penalty)
-                penalty = 0.0
-            trouble = "it does not answer"
-            if await replica.engine.answers():
-                try:
-                    if await self._catch_up(replica):
-                        logger.info("%s serves version %d%s", replica.name, self.core.version, self._where())
-                        return
-                    trouble = ""
-                except (UserError, CommitError) as error:
-                    trouble = str(error)
-            if trouble and trouble != self._troubles.get(replica):
-                self._troubles[replica] = trouble
-                logger.warning("%s gets no work%s: %s", replica.name, self._where(), trouble)
-            self._check_hope()
-            await asyncio.sleep(rest if trouble else POLL_SECONDS)
-            rest = min(2 * rest, _REST_SECONDS if self.fleet.serving else _RETRY_SECONDS)
-
-    async def _hand_over(self, replica: Replica) -> None:
-        """What a server that is away cannot prove is made again, if there is another one to do it."""
-        if replica.unproven | replica.tainted and self.fleet.serving and not self.config.bench:
-            if replica.unproven and not replica.tainted and await replica.proven():
-                return
-            async with self.shipping:
-                if not replica.serving:
-                    self._doubt(replica, "the server is gone")
-            self._shell.wake()
-
-    def check_hope_of_joining(self) -> None:
-        """While none serves and none is being brought back: somebody must join in time.
-
-        Raises:
-            UserError: nobody did.
-        """
-        if self.recovering and all(task.done() for task in self._recoveries.values()):
-            self._check_hope()
-
-    def _check_hope(self) -> None:
-        """While none serves: somebody must come back in time.
-
-        Raises:
-            UserError: nobody did.
-        """
-        seconds = self.config.client.ready_timeout
-        if self._empty_since is None:
-            return
-        self.status.waiting("a healthy server", "inference", seconds)
-        if time.monotonic() - self._empty_since > seconds:
-            listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
-            raise UserError(
-                f"no inference server for {seconds:.0f} s ({self.config.client.source}, client.ready_timeout): "
-                f"{listed or 'all have left'}"
-            )
-
-    async def _catch_up(self, replica: Replica) -> bool:
-        """Have a healthy server load what the others serve, and let it in. False: what they serve has changed meanwhile."""
-        await self._still()
-        if self.config.bench or self.core.must_go_back:
-            self._admit(replica)  # there is nothing to prove, or `follow` loads what counts now
-            return True
-        version, life = self.core.version, self.core.life
-        if replica.given is None:
-            await self._check_base(replica, 0)
-        proven = replica.given is not None and await replica.proven()
-        if not proven:
-            await self._take_back(replica)
-        if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
-            await self._load_again(replica)
-        if self._moving or (version, life) != (self.core.version, self.core.life) or replica.tainted:
-            return False
-        self._admit(replica)
-        return True
-
-    async def _take_back(self, replica: Replica) -> None:
-        async with self.shipping:
-            self.notice_life()
-            if replica.given is not None:
-                logger.warning("%s does not serve version %d any more", replica.name, replica.given.version)
-                self._doubt(replica, "the server lost the weights it was given")
-
-    async def _load_again(self, replica: Replica) -> None:
-        if self.core.must_go_back:
-            return  # `follow` loads what counts now
-        version = self._reading[replica] = self.core.version
-        try:
-            for error in (await self._load([replica], version)).values():
-                raise error
-        finally:
-            del self._reading[replica]
-            if not (self._moving or self.core.must_go_back):
-                self._hold(self.core.life, self.core.version)
-
-    async def _still(self) -> None:
-        """Until nothing is being changed."""
-        while self._moving:  # bounded: by the requests' deadlines
-            await asyncio.sleep(POLL_SECONDS)
-
-    async def watch(self) -> None:
-        """Among several servers: one that does not answer any more is lost, and the others take over what it had. Until it is cancelled."""
-        while not self._alone:  # bounded: the run cancels it at its end
-            await asyncio.sleep(_WATCH_SECONDS)
-            asked = self.fleet.serving
-            answers = await asyncio.gather(*(replica.engine.answers() for replica in asked))
-            for replica, answered in zip(asked, answers, strict=True):
-                replica.silent = 0 if answered else replica.silent + 1
-                if replica.silent >= _SILENT_TIMES and replica.serving:
-                    self.recover(replica)
-
-    async def brought_back(self) -> None:
-        """Wait until a server serves."""
-        for replica in self.fleet.away:
-            self._watch_over(replica)
-        pending = [task for task in self._recoveries.values() if not task.done()]
-        subject, seconds = "healthy server", _ATTEMPTS * (self.config.client.ready_timeout + self.config.client.timeout)
-        await wait_async(
-            lambda: not self.recovering or any(task.done() for task in pending),
-            subject=subject, owner="inference", seconds=seconds, poll=POLL_SECONDS,
-        )  # fmt: skip
-
-    async def close(self) -> None:
-        """End the recoveries, if there are any."""
-        tasks = list(self._recoveries.values())
-        for task in tasks:
-            task.cancel()
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await asyncio.gather(*tasks, return_exceptions=True)

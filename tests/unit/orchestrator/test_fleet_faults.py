@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-import prime_rl.orchestrator.serving as serving
+import prime_rl.orchestrator.recovery as recovery
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator.engine import EngineTrouble, Served
@@ -82,7 +82,7 @@ async def test_a_server_that_proves_itself_once_more_and_then_goes_for_good(tmp_
         await asyncio.sleep(1e6)
 
     victim.wait_ready = never
-    orchestrator.serving.recover(replica)  # an episode failed there
+    orchestrator.recovery.recover(replica)  # an episode failed there
     await asyncio.sleep(0.05)
     victim.up = False
     async with asyncio.timeout(60):
@@ -137,8 +137,8 @@ async def test_an_evaluation_waits_for_a_server(tmp_path):
 
 async def test_a_server_of_another_base_does_not_end_the_run_when_the_good_one_restarts(tmp_path, monkeypatch):
     """A server of another base came late: refused again and again; then the good one is restarted."""
-    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.02)
-    monkeypatch.setattr(serving, "_REST_SECONDS", 0.3)
+    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(recovery, "_REST_SECONDS", 0.3)
     world = FleetWorld(tmp_path, servers=2, max_steps=6, max_error_rate=1.0)
     good, bad = world.servers
     bad.up = False
@@ -233,7 +233,7 @@ async def test_a_server_that_dies_after_the_request_to_stop(tmp_path):
     orchestrator.stop()
     await asyncio.sleep(1.5)
     world.servers[1].up = False
-    orchestrator.serving.recover(orchestrator.fleet.replicas[1])  # what `watch` does after 15 s
+    orchestrator.recovery.recover(orchestrator.fleet.replicas[1])  # what `watch` does after 15 s
     await asyncio.sleep(1.5)
     st.done("stopped")
     async with asyncio.timeout(30):
@@ -259,7 +259,7 @@ async def test_a_server_that_is_healthy_and_fails_every_request(tmp_path):
 
 async def test_one_that_cannot_say_what_it_serves_does_not_keep_the_others(tmp_path, monkeypatch):
     """It is left out, with a warning."""
-    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.02)
+    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.02)
     world = FleetWorld(tmp_path, servers=3)
 
     async def served():
@@ -304,7 +304,7 @@ async def test_a_lost_server_that_takes_long_to_load_comes_back(tmp_path):
     trainer = asyncio.create_task(world.train(5, lambda: victim.boots > 1 and world.all_serve))
     await until(has_batch(world, 1), run=running)
     victim.base()
-    orchestrator.serving.recover(orchestrator.fleet.replicas[1])
+    orchestrator.recovery.recover(orchestrator.fleet.replicas[1])
     async with asyncio.timeout(40):
         await running
         await trainer
@@ -314,7 +314,7 @@ async def test_a_lost_server_that_takes_long_to_load_comes_back(tmp_path):
 
 async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeypatch):
     """The others serve the version as soon as it is known to be lost."""
-    monkeypatch.setattr(serving, "_WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "_WATCH_SECONDS", 0.1)
     world = FleetWorld(tmp_path, servers=3, max_steps=4, max_error_rate=1.0)
     bad = world.servers[1]
     hung = asyncio.Event()

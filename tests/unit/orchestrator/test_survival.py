@@ -272,7 +272,7 @@ async def test_the_lease_covers_what_may_be_read(tmp_path):
     run = asyncio.create_task(world.orchestrator().run())
     await train(world, until_step=2)
     await until(lambda: world.engine.updates[-1] == (2, 0), run=run)
-    assert read_lease(world.directory) == Lease(0, 2)
+    await until(lambda: read_lease(world.directory) == Lease(0, 2), run=run)  # a little after the load has ended
     world.trainer.live(1, 1)
     await until(lambda: world.engine.updates[-1] == (1, 0), run=run)
     await train(world, start=1, life=1, replaced=True)

@@ -1,0 +1,79 @@
+"""The orchestrator as a process: it is made from its config, hears signals, and leaves its last word in the status file."""
+
+import asyncio
+import signal
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import Monitor, Status, log, read_metrics
+from prime_rl.orchestrator.canary import Canaries
+from prime_rl.orchestrator.engine import Engine
+from prime_rl.orchestrator.metrics import bench_table
+from prime_rl.orchestrator.orchestrator import Orchestrator
+from prime_rl.orchestrator.plans import make_pool
+from prime_rl.transport.commit import CommitError
+
+if TYPE_CHECKING:
+    from prime_rl.config import OrchestratorConfig
+    from prime_rl.config.shared import ClientConfig
+
+logger = log.get("orchestrator")
+
+
+async def orchestrate(config: "OrchestratorConfig") -> None:
+    """Run the orchestrator to its end, or until SIGINT or SIGTERM asks it to stop (the second signal stops at once)."""
+    status = Status(config.output_dir, "orchestrator")
+    try:
+        await _orchestrate(config, status)
+    except asyncio.CancelledError:
+        logger.info("stopped at once: what was in flight is started again in a run that goes on")
+        status.done("stopped")
+        raise
+
+
+async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
+    monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
+    pool = make_pool(config)
+    try:
+        async with AsyncExitStack() as stack:
+            connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
+            engines = [connect(root) for root in config.client.api_roots]
+            orchestrator = Orchestrator(config, pool, engines, status, monitor, connect)
+            current = asyncio.current_task()
+            assert current is not None
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, _on_signal, orchestrator, current)
+            await orchestrator.run()
+        status.done("stopped" if orchestrator.stopping else "finished")
+        if config.bench:
+            print(bench_table(read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")))
+    except* (UserError, CommitError) as group:
+        status.done(f"failed: {group.exceptions[0]}")
+        raise UserError(str(_first(group))) from group
+    finally:
+        await pool.close()
+        monitor.close()
+
+
+def _connect(stack: AsyncExitStack, client: "ClientConfig", canaries: Canaries | None, root: str) -> Engine:
+    """The client of one server, for as long as the run."""
+    engine = Engine(client, root, canaries)
+    stack.push_async_exit(engine)
+    return engine
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _on_signal(orchestrator: Orchestrator, task: "asyncio.Task[None]") -> None:
+    if orchestrator.stopping or not orchestrator.started:
+        task.cancel()  # nothing has been made that could be lost
+        return
+    logger.info("stopping: nothing new is issued (a second signal stops at once)")
+    orchestrator.stop()

@@ -1,0 +1,275 @@
+"""Who is away, and how it comes back.
+
+A server that is lost gets no work; what it alone sampled is made again by the others. It is looked at until it answers, is given what the others
+serve, proves it, and gets work again. One that joins comes the same way; one that leaves is let go when nothing is in flight there.
+"""
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Protocol
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import Status, log
+from prime_rl.orchestrator.fleet import Replica, rest_seconds
+from prime_rl.orchestrator.serving import POLL_SECONDS, Serving
+from prime_rl.transport.commit import CommitError
+from prime_rl.wait import wait_async
+
+if TYPE_CHECKING:
+    from prime_rl.config import OrchestratorConfig
+
+logger = log.get("orchestrator")
+
+_ATTEMPTS = 5  # to bring back the only server
+_RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
+_REST_SECONDS = 15.0  # at most between two looks at a server that is away, while others serve
+_CLOSE_SECONDS = 30.0
+_WATCH_SECONDS = 5.0
+_SILENT_TIMES = 3  # that a server does not answer before the others take over what it had
+
+
+class Shell(Protocol):
+    """What recovery tells the loop."""
+
+    def wake(self) -> None:
+        """Something may start now."""
+
+    def note_failure(self, task: "asyncio.Task[None]") -> None:
+        """A task ended; its exception is the run's."""
+
+
+class Recovery:
+    """Brings lost servers back, and lets servers join and leave. It asks `serving` what is served, and has it load that; `serving` knows nothing of
+    it. `begin` comes after `Serving.begin`.
+    """
+
+    def __init__(self, config: "OrchestratorConfig", serving: Serving, status: Status, shell: Shell) -> None:
+        self._config = config
+        self._serving, self._fleet = serving, serving.fleet
+        self._status, self._shell = status, shell
+        self.begun = False
+        # The run depends on this server: nobody takes over from it, and nobody joins.
+        self._alone = len(self._fleet.replicas) == 1 and config.client.discover is None
+        self._recoveries: dict[Replica, asyncio.Task[None]] = {}
+        self._troubles: dict[Replica, str] = {}  # why each that is away is not back
+        self._empty_since: float | None = None  # when the last one was lost
+
+    def begin(self) -> None:
+        """Servers that are not there yet join as they come."""
+        self.begun = True
+        for replica in self._fleet.away:
+            self._watch_over(replica)
+
+    def failed(self, replica: Replica) -> None:
+        """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
+        if not replica.draining:  # whoever drains it looks whether it is still there
+            self._fleet.failed(replica)
+            self.recover(replica)
+
+    def recover(self, replica: Replica) -> None:
+        """It is gone, or serves something else: it gets no work until it is back and has proven what it serves."""
+        if replica not in self._fleet:
+            return  # it has left
+        leaving = replica.draining  # whoever drains it lets it go
+        self._fleet.lose(replica)
+        self._note_empty()
+        if not leaving:
+            self._watch_over(replica)
+
+    def join(self, replica: Replica) -> None:
+        """A server that was added to the fleet: it is given what the others serve, proves it, and gets work."""
+        if self.begun:  # else `begin` does it
+            self._watch_over(replica)
+
+    def drain(self, replica: Replica) -> bool:
+        """A replica is to leave: `release` it once nothing is in flight there. Returns whether it drains: only one that serves does, and not while an
+        update is under way."""
+        if not replica.serving or self._serving.moving:
+            return False
+        self._fleet.drain(replica)
+        self._note_empty()
+        return True
+
+    async def release(self, replica: Replica, ask: bool) -> int:
+        """A server leaves the fleet for good. What it can prove counts, if it is there to be asked; the rest is made again.
+
+        Returns:
+            How many episodes are made again.
+        """
+        recovery = self._recoveries.pop(replica, None)
+        if recovery is not None and not recovery.done():
+            recovery.cancel()
+            await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
+        self._troubles.pop(replica, None)
+        core = self._serving.core
+        async with self._serving.shipping:
+            if replica not in self._fleet:
+                return 0  # released meanwhile
+            finished = replica.unproven.intersection(core.unproven())
+            if ask and (self._config.bench or await replica.proven()):
+                core.prove(finished)
+                self._fleet.forget(finished)
+                replica.released = True
+            lost = (replica.unproven | replica.tainted) & core.without_proof()
+            if lost:
+                replica.released = False
+                self._serving.doubt(replica, "the server left")
+            self._fleet.remove(replica)
+            self._note_empty()
+        self._shell.wake()
+        return len(lost)
+
+    def _note_empty(self) -> None:
+        if self._serving.recovering:
+            self._empty_since = self._empty_since or time.monotonic()
+
+    def _watch_over(self, replica: Replica) -> None:
+        present = self._recoveries.get(replica)
+        if present is None or present.done():
+            work = self._bring_the_only_one_back(replica) if self._alone else self._bring_back(replica)
+            task = self._recoveries[replica] = asyncio.create_task(work)
+            task.add_done_callback(self._shell.note_failure)
+
+    def _admit(self, replica: Replica) -> None:
+        self._fleet.admit(replica)
+        self._empty_since = None
+        self._troubles.pop(replica, None)
+        self._shell.wake()
+
+    async def _bring_the_only_one_back(self, replica: Replica) -> None:
+        """The run depends on it: it is waited for, and after a few failures the run ends."""
+        for attempt in range(_ATTEMPTS):
+            await replica.engine.wait_ready(self._status.waiting)
+            try:
+                while not await self._catch_up(replica):  # bounded: by the requests' deadlines
+                    await asyncio.sleep(POLL_SECONDS)
+                return
+            except (UserError, CommitError):
+                if attempt == _ATTEMPTS - 1:
+                    raise
+            await asyncio.sleep(_RETRY_SECONDS * (attempt + 1))
+
+    async def _bring_back(self, replica: Replica) -> None:
+        """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
+        rest, penalty = _RETRY_SECONDS, rest_seconds(replica.failures)
+        while replica in self._fleet:  # bounded: `_check_hope`, and the run's end cancels it
+            await self._hand_over(replica)
+            if penalty:
+                penalty = penalty if self._fleet.serving else min(penalty, _RETRY_SECONDS)
+                logger.warning(
+                    "%s gets no work for %.0f s%s: it failed what it was given %d times in a row",
+                    replica.name, penalty, self._fleet.where(), replica.failures,
+                )  # fmt: skip
+                await asyncio.sleep(penalty)
+                penalty = 0.0
+            trouble = "it does not answer"
+            if await replica.engine.answers():
+                try:
+                    if await self._catch_up(replica):
+                        version = self._serving.core.version
+                        logger.info("%s serves version %d%s", replica.name, version, self._fleet.where())
+                        return
+                    trouble = ""
+                except (UserError, CommitError) as error:
+                    trouble = str(error)
+            if trouble and trouble != self._troubles.get(replica):
+                self._troubles[replica] = trouble
+                logger.warning("%s gets no work%s: %s", replica.name, self._fleet.where(), trouble)
+            self._check_hope()
+            await asyncio.sleep(rest if trouble else POLL_SECONDS)
+            rest = min(2 * rest, _REST_SECONDS if self._fleet.serving else _RETRY_SECONDS)
+
+    async def _hand_over(self, replica: Replica) -> None:
+        """What a server that is away cannot prove is made again, if there is another one to do it."""
+        if replica.unproven | replica.tainted and self._fleet.serving and not self._config.bench:
+            if replica.unproven and not replica.tainted and await replica.proven():
+                return
+            async with self._serving.shipping:
+                if not replica.serving:
+                    self._serving.doubt(replica, "the server is gone")
+            self._shell.wake()
+
+    def check_hope_of_joining(self) -> None:
+        """While none serves and none is being brought back: somebody must join in time.
+
+        Raises:
+            UserError: nobody did.
+        """
+        if self._serving.recovering and all(task.done() for task in self._recoveries.values()):
+            self._check_hope()
+
+    def _check_hope(self) -> None:
+        """While none serves: somebody must come back in time.
+
+        Raises:
+            UserError: nobody did.
+        """
+        seconds = self._config.client.ready_timeout
+        if self._empty_since is None:
+            return
+        self._status.waiting("a healthy server", "inference", seconds)
+        if time.monotonic() - self._empty_since > seconds:
+            listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
+            raise UserError(
+                f"no inference server for {seconds:.0f} s ({self._config.client.source}, client.ready_timeout): "
+                f"{listed or 'all have left'}"
+            )
+
+    async def _catch_up(self, replica: Replica) -> bool:
+        """Have a healthy server load what the others serve, and let it in. False: what they serve has changed meanwhile."""
+        serving = self._serving
+        while serving.moving:  # bounded: by the requests' deadlines
+            await asyncio.sleep(POLL_SECONDS)
+        if self._config.bench or serving.core.must_go_back:
+            self._admit(replica)  # there is nothing to prove, or `follow` loads what counts now
+            return True
+        version, life = serving.core.version, serving.core.life
+        if replica.given is None:
+            await serving.check_base(replica, 0)
+        proven = replica.given is not None and await replica.proven()
+        if not proven:
+            await self._take_back(replica)
+        if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
+            await serving.load_again(replica)
+        if serving.moving or (version, life) != (serving.core.version, serving.core.life) or replica.tainted:
+            return False
+        self._admit(replica)
+        return True
+
+    async def _take_back(self, replica: Replica) -> None:
+        async with self._serving.shipping:
+            self._serving.notice_life()
+            if replica.given is not None:
+                logger.warning("%s does not serve version %d any more", replica.name, replica.given.version)
+                self._serving.doubt(replica, "the server lost the weights it was given")
+
+    async def watch(self) -> None:
+        """Among several servers: one that does not answer any more is lost, and the others take over what it had. Until it is cancelled."""
+        while not self._alone:  # bounded: the run cancels it at its end
+            await asyncio.sleep(_WATCH_SECONDS)
+            asked = self._fleet.serving
+            answers = await asyncio.gather(*(replica.engine.answers() for replica in asked))
+            for replica, answered in zip(asked, answers, strict=True):
+                replica.silent = 0 if answered else replica.silent + 1
+                if replica.silent >= _SILENT_TIMES and replica.serving:
+                    self.recover(replica)
+
+    async def brought_back(self) -> None:
+        """Wait until a server serves."""
+        for replica in self._fleet.away:
+            self._watch_over(replica)
+        pending = [task for task in self._recoveries.values() if not task.done()]
+        client = self._config.client
+        subject, seconds = "healthy server", _ATTEMPTS * (client.ready_timeout + client.timeout)
+        await wait_async(
+            lambda: not self._serving.recovering or any(task.done() for task in pending),
+            subject=subject, owner="inference", seconds=seconds, poll=POLL_SECONDS,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        """End the recoveries, if there are any."""
+        tasks = list(self._recoveries.values())
+        for task in tasks:
+            task.cancel()
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await asyncio.gather(*tasks, return_exceptions=True)
