@@ -56,7 +56,7 @@ class OrchestratorConfig(BaseConfig, Environments):
     )
     max_concurrent: PositiveInt | Literal["auto"] | None = Field(
         default=None,
-        description="Most episodes in flight (None: batch_size x (async_level + 1); auto: as the servers take them).",
+        description="Most episodes in flight (None: batch_size x (async_level + 1); auto: up to that, as the servers take them).",
     )
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
     algorithm: GRPO = Field(default_factory=GRPO, description="How advantages are computed.")

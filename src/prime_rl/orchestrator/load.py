@@ -43,17 +43,20 @@ def _values(metrics: str, name: str) -> list[float]:
 class LoadWatch:
     """Sets how many episodes `core` may have in flight, from looks at the servers that are given work."""
 
-    def __init__(self, fleet: Fleet, core: Core[Any], most: int) -> None:
+    def __init__(self, fleet: Fleet, core: Core[Any], most: int, evaluating: Callable[[], bool]) -> None:
+        """Begins with a step's worth, at most `most`. `evaluating`: whether others than the core's episodes are at the servers."""
         self._fleet, self._core = fleet, core
-        self._control = Concurrency(core.limits.max_concurrent, most)
-        self._seen = (
-            core.version,
-            False,
-        )  # the version served at the last look, and whether another one was being loaded
+        self._control = Concurrency(core.limits.batch_size, most)
+        self._evaluating = evaluating
+        # At the last look: the version served, whether another one was being loaded, whether there was an evaluation.
+        self._seen = (core.version, False, False)
+        self._said = False
+        core.allow(self._control.limit)
 
-    async def run(self) -> None:
-        """Look every few seconds, until it is cancelled."""
-        async with httpx.AsyncClient(timeout=ANSWER_SECONDS, trust_env=False) as http:
+    async def run(self, key: str = "") -> None:
+        """Look every few seconds, until it is cancelled. `key`: the servers' API key, which whatever is before them may ask for."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(timeout=ANSWER_SECONDS, headers=headers, trust_env=False) as http:
 
             async def fetch(url: str) -> str:
                 return (await http.get(url)).raise_for_status().text
@@ -68,15 +71,21 @@ class LoadWatch:
             texts = await asyncio.gather(*(fetch(f"{replica.name}/metrics") for replica in self._fleet.serving))
             loads = [read_load(text) for text in texts]
         except (httpx.HTTPError, ValueError) as error:
-            logger.debug("a server's load is not known: %r", error)
+            if not self._said:
+                self._said = True
+                logger.warning(
+                    "max_concurrent = auto: a server does not say how busy it is, the limit stays for now: %r", error
+                )
             return
         core = self._core
-        before, self._seen = self._seen, (core.version, self._fleet.loading is not None)
+        before = self._seen
+        version, loading, evaluating = self._seen = core.version, self._fleet.loading is not None, self._evaluating()
         limit = self._control.look(
             loads,
             in_flight=core.in_flight,
             landed=core.issued - core.in_flight,
-            updating=before != self._seen or self._seen[1],
+            updating=loading or before[:2] != (version, loading),
+            evaluating=evaluating or before[2],
         )
         if limit != core.limits.max_concurrent:
             waiting, cache = sum(load.waiting for load in loads), max((load.cache for load in loads), default=0.0)

@@ -5,9 +5,10 @@ killed at whatever moment: a new life goes on from what stands in the run direct
 """
 
 import asyncio
+import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,7 @@ from prime_rl.orchestrator.journal import FLUSH_SECONDS, Journal
 from prime_rl.orchestrator.load import LoadWatch
 from prime_rl.orchestrator.members import Members
 from prime_rl.orchestrator.metrics import Tally, step_metrics
-from prime_rl.orchestrator.plans import limits, seats
+from prime_rl.orchestrator.plans import limits, most_in_flight
 from prime_rl.orchestrator.recovery import Recovery
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
@@ -112,10 +113,10 @@ class Orchestrator:
         try:
             await self._start()
             if self.evaluations.owed(self.core.version):
-                await self.evaluations.run()
+                await self._evaluate()
             background = [] if self.config.bench else [self.serving.follow(), self.recovery.watch(), self._keep_books()]
             if self.config.max_concurrent == "auto":
-                background.append(LoadWatch(self.fleet, self.core, most=seats(self.config)).run())
+                background.append(self._watch_load())
             tasks = [asyncio.create_task(work) for work in background]
             for task in tasks:
                 task.add_done_callback(self.note_failure)
@@ -130,6 +131,17 @@ class Orchestrator:
             await self.members.close()
             if self.journal is not None:
                 self.journal.close()
+
+    def _watch_load(self) -> Coroutine[None, None, None]:
+        watch = LoadWatch(self.fleet, self.core, most_in_flight(self.config), lambda: self.evaluations.running)
+        return watch.run(os.environ.get(self.config.client.api_key_var, ""))
+
+    async def _evaluate(self) -> None:
+        """Evaluate what is served, while nobody else looks whether the run has failed: what ends the run ends it, too."""
+        if self._failure is None:
+            await self.evaluations.run()
+        if self._failure is not None:
+            raise self._failure
 
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
@@ -310,6 +322,7 @@ class Orchestrator:
         """A fault of an episode is a result; an exception is the run's: the loop raises it."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._failure = self._failure or error
+            self.evaluations.stop()
             self._wake.set()
 
     # -- waiting -------------------------------------------------------------------------------------------------------------
@@ -467,7 +480,7 @@ class Orchestrator:
             while not (self.stopping or self._served_to_the_end):
                 await self._next_event()
             if not self.stopping and self.evaluations.due_at_end(self.core.version):
-                await self.evaluations.run()
+                await self._evaluate()
             await _end(self._take_running())
             await self._trainer_end()
             ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new life meanwhile

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def limits(config: "OrchestratorConfig") -> Limits:
     """The core's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
-    level = ORCHESTRATOR_STEPS if config.bench else config.async_level
-    given = None if config.max_concurrent == "auto" else config.max_concurrent  # `load` goes on from what None means
+    level = steps_ahead(config)
+    given = None if config.max_concurrent == "auto" else config.max_concurrent  # `load` finds it
     return Limits(
         batch_size=config.batch_size,
         group_size=config.rollouts_per_example,
@@ -26,6 +26,16 @@ def limits(config: "OrchestratorConfig") -> Limits:
         max_concurrent=min(given or config.batch_size * (config.async_level + 1), seats(config)),
         max_steps=ORCHESTRATOR_STEPS if config.bench else config.max_steps,
     )
+
+
+def steps_ahead(config: "OrchestratorConfig") -> int:
+    """Steps that sampling may run ahead. A benchmark has no trainer that could fall behind."""
+    return ORCHESTRATOR_STEPS if config.bench else config.async_level
+
+
+def most_in_flight(config: "OrchestratorConfig") -> int:
+    """As many episodes as the steps that may be sampled hold, and the workers run: no number lets more start."""
+    return min(config.batch_size * (steps_ahead(config) + 1), seats(config))
 
 
 def seats(config: "OrchestratorConfig") -> int:

@@ -6,21 +6,24 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.concurrency import LIGHT_TURNS, Concurrency, Load
+from prime_rl.orchestrator.concurrency import LOOKS, PATIENCE, Concurrency, Load
 
 LOOK_EVERY = 3  # tokens
 
 
 @dataclass
 class Server:
-    """`seats` requests at a time, `room` tokens of cache; one token each a tick; the youngest is preempted and begins again when the cache is full."""
+    """`seats` requests at a time, `room` tokens of cache; one token each a tick; the youngest is preempted and begins again when the cache is full.
+    At most `intake` contexts are taken in within a tick."""
 
     seats: int
     room: int
     prompt: int
+    intake: int = 10**6
     queue: deque[list[int]] = field(default_factory=deque)  # [tokens to sample, sampled]
     running: list[list[int]] = field(default_factory=list)
     preempted: int = 0
@@ -35,8 +38,16 @@ class Server:
         return len(self.queue) + len(self.running)
 
     def admit(self) -> None:
-        while self.queue and len(self.running) < self.seats and self.used + self.prompt < self.room:
+        for _ in range(self.intake):
+            if not (self.queue and len(self.running) < self.seats and self.used + self.prompt < self.room):
+                break
             self.running.append(self.queue.popleft())
+
+    def update(self) -> None:
+        """All contexts are to be computed again."""
+        self.preempted += len(self.running)
+        self.queue.extendleft(reversed(self.running))
+        self.running = []
 
     def tick(self) -> None:
         self.admit()
@@ -57,19 +68,20 @@ class Server:
 def drive(
     servers: list[Server], control: Concurrency, lengths: tuple[int, int], turns: int, update_every: int = 0
 ) -> list[int]:
-    """The limit after each look, for so many turns of the longest replies."""
-    rng, limits, tick = random.Random(0), [], 0
+    """The limit after each look, for so many turns of the longest replies. All weights are loaded anew after every `update_every` looks."""
+    rng, limits = random.Random(0), []
     for tick in range(turns * lengths[1]):
         for server in servers:
             server.tick()
         while sum(server.in_flight for server in servers) < control.limit:
             least = min(servers, key=lambda server: server.in_flight)
             least.queue.append([rng.randint(*lengths), 0])
-            least.admit()
-        updating = bool(update_every) and tick // LOOK_EVERY % update_every == 0
+            if least.intake > 1000:
+                least.admit()
+        updating = bool(update_every) and tick // LOOK_EVERY % update_every == update_every - 1
         if updating and tick % LOOK_EVERY == 0:
             for server in servers:
-                server.preempted += len(server.running)
+                server.update()
         if tick % LOOK_EVERY == LOOK_EVERY - 1:
             flight, landed = sum(s.in_flight for s in servers), sum(s.landed for s in servers)
             loads = [server.load() for server in servers]
@@ -93,9 +105,9 @@ def test_it_comes_to_rest_where_nothing_waits(seats: int, rows: int, prompt: int
     preemptions, and no more than a third below what the server takes at most."""
     server = Server(seats, rows * (prompt + reply), prompt)
     control = Concurrency(start, 96)
-    limits = drive([server], control, (reply, reply), turns=100)
+    limits = drive([server], control, (reply, reply), turns=99)  # looks go on in step with replies
     before = server.preempted
-    rest = drive([server], control, (reply, reply), turns=20)
+    rest = drive([server], control, (reply, reply), turns=21)
     assert sum(one != two for one, two in itertools.pairwise(rest)) <= 2, (limits, rest)
     assert server.preempted - before <= max(rest)
     usual = sorted(rest)[len(rest) // 2]
@@ -115,7 +127,7 @@ def test_it_never_thrashes(seats: int, rows: int, prompt: int, reply: int, start
             too_much = min(too_much, before)
         elif before < too_much <= now:
             too_much, tried_again = 97, tried_again + 1
-    assert tried_again <= math.log2(2 * turns / LIGHT_TURNS), limits
+    assert tried_again <= math.log2(2 * turns / PATIENCE), limits
 
 
 def test_an_update_is_no_pressure() -> None:
@@ -136,15 +148,63 @@ def test_servers_that_come_and_go_bring_their_share() -> None:
     assert control.look(loads, in_flight=both // 2, landed=10**6, updating=False) == 2 * round(both / 2)
 
 
-def test_a_lighter_load_lifts_the_ceiling_of_a_full_cache() -> None:
-    """Contract: once replies are so short that the cache stays half empty, more is tried again; a ceiling of seats stays."""
+def test_a_ceiling_whose_reason_is_gone_is_lifted() -> None:
+    """Contract: once replies are so short that the cache stays half empty, more is tried again; where there are no more seats that is undone."""
     control, server = Concurrency(8, 64), Server(256, 1_600, 8)
     heavy = drive([server], control, (72, 72), turns=40)[-1]
     assert heavy <= 25
     assert drive([server], control, (10, 10), turns=300)[-1] == 64
     control, server = Concurrency(8, 64), Server(20, 100_000, 8)
     seats = drive([server], control, (72, 72), turns=40)[-1]
-    assert drive([server], control, (10, 10), turns=300)[-1] == seats <= 20
+    later = drive([server], control, (10, 10), turns=300)
+    assert 16 <= seats <= 20
+    assert sorted(later)[len(later) // 2] == seats
+    assert max(later) <= 25
+
+
+def test_a_burst_of_first_prompts_is_no_pressure() -> None:
+    """Contract: all prompts come at once at the start and wait for one another; nobody waits later, and the limit only grows."""
+    server = Server(256, 100_000, 8, intake=2)
+    limits = drive([server], Concurrency(48, 60), (40, 60), turns=40)
+    assert limits == sorted(limits)
+    assert limits[-1] == 60
+
+
+@pytest.mark.parametrize("every", [11, 40])
+def test_contexts_that_are_computed_again_are_no_pressure(every: int) -> None:
+    """Contract: after an update all contexts wait to be computed again, for several looks; the limit only grows."""
+    server = Server(256, 100_000, 8, intake=4)
+    limits = drive([server], Concurrency(32, 64), (40, 60), turns=60, update_every=every)
+    assert limits == sorted(limits)
+    assert limits[-1] == 64
+
+
+def test_an_evaluation_is_no_pressure() -> None:
+    """Contract: an evaluation beside training fills the seats and the cache, and preempts; the limit stays, and grows when it is over."""
+    control, calm = Concurrency(24, 48), [Load(24, 0, 0.3, 0)]
+    for look in range(3 * LOOKS):
+        assert control.look([Load(64, 80, 0.99, 7 * look)], in_flight=24, landed=24 * look, evaluating=True) == 24
+    landed = 24 * 3 * LOOKS
+    assert control.look([Load(24, 30, 0.3, 100)], in_flight=24, landed=landed, evaluating=True) == 24  # its last look
+    limits = [control.look([Load(24, 0, 0.3, 100)], in_flight=24, landed=landed + 8 * n) for n in range(2 * LOOKS)]
+    assert (min(limits), limits[-1]) == (24, 31), calm
+
+
+def test_the_limit_falls_by_the_share_that_waits() -> None:
+    """Contract: of a hundred episodes ten are at the server, the others use tools; that two of the ten wait is no reason to go down to eight."""
+    control = Concurrency(100, 100)
+    limits = [control.look([Load(8, 2, 0.5, 0)], in_flight=100, landed=n) for n in range(2 * LOOKS)]
+    assert limits[-1] == 72
+
+
+def test_what_was_preempted_before_is_no_pressure() -> None:
+    """Contract: counters begin before the run, also those of a server that joins."""
+    control = Concurrency(10, 20)
+    for n in range(LOOKS):
+        assert control.look([Load(10, 0, 0.3, 500)], in_flight=10, landed=n) == 10
+    for n in range(LOOKS):
+        assert control.look([Load(10, 0, 0.3, 500), Load(10, 0, 0.3, 70)], in_flight=10, landed=n) == 20
+    assert control.look([Load(10, 0, 0.3, 500), Load(10, 0, 0.3, 71)], in_flight=20, landed=n) == 18
 
 
 def test_nothing_grows_that_does_not_bind() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 import prime_rl.orchestrator.recovery as recovery
 from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.errors import UserError
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.lives import read_lease
@@ -337,3 +338,18 @@ async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeyp
     async with asyncio.timeout(30):
         await running
         await trainer
+
+
+@pytest.mark.parametrize("when", ["at_start", "at_end"])
+async def test_the_end_of_hope_is_heard_during_an_evaluation(tmp_path, when):
+    """All servers go during the first evaluation, or the last one, beside which nothing else looks: the run ends when none is hoped for any more."""
+    section = EVAL | {"interval": None, "at_start": when == "at_start", "at_end": when == "at_end"}
+    world = FleetWorld(tmp_path, servers=2, max_steps=1, client={"ready_timeout": 0.5}, eval=section)
+
+    def before(e, v):
+        for server in world.servers:
+            server.up = server.up and not e.startswith("eval")
+
+    world.pool.before = before
+    with pytest.raises(UserError, match=r"no inference server for 0 s .*does not answer"):
+        await run(world, 1)  # within a minute; the evaluation waits for a server for 5 x client.timeout

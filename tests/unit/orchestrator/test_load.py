@@ -1,6 +1,7 @@
 """Looking at the servers: what their counters mean, and what becomes of it."""
 
 import asyncio
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from prime_rl.orchestrator.concurrency import Load
 from prime_rl.orchestrator.core import Core, Limits, Task
 from prime_rl.orchestrator.load import LoadWatch, read_load
+from prime_rl.wait import wait_async
 
 METRICS = """# HELP vllm:num_requests_running x
 vllm:num_requests_running{{engine="0"}} {running}
@@ -34,13 +36,13 @@ def test_counters_are_read_for_all_engines_of_a_server() -> None:
         read_load("<html>")
 
 
-def make(in_flight: int) -> tuple[LoadWatch, Core[Any], Any]:
+def make(batch: int) -> tuple[LoadWatch, Core[Any], Any]:
     tasks = (Task("env", index, str(index)) for index in range(10**6))
-    core: Core[Any] = Core(Limits(4, 2, 100, 100, in_flight, None), tasks)
+    core: Core[Any] = Core(Limits(batch, 2, 100, 100, 2 * batch, None), tasks)
     fleet: Any = SimpleNamespace(
-        serving=[SimpleNamespace(name="http://a"), SimpleNamespace(name="http://b")], loading=None
+        serving=[SimpleNamespace(name="http://a"), SimpleNamespace(name="http://b")], loading=None, evaluating=False
     )
-    return LoadWatch(fleet, core, most=64), core, fleet
+    return LoadWatch(fleet, core, most=64, evaluating=lambda: fleet.evaluating), core, fleet
 
 
 async def look(watch: LoadWatch, *texts: str | Exception) -> None:
@@ -56,24 +58,57 @@ async def look(watch: LoadWatch, *texts: str | Exception) -> None:
     await watch.look(fetch)
 
 
-async def test_a_queue_lowers_what_may_be_in_flight_and_turns_without_one_raise_it() -> None:
-    """Contract: two looks that show a queue lower the core's limit at once; turns without pressure raise it; no answer changes nothing."""
-    watch, core, _ = make(16)
-    started = [start for _ in range(16) if (start := core.next_start()) is not None]
-    assert (len(started), core.next_start()) == (16, None)
-    for number in range(18):  # a turn and a little
-        core.finish(started[number].episode, None)
-        following = core.next_start()
-        assert following is not None
-        started.append(following)
-        await look(watch, text(), text())
+async def land(watch: LoadWatch, core: Core[Any], flying: deque[str], *texts: str | Exception) -> None:
+    """An episode ends, another one starts, and both servers are looked at."""
+    core.finish(flying.popleft(), None)
+    while (start := core.next_start()) is not None:
+        flying.append(start.episode)
+    await look(watch, *texts)
+
+
+async def test_a_turn_without_pressure_raises_what_may_be_in_flight_and_a_queue_that_stands_lowers_it() -> None:
+    """Contract: it begins with a step's worth; no answer changes nothing, nor does what is there beside an evaluation."""
+    watch, core, fleet = make(16)
+    flying = deque(start.episode for _ in range(16) if (start := core.next_start()) is not None)
+    assert (len(flying), core.next_start()) == (16, None)
+    for _ in range(17):  # a turn and a little
+        await land(watch, core, flying, text(), text())
     raised = core.limits.max_concurrent
     assert raised == 21
-    await look(watch, text(), httpx.ConnectError("gone"))
-    await look(watch, text(waiting=9), text())
+    for _ in range(12):
+        await land(watch, core, flying, text(waiting=5), httpx.ConnectError("gone"))
+    fleet.evaluating = True
+    for _ in range(12):
+        await land(watch, core, flying, text(waiting=5), text(waiting=5, preempted=3))
+    fleet.evaluating = False
+    await land(watch, core, flying, text(waiting=5), text(preempted=9))  # since the last look
     assert core.limits.max_concurrent == raised
-    await look(watch, text(waiting=9), text())
+    for _ in range(12):
+        await land(watch, core, flying, text(waiting=5), text(waiting=4, preempted=9))
     assert core.limits.max_concurrent < raised
+
+
+async def test_servers_are_asked_with_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: what is before a server, and guards all of its routes, lets these questions through."""
+    heard: list[str] = []
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append((await reader.readuntil(b"\r\n\r\n")).decode())
+        body = text()
+        writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        await writer.drain()
+        writer.close()
+
+    monkeypatch.setattr("prime_rl.orchestrator.load.LOOK_SECONDS", 0.01)
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    watch, _, fleet = make(16)
+    fleet.serving = [SimpleNamespace(name=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")]
+    looking = asyncio.create_task(watch.run("secret"))
+    await wait_async(lambda: heard, subject="question", owner="the watch", seconds=30)
+    looking.cancel()
+    server.close()
+    assert heard[0].startswith("GET /metrics ")
+    assert "authorization: bearer secret\r\n" in heard[0].lower()
 
 
 async def test_preemptions_by_an_update_lower_nothing() -> None:
