@@ -476,7 +476,8 @@ def test_several_processes_answer_as_one(start_server: LaunchServer, tiny_model:
         assert {served(server)["version"] for _ in range(8)} == {version}
     for _ in range(4):
         assert difference(server, chat_prompt, directory) <= TOLERANCE
-    assert read_status(server.output_dir)["inference"].phase == "serving"
+    status = read_status(server.output_dir)["inference"]
+    assert (status.phase, status.pid) == ("serving", server.pid)
     os.kill(server.pid, signal.SIGKILL)
     until(lambda: not any(running(pid) for pid in processes), "end of the engine and of those that answer", 60)
 

@@ -173,6 +173,12 @@ def _cpu_flags(config: InferenceConfig) -> dict[str, Any]:
     }
 
 
+def chunks_on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:
+    """Whether a CPU engine computes prompts in chunks, because `[vllm]` says so."""
+    extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
+    return resolve_device(config, engine) == "cpu" and extra.get("enable_chunked_prefill") is True
+
+
 def _deterministic_flags() -> dict[str, Any]:
     """One sequence at a time, computed the same way whatever came before: equal seeds give equal tokens."""
     return {"max_num_seqs": 1, "enable_chunked_prefill": False, "enable_prefix_caching": False}

@@ -33,9 +33,11 @@ from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
+from prime_rl.inference.seeds import RefuseSeeds
 from prime_rl.inference.service import Parts, PauseMode, Places, Refused, Served, WeightService
-from prime_rl.inference.settings import PLUGIN, exported_settings, shared_directory
+from prime_rl.inference.settings import PLUGIN, exported_settings, refuses_seeds, shared_directory
 from prime_rl.monitor import Status, log
+from prime_rl.monitor.process import identify
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
 FOLLOW_SECONDS = 60.0
@@ -145,6 +147,8 @@ class PrimeRoutes:
                 app.add_middleware(PassOn, directory=shared)
         if faults.armed():
             app.add_middleware(FaultyGenerate)
+        if refuses_seeds():
+            app.add_middleware(RefuseSeeds)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         state.prime_models = args.served_model_name or [args.model]
@@ -158,7 +162,8 @@ class PrimeRoutes:
         """Own the weights."""
         settings, engine = exported_settings(), compat.require_engine()
         model_config = engine_client.model_config
-        status = Status(settings.output_dir, settings.process)
+        # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
+        status = Status(settings.output_dir, settings.process, of=identify(settings.server))
         state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         state.prime_departure = Departure()
         state.prime_service = WeightService(

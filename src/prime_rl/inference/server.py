@@ -13,7 +13,8 @@ from types import FrameType
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat, pulse
-from prime_rl.inference.arguments import arguments, environment, guarded_host, is_loopback
+from prime_rl.inference.arguments import arguments, chunks_on_cpu, environment, guarded_host, is_loopback
+from prime_rl.inference.ports import hold_port
 from prime_rl.inference.register import published_address
 from prime_rl.inference.settings import PLUGIN, Settings
 from prime_rl.monitor import Status, log
@@ -33,6 +34,8 @@ def run(config: InferenceConfig) -> None:
     compat.require_plugin(PLUGIN)
     host = guarded_host(config)
     checks.check(config, engine, host)
+    if not config.headless:
+        hold_port(host, config.server.port)
     argv = arguments(config, engine)
     agree(config, "inference")  # what could not start writes nothing
     prepare_environment(config, engine)
@@ -96,6 +99,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         servers_on_host=config.servers_on_host,
         server=os.getpid(),
         shared=shared,
+        refuses_seeds=chunks_on_cpu(config, engine),
     ).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it

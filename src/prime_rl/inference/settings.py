@@ -20,6 +20,7 @@ class Settings:
         register_dir: Where the server registers, as one that is reached at `address`.
         server: Process id of the server, which the engine ends with.
         shared: Directory of the processes that answer where there are several, see `leader`; None for one.
+        refuses_seeds: Whether a request with a seed would kill the engine, see `seeds`.
     """
 
     process: str
@@ -32,6 +33,7 @@ class Settings:
     servers_on_host: int
     server: int
     shared: Path | None
+    refuses_seeds: bool
 
     def export(self) -> None:
         os.environ[_ENV] = TypeAdapter(Settings).dump_json(self).decode()
@@ -40,6 +42,11 @@ class Settings:
 def shared_directory() -> Path | None:
     """Where the processes that answer meet; None where there is one, or no server at all."""
     return exported_settings().shared if _ENV in os.environ else None
+
+
+def refuses_seeds() -> bool:
+    """Whether requests with a seed are refused here."""
+    return _ENV in os.environ and exported_settings().refuses_seeds
 
 
 def exported_settings() -> Settings:

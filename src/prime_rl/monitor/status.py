@@ -6,6 +6,7 @@ gets anywhere is another question, which `progress` answers.
 
 import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -75,9 +76,12 @@ class Status:
     """Writer side. Changes are written at once, other calls at most five times a second. Any thread may call.
 
     A process has one status under each name: a second object for it goes on where the first one was.
+
+    Args:
+        of: Whom the status is of, where that is not the process that writes it.
     """
 
-    def __init__(self, output_dir: Path, process: str) -> None:
+    def __init__(self, output_dir: Path, process: str, of: ProcessId | None = None) -> None:
         self._path = status_path(
             output_dir.resolve(), process
         )  # by which the one before is known, however it was written
@@ -89,7 +93,7 @@ class Status:
         self._waiting: Waiting | None = None
         self._outcome: str | None = None
         self._ready: float | None = None
-        self._host, self._id = socket.gethostname(), me()
+        self._host, self._id = socket.gethostname(), of or me()
         self._last_write = 0.0
         # Reentrant: a signal handler may call while the same thread is inside.
         self._lock = threading.RLock()  # bounded: held for the write of one small file
@@ -185,7 +189,7 @@ class Status:
             self._host,
             self._id.started,
         )
-        temporary = self._path.with_name(f".{self._path.name}.tmp-{self._id.pid}")
+        temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
         with unless_full():
             temporary.write_text(json.dumps(asdict(status)))
             temporary.replace(self._path)
