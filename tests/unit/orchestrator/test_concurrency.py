@@ -150,16 +150,16 @@ def test_servers_that_come_and_go_bring_their_share() -> None:
 
 def test_a_ceiling_whose_reason_is_gone_is_lifted() -> None:
     """Contract: once replies are so short that the cache stays half empty, more is tried again; where there are no more seats that is undone."""
-    control, server = Concurrency(8, 64), Server(256, 1_600, 8)
+    control, server = Concurrency(60, 64), Server(256, 1_600, 8)
     heavy = drive([server], control, (72, 72), turns=40)[-1]
-    assert heavy <= 25
+    assert 13 <= heavy <= 25
     assert drive([server], control, (10, 10), turns=300)[-1] == 64
     control, server = Concurrency(8, 64), Server(20, 100_000, 8)
     seats = drive([server], control, (72, 72), turns=40)[-1]
     later = drive([server], control, (10, 10), turns=300)
     assert 16 <= seats <= 20
     assert sorted(later)[len(later) // 2] == seats
-    assert max(later) <= 25
+    assert seats < max(later) <= 25
 
 
 def test_a_burst_of_first_prompts_is_no_pressure() -> None:
