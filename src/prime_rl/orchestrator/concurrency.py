@@ -110,8 +110,7 @@ class Concurrency:
         reached, cache = in_flight >= REACHED * self.limit, max(load.cache for load in loads)
         self._fullest, self._ran = max(self._fullest, cache), max(self._ran, running)
         self._looks, self._reached = self._looks + 1, self._reached + reached
-        if not updating:
-            self._note_queue(waiting if reached and waiting > 1 + QUEUE * running else 0.0, landed)
+        self._note_queue(waiting if reached and waiting > 1 + QUEUE * running else 0.0, landed)
         if lost or cache >= FULL or (self._queue is not None and self._queue.stands(landed)):
             self._cut(in_flight * min(1.0, self._ran / max(running + waiting, 1.0)), landed)
         elif landed >= self._turn_ends and self._looks >= LOOKS and self._queue is None:
