@@ -24,7 +24,7 @@ def main() -> int:
         return try_mutant(args.mutant, full=True)
     bounds = Bounds(
         replicas=args.replicas, steps=args.versions - 1, crashes=args.crashes, async_level=args.async_level,
-        max_off_policy=max(args.max_off_policy, args.async_level), concurrent=args.concurrent, interval=args.interval,
+        max_off_policy=max(args.max_off_policy, args.async_level), concurrent=args.concurrent, interval=args.interval, joins=args.joins, leaves=args.leaves,
         keep_checkpoints=args.keep_checkpoints, drain=args.drain, killed=args.killed,
     )  # fmt: skip
     print(" ".join(f"{name}={value}" for name, value in bounds._asdict().items()), flush=True)
@@ -78,6 +78,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--async-level", type=int, default=default.async_level)
     parser.add_argument("--max-off-policy", type=int, default=default.max_off_policy, help="at least the async level")
     parser.add_argument("--concurrent", type=int, default=1, help="episodes in flight")
+    parser.add_argument("--joins", type=int, default=default.joins, help="engines that are added")
+    parser.add_argument("--leaves", type=int, default=default.leaves, help="engines that ask to leave")
     parser.add_argument("--interval", type=int, default=default.interval, help="steps between checkpoints")
     parser.add_argument("--keep-checkpoints", type=int, default=default.keep_checkpoints)
     parser.add_argument(

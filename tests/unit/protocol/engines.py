@@ -19,6 +19,8 @@ def engines(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 def due(o: Orch, replica: Replica) -> bool:
     """Whether the orchestrator has this engine load what is to be served."""
+    if replica.leaving:
+        return False
     return replica.known == 2 or (o.loading != NOTHING and replica.version != o.loading)
 
 
@@ -109,7 +111,7 @@ def engine_killed(o: Orch, index: int, noticed: bool) -> Orch:
         noticed = True  # a load is due, or fails
     if not noticed:
         flying = tuple((number, first, bad or first != 0) for number, first, bad in replica.flying)
-        return canonical(put(o, index, Replica(known=0, flying=flying)))
+        return canonical(put(o, index, Replica(known=0, leaving=replica.leaving, flying=flying)))
     failed = tuple(sorted([*o.pending, *(number for number, _, _ in replica.flying)]))
-    alive = put(o._replace(pending=failed), index, Replica(known=2))
+    alive = put(o._replace(pending=failed), index, Replica(known=2, leaving=replica.leaving))
     return canonical(notice(alive, [index]))

@@ -149,6 +149,14 @@ MUTANTS = {
         "an engine does not look again whether the directory is the one it verified",
         Rules(read_is_checked_after=False), SMALL, "read that of life",
     ),
+    "leaver-given-work": Mutant(
+        "an engine that is to leave, and stays on its version, is given new episodes",
+        Rules(leaver_gets_nothing_new=False), Bounds(replicas=2, steps=2, crashes=0, leaves=1, drain=False), "stamped",
+    ),
+    "left-unproven": Mutant(
+        "an engine is let go without a proof of what it served",
+        Rules(prove_before_leaving=False), Bounds(replicas=2, steps=2, crashes=1, leaves=1, concurrent=1, drain=False, killed="R"), "something else",
+    ),
     "no-reconcile": Mutant(
         "the ledger is not completed from the manifests at start",
         Rules(reconcile=False), SMALL, "accounted for",

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from .account import drop, drop_numbers, places, put
 from .engines import due, engines, notice, prove, proven
+from .members import members
 from .state import NOTHING, Bounds, Dir, Episode, Orch, Rules, Successors, Violation
 from .trainer import kept_newest, without_checkpoint
 
@@ -25,7 +26,7 @@ def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     started = Orch(
         resumed=o.resumed, waits=o.waits,
         phase="start" if rules.lease_before_look else "look", step=step, pending=pending, finished=finished, cursor=cursor,
-        batched=o.batched, dropped=dropped, ledger=o.ledger, replicas=o.replicas,
+        batched=o.batched, dropped=dropped, ledger=o.ledger, replicas=o.replicas, joins=o.joins, leaves=o.leaves,
     )  # fmt: skip
     return [(f"orchestrator starts, collecting step {step}", d, started)]
 
@@ -131,7 +132,9 @@ def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     quiet = o.sealed is None and not o.due and not reading
     if rules.follow_new_life and len(d.lives) > o.seen and quiet:
         return [take_up(d, o, rules)]
-    healthy = [replica for replica in o.replicas if replica.known < 2]  # as far as the orchestrator knows
+    healthy = [
+        replica for replica in o.replicas if replica.known < 2 and not replica.leaving
+    ]  # as far as the orchestrator knows
     if o.loading == NOTHING:
         lives = {life: begun for life, begun in d.history.items() if life < o.seen}
         newest = rules.newest_version(d.versions, lives)
@@ -171,6 +174,8 @@ def episodes(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
             if index and replica == o.replicas[index - 1]:
                 continue
             if replica.known == 2 or replica.reading is not None or replica.broken:
+                continue
+            if replica.leaving and rules.leaver_gets_nothing_new:
                 continue
             found.append(begin_episode(d, o, index, number, bounds, o.step + before))
     for index, replica in enumerate(o.replicas):
@@ -316,12 +321,13 @@ _END = (*JOIN, "done", "stop", "lease")
 ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
     "dead": [(dead, ("batches",)), (engines, _LIVES)],
     "start": [(start, ("lease",)), (engines, _LIVES)],
-    "look": [(look, _LIVES), (engines, _LIVES)],
+    "look": [(look, _LIVES), (engines, _LIVES), (members, ())],
     "lease": [(lease, ("lease",)), (engines, _LIVES)],
-    "load": [(load, ()), (engines, _LIVES)],
+    "load": [(load, ()), (engines, _LIVES), (members, ())],
     "run": [
-        (episodes, ()), (engines, _LIVES), (follow, _FOLLOW), (seal, ("lives",)), (batches, ("batches",)), (over, ("stop",)), (checkpoints, JOIN),
+        (episodes, ()), (engines, _LIVES), (follow, _FOLLOW), (seal, ("lives",)), (batches, ("batches",)), (over, ("stop",)), (members, ()),
+        (checkpoints, JOIN),
     ],
-    "end": [(engines, _LIVES), (follow, _FOLLOW), (checkpoints, JOIN), (end, _END)],
+    "end": [(engines, _LIVES), (members, ()), (follow, _FOLLOW), (checkpoints, JOIN), (end, _END)],
     "gone": [],
 }  # fmt: skip

@@ -53,7 +53,10 @@ class Space:
         weights = (0, *[NOTHING] * self.bounds.steps)
         engines = tuple(Replica() for _ in range(self.bounds.replicas))
         return Parts(
-            self.bounds.crashes, self.orchs(Orch(replicas=engines)), self.trainers(Trainer()), self.dirs(Dir(weights))
+            self.bounds.crashes,
+            self.orchs(Orch(replicas=engines, joins=self.bounds.joins, leaves=self.bounds.leaves)),
+            self.trainers(Trainer()),
+            self.dirs(Dir(weights)),
         )
 
     def view(self, fields: tuple[str, ...], d: int) -> int:
@@ -158,6 +161,7 @@ class Space:
         process = self.orchs.values[o]
         engines = tuple(Replica() for _ in range(self.bounds.replicas))
         left = Orch(resumed=step, waits=True, batched=process.batched, ledger=process.ledger, replicas=engines)
+        left = left._replace(joins=process.joins, leaves=process.leaves)
         return self.orchs(account.canonical(left))
 
     def forget(self, o: int) -> int:
