@@ -23,6 +23,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     before = list(sys.path)
     sys.path.insert(0, str(BENCHMARKS))
     try:
+        import async_levels
         import package
         import rollout_parts
         import simulate_fleet
@@ -36,6 +37,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         yield {
             "steps": steps, "suites": suites, "tables": tables, "trainer": trainer, "profile": trainer_profile,
             "fleet": simulate_fleet, "rollout_parts": rollout_parts, "package": package, "sync": weight_sync,
+            "async_levels": async_levels,
         }  # fmt: skip
     finally:
         sys.path[:] = before
@@ -108,6 +110,18 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
     assert rows[0]["staleness_max"] == 0
     assert 0 < rows[1]["staleness_mean"] < rows[2]["staleness_mean"]
     assert set(rows[0]["cpu_seconds_per_second"]) >= {"what may start", "landings", "batches", "scoring", "updates"}
+
+
+def test_what_running_ahead_is_worth(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    """The ratio is of whole steps; where one of the two times is much longer the figure is said not to be of a matched run."""
+    rest = {"update": 0.1, "tokens": 100.0, "off_policy": 0.5}
+    apart = {"async_level": 0, "steps_per_second": 0.5, "step": 2.0, "generation": 0.9, "training": 0.9, **rest}
+    together = apart | {"async_level": 1, "steps_per_second": 0.9, "step": 1 / 0.9}
+    found = modules["async_levels"].report([apart, together])
+    assert found == {"ratio": pytest.approx(1.8), "generation_over_training": pytest.approx(1.0), "matched": True}
+    assert "1.80 times as fast as level 0; these two times allow 2.00" in capsys.readouterr().out
+    assert not modules["async_levels"].report([apart | {"training": 0.3}, together])["matched"]
+    assert "not matched" in capsys.readouterr().out
 
 
 def test_gaps_between_tokens(modules: dict[str, ModuleType]) -> None:
