@@ -477,7 +477,8 @@ class Orchestrator:
         self.journal.check(self.core)
         ended = False
         while not ended:  # `_next_event` and `_trainer_end` have deadlines
-            while not (self.stopping or self._served_to_the_end):
+            # The interval may have led to an evaluation of the last version.
+            while not (self.stopping or (self._served_to_the_end and not self.evaluations.running)):
                 await self._next_event()
             if not self.stopping and self.evaluations.due_at_end(self.core.version):
                 await self._evaluate()
