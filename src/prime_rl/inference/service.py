@@ -152,7 +152,8 @@ class WeightService:
         tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
         status: Told of a change under way, which keeps the engine from answering, and of its deadline.
         stage: Whether the workers may keep new weights in memory before the engine pauses.
-        servers_on_host: How many servers do so on this host, at the same time.
+        servers_on_host: How many servers do so on this host, at the same time; of one with several engines each of these counts.
+        engines: Data-parallel engines behind this server. `engine` answers for all of them.
     """
 
     def __init__(
@@ -165,8 +166,9 @@ class WeightService:
         status: Status | None = None,
         stage: bool = True,
         servers_on_host: int = 1,
+        engines: int = 1,
     ) -> None:
-        self._engine = engine
+        self._engine, self.engines = engine, engines
         self._base = base
         self._places = places
         self._label = label

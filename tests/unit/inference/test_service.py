@@ -420,6 +420,8 @@ def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: l
 
 
 class _Answering:
+    engines = 1
+
     async def update(self, weight_dir: str, version: int, parts: Parts) -> Served:
         return Served(version, "h", "b", weight_dir, "boot")
 
