@@ -194,6 +194,18 @@ class Engine:
         except (KeyError, TypeError, ValueError) as error:
             raise CannotScore(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
 
+    async def status(self, path: str) -> int:
+        """The HTTP status of an empty request: whether there is such a route at all.
+
+        Raises:
+            EngineTrouble: there was no answer.
+        """
+        try:
+            response = await self._http.post(path, json={}, timeout=_PROBE_TIMEOUT_SECONDS)
+        except httpx.TransportError as error:
+            raise EngineTrouble(f"{self.root} did not answer POST {path}: {error!r}") from error
+        return response.status_code
+
     async def _served_or_none(self) -> Served | None:
         try:
             return await self.served()

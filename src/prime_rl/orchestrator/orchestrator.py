@@ -29,6 +29,7 @@ from prime_rl.orchestrator.load import LoadWatch
 from prime_rl.orchestrator.members import Members
 from prime_rl.orchestrator.metrics import Tally, bench_table, step_metrics
 from prime_rl.orchestrator.plans import limits, make_pool, seats
+from prime_rl.orchestrator.routed import connect_all
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
@@ -117,7 +118,7 @@ class Orchestrator:
                 await self.evaluations.run()
             background = [] if self.config.bench else [self.serving.follow(), self.serving.watch(), self._keep_books()]
             if self.config.max_concurrent == "auto":
-                background.append(LoadWatch(self.fleet, self.core, most=seats(self.config)).run())
+                background.append(LoadWatch(self.fleet, self.core, seats(self.config), self.config.client.behind).run())
             tasks = [asyncio.create_task(work) for work in background]
             for task in tasks:
                 task.add_done_callback(self.note_failure)
@@ -522,7 +523,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     try:
         async with AsyncExitStack() as stack:
             connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
-            engines = [connect(root) for root in config.client.api_roots]
+            engines = connect_all(config.client, connect)
             orchestrator = Orchestrator(config, pool, engines, status, monitor, connect)
             current = asyncio.current_task()
             assert current is not None
