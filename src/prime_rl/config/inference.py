@@ -100,7 +100,9 @@ class InferenceConfig(BaseConfig):
     enforce_eager: bool | None = Field(
         default=None, description="Neither compile nor capture graphs (None: on CPU only)."
     )
-    quantization: str | None = Field(default=None, description="Quantization that vLLM applies.")
+    quantization: str | None = Field(
+        default=None, description="Quantization that vLLM applies to the weights, updates included (fp8)."
+    )
     deterministic: bool = Field(
         default=False, description="One sequence at a time, prefill unchunked: the same tokens every run."
     )

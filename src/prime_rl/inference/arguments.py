@@ -9,7 +9,7 @@ from typing import Any
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.checks import gpu_count, local_model
+from prime_rl.inference.checks import gpu_count, local_model, read_json
 from prime_rl.inference.settings import PLUGIN
 from prime_rl.redact import is_secret
 
@@ -146,7 +146,7 @@ def _own_flags(config: InferenceConfig) -> dict[str, Any]:
         "port": None if config.headless else config.server.port,
         "max_model_len": config.max_model_len,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "quantization": config.quantization,
+        "quantization": _quantization(config),
         "enforce_eager": config.enforce_eager,
         "seed": config.seed,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -157,6 +157,15 @@ def _own_flags(config: InferenceConfig) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
+
+
+def _quantization(config: InferenceConfig) -> str | None:
+    """Whether a model on the hub is quantized already is not known here; vLLM finds out by itself, where no quantization is named."""
+    if config.quantization is None:
+        return None
+    directory = local_model(config.model.name)
+    already = directory is not None and "quantization_config" in read_json(directory / "config.json")
+    return compat.quantization(config.quantization, already)
 
 
 def _parallel_flags(config: InferenceConfig) -> dict[str, Any]:

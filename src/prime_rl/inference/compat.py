@@ -96,6 +96,15 @@ def release_flags(engine: Engine | None) -> dict[str, Any]:
     return {"enable_scale_out": True} if engine is None or engine.version >= (0, 30) else {}
 
 
+def quantization(name: str | None, quantized_already: bool) -> str | None:
+    """vLLM's name for a quantization. "fp8" of unquantized weights is called `fp8_per_tensor` since 0.26, and refused by its old name in later ones.
+
+    Args:
+        quantized_already: Whether the model's files say how they are quantized.
+    """
+    return "fp8_per_tensor" if name == "fp8" and not quantized_already else name
+
+
 def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) -> argparse.Namespace:
     """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more).
 

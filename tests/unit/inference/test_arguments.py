@@ -126,6 +126,19 @@ def test_an_option_that_vllm_does_not_have_is_one_line() -> None:
         compat.check_options(CUDA, ["zzz"], known)
 
 
+def test_fp8_of_unquantized_weights(tmp_path: Path) -> None:
+    """Contract: `fp8` reaches vLLM by the name that it has for quantizing at every load; a model that is quantized already keeps vLLM's own."""
+    (tmp_path / "config.json").write_text("{}")
+    for model in ("org/m", str(tmp_path)):
+        got = flags(arguments(config(model={"name": model}, quantization="fp8"), CUDA))
+        assert got["--quantization"] == "fp8_per_tensor"
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    for name in ("fp8", "fp8_per_block"):
+        got = flags(arguments(config(model={"name": str(tmp_path)}, quantization=name), CUDA))
+        assert got["--quantization"] == name
+    assert "--quantization" not in arguments(config(), CUDA)
+
+
 def test_pipeline_parallel() -> None:
     """Contract: sizes of one are not spelled out; PP reaches vLLM."""
     got = flags(arguments(config(pipeline_parallel_size=2), CUDA))
