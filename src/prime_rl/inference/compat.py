@@ -216,7 +216,7 @@ class EveryEngine:
             core._call_utility_async("collective_rpc", method, timeout, args, {}, engine=engine)
             for engine in core.core_engines
         ]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
         if failure := next((answer for answer in answers if isinstance(answer, BaseException)), None):
             raise failure
         return [rank for answer in answers if not isinstance(answer, BaseException) for rank in answer]

@@ -147,7 +147,7 @@ async def _all(questions: Iterable[Awaitable[T]]) -> list[T]:
     """
     tasks = [asyncio.ensure_future(question) for question in questions]
     try:
-        return list(await asyncio.gather(*tasks))
+        return list(await asyncio.gather(*tasks))  # bounded: each of them is
     finally:
         for task in tasks:
             task.cancel()
