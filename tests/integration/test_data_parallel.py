@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import InferenceServer, LaunchServer, make_tiny_model
+from conftest import InferenceServer, LaunchServer, free_port, make_tiny_model
 from integration.test_inference import (
     TOLERANCE,
     Sampled,
@@ -19,6 +19,7 @@ from integration.test_inference import (
     update,
 )
 from prime_rl import faults
+from support.processes import Command
 
 ENGINES = 2
 
@@ -68,3 +69,26 @@ def test_every_engine_follows_updates(
     check_engines(server, chat_prompt, good)
     assert update(server, bad, 25).status_code == 200
     check_engines(server, chat_prompt, bad)
+
+
+@pytest.mark.slow
+def test_an_engine_of_a_headless_node_follows_updates(
+    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: a node that serves leads engines that another process started, and they take versions by themselves (here on one host)."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    model, port = make_tiny_model(tmp_path / "model"), free_port()
+    node = {
+        "data_parallel_size": ENGINES, "data_parallel_size_local": 1, "data_parallel_address": "127.0.0.1",
+        "data_parallel_rpc_port": port,
+    }  # fmt: skip
+    options = [part for name, value in node.items() for part in (f"--{name}", value)]
+    arguments = ["--output-dir", tmp_path / "node", "--model.name", model, *options]
+    with Command(
+        "inference", *arguments, "--headless", "--data-parallel-start-rank", 1, log=tmp_path / "headless.log"
+    ) as headless:
+        server = start_server(model, node)
+        check_engines(server, chat_prompt, model)
+        good = commit(server.weights_root, 20, model, perturbed(model, seed=20))
+        assert update(server, good, 20).status_code == 200, headless.tail()
+        check_engines(server, chat_prompt, good)
