@@ -22,6 +22,16 @@ from prime_rl import faults
 from support.processes import Command
 
 ENGINES = 2
+LEAN = {
+    "vllm": {"distributed_executor_backend": "uni"}
+}  # no process of its own for each worker: a third of the time to start
+
+
+@pytest.fixture(autouse=True)
+def lean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # one NUMA node has all engines
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def sample_at(server: InferenceServer, engine: int, prompt: list[int], **params: object) -> Sampled:
@@ -46,8 +56,7 @@ def test_every_engine_follows_updates(
     plan = tmp_path / "faults.json"
     plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
     monkeypatch.setenv(faults.ENV, str(plan))
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # one NUMA node has both
-    server = start_server(make_tiny_model(tmp_path / "model", experts=experts), {"data_parallel_size": ENGINES})
+    server = start_server(make_tiny_model(tmp_path / "model", experts=experts), {"data_parallel_size": ENGINES, **LEAN})
     assert served(server)["engines"] == ENGINES
     check_engines(server, chat_prompt, server.model)
 
@@ -73,21 +82,21 @@ def test_every_engine_follows_updates(
 
 @pytest.mark.slow
 def test_an_engine_of_a_headless_node_follows_updates(
-    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
+    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]
 ) -> None:
     """Contract: a node that serves leads engines that another process started, and they take versions by themselves (here on one host)."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     model, port = make_tiny_model(tmp_path / "model"), free_port()
     node = {
         "data_parallel_size": ENGINES, "data_parallel_size_local": 1, "data_parallel_address": "127.0.0.1",
         "data_parallel_rpc_port": port,
     }  # fmt: skip
     options = [part for name, value in node.items() for part in (f"--{name}", value)]
+    options += ["--cpu.fork-engine", "--vllm.distributed-executor-backend", "uni"]
     arguments = ["--output-dir", tmp_path / "node", "--model.name", model, *options]
     with Command(
         "inference", *arguments, "--headless", "--data-parallel-start-rank", 1, log=tmp_path / "headless.log"
     ) as headless:
-        server = start_server(model, node)
+        server = start_server(model, {**node, **LEAN})
         check_engines(server, chat_prompt, model)
         good = commit(server.weights_root, 20, model, perturbed(model, seed=20))
         assert update(server, good, 20).status_code == 200, headless.tail()
