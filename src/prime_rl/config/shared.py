@@ -189,7 +189,9 @@ class ClientConfig(Section):
 
     @property
     def source(self) -> str:
-        """The key that says where the servers are."""
+        """The key that says where the servers are, or both."""
+        if self.admin_base_url is not None:
+            return "client.base_url, client.admin_base_url"
         return "client.base_url" if self.discover is None else "client.discover"
 
     @property
