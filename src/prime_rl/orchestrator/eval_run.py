@@ -20,7 +20,7 @@ from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
 from prime_rl.orchestrator.fleet import Fleet, Replica, RoutedPool
 from prime_rl.orchestrator.members import first_members
-from prime_rl.orchestrator.routed import connect_all
+from prime_rl.orchestrator.routed import NO_VERSION, connect_all
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.transport.commit import write_atomically
 
@@ -102,6 +102,8 @@ async def _admit(fleet: Fleet, ready: list[Replica]) -> int:
     """
     served = {replica: await replica.engine.served() for replica in ready}
     served = {replica: one for replica, one in served.items() if not one.leaving} or served  # if there is another
+    if mixed := next((replica.name for replica, one in served.items() if one.version == NO_VERSION), None):
+        raise UserError(f"the servers behind {mixed} do not serve the same weights")
     if len({(one.version, one.hash) for one in served.values()}) > 1:
         listed = ", ".join(f"{replica.name} version {one.version} ({one.hash[:12]})" for replica, one in served.items())
         raise UserError(f"the servers do not serve the same weights: {listed}")

@@ -6,6 +6,7 @@ others along until it is back. Weights, proofs and canaries go to each part's ow
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from prime_rl.errors import UserError
@@ -24,6 +25,7 @@ TOKEN_ROUTES = (
     "/v1/sample",
     "/inference/v1/generate",
 )  # either is enough: environments use the first one that is there
+NO_VERSION = -1  # of servers that do not serve the same: no version that anybody was given
 _NO_SUCH_ROUTE = (404, 405, 501)
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ class Routed:
     def __init__(self, router: Router, parts: Sequence[EngineClient]) -> None:
         self._router, self._parts = router, parts
         self._update: asyncio.Future[None] | None = None  # under way: parts may differ meanwhile
-        self._said_unchecked = False
+        self._said_unchecked, self._said_different = False, ""
 
     @property
     def root(self) -> str:
@@ -70,24 +72,22 @@ class Routed:
         return all(await asyncio.gather(*(each.answers() for each in (*self._parts, self._router))))
 
     async def served(self) -> Served:
-        """What all parts serve, in lives of which each counts.
+        """What all parts serve, in lives of which each counts; `NO_VERSION` where they serve different weights, which an update ends.
 
         Raises:
-            EngineTrouble: they serve different weights, or the router leads to somebody else.
+            EngineTrouble: the router leads to somebody else.
             UserError: as a single server's.
         """
         answers = await self._ask()
         if self._update is not None and len(_weights(answers)) > 1:
             await asyncio.wait({self._update})  # bounded: by the requests that an update consists of
             answers = await self._ask()
-        if len(_weights(answers)) > 1:
-            listed = ", ".join(
-                f"{part.root} version {one.version} ({one.hash[:12]})"
-                for part, one in zip(self._parts, answers, strict=True)
-            )
-            raise EngineTrouble(f"the servers behind {self.root} serve different weights: {listed}")
         await self._look_through({one.boot for one in answers})
-        return _joined(answers)
+        joined = _joined(answers)
+        if len(_weights(answers)) == 1:
+            return joined
+        self._say_different(answers)
+        return replace(joined, version=NO_VERSION, hash="")
 
     async def update(self, weights: WeightsManifest) -> Served:
         """Have all parts load a committed version and prove it, at the same time.
@@ -107,6 +107,13 @@ class Routed:
         if errors:
             raise min(errors, key=_weight_of)
         return _joined([outcome for outcome in outcomes if isinstance(outcome, Served)])
+
+    def _say_different(self, answers: Sequence[Served]) -> None:
+        each = zip(self._parts, answers, strict=True)
+        listed = ", ".join(f"{part.root} version {one.version} ({one.hash[:12]})" for part, one in each)
+        if listed != self._said_different:
+            self._said_different = listed
+            logger.warning("the servers behind %s serve different weights: %s", self.root, listed)
 
     async def _ask(self) -> list[Served]:
         return await _all(part.served() for part in self._parts)
