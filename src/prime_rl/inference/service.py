@@ -422,10 +422,8 @@ class WeightService:
         except TimeoutError as error:
             await self._go_on()  # it may still stop later; let nothing wait for that
             raise Refused(503, f"the engine did not pause within {seconds:.0f} s") from error
-        except (
-            Exception
-        ) as error:  # whatever vLLM raises: for one, it cannot clear a cache that another server is filling
-            await self._go_on()
+        except Exception as error:  # whatever vLLM raises
+            await self._go_on()  # for one, it cannot clear a cache that another server is filling
             raise Refused(503, f"the engine did not pause: {error!r}") from error
 
     async def _go_on(self) -> None:

@@ -98,7 +98,7 @@ async def score(engine: "Scoring", canary: Canary, engines: int) -> list[Scores]
     Raises:
         CannotScore, EngineTrouble: as `Engine.score` does.
     """
-    numbers = range(engines) if engines > 1 else [None]
+    numbers: Sequence[int | None] = range(engines) if engines > 1 else [None]
     return [Scores(canary.logprobs, await engine.score(canary.tokens, number)) for number in numbers]
 
 
