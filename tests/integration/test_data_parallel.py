@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from conftest import InferenceServer, LaunchServer, free_port, make_tiny_model
+from conftest import InferenceServer, LaunchServer, make_tiny_model
 from integration.test_inference import (
     TOLERANCE,
     Sampled,
@@ -19,12 +19,10 @@ from integration.test_inference import (
     update,
 )
 from prime_rl import faults
-from support.processes import Command
 
 ENGINES = 2
-LEAN = {
-    "vllm": {"distributed_executor_backend": "uni"}
-}  # no process of its own for each worker: a third of the time to start
+# No process of its own for each worker: a third of the time to start.
+LEAN = {"vllm": {"distributed_executor_backend": "uni"}}
 
 
 @pytest.fixture(autouse=True)
@@ -47,16 +45,15 @@ def check_engines(server: InferenceServer, prompt: list[int], weights: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("experts", [0, 8])
 def test_every_engine_follows_updates(
-    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch, experts: int
+    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Contract: every engine loads a version before the server says that it serves it, with requests in flight on all of them (experts: engines that
-    step, and pause, together); where one of them fails to load, all go back to what they had; the next attempt succeeds."""
+    """Contract: every engine loads a version before the server says that it serves it, with requests in flight on all of them; where one of them
+    fails to load, all go back to what they had; the next attempt succeeds."""
     plan = tmp_path / "faults.json"
     plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
     monkeypatch.setenv(faults.ENV, str(plan))
-    server = start_server(make_tiny_model(tmp_path / "model", experts=experts), {"data_parallel_size": ENGINES, **LEAN})
+    server = start_server(make_tiny_model(tmp_path / "model"), {"data_parallel_size": ENGINES, **LEAN})
     assert served(server)["engines"] == ENGINES
     check_engines(server, chat_prompt, server.model)
 
@@ -78,26 +75,3 @@ def test_every_engine_follows_updates(
     check_engines(server, chat_prompt, good)
     assert update(server, bad, 25).status_code == 200
     check_engines(server, chat_prompt, bad)
-
-
-@pytest.mark.slow
-def test_an_engine_of_a_headless_node_follows_updates(
-    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int]
-) -> None:
-    """Contract: a node that serves leads engines that another process started, and they take versions by themselves (here on one host)."""
-    model, port = make_tiny_model(tmp_path / "model"), free_port()
-    node = {
-        "data_parallel_size": ENGINES, "data_parallel_size_local": 1, "data_parallel_address": "127.0.0.1",
-        "data_parallel_rpc_port": port,
-    }  # fmt: skip
-    options = [part for name, value in node.items() for part in (f"--{name}", value)]
-    options += ["--cpu.fork-engine", "--vllm.distributed-executor-backend", "uni"]
-    arguments = ["--output-dir", tmp_path / "node", "--model.name", model, *options]
-    with Command(
-        "inference", *arguments, "--headless", "--data-parallel-start-rank", 1, log=tmp_path / "headless.log"
-    ) as headless:
-        server = start_server(model, {**node, **LEAN})
-        check_engines(server, chat_prompt, model)
-        good = commit(server.weights_root, 20, model, perturbed(model, seed=20))
-        assert update(server, good, 20).status_code == 200, headless.tail()
-        check_engines(server, chat_prompt, good)
