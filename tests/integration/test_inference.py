@@ -134,6 +134,7 @@ def check_base_update_reload(server: InferenceServer, prompt: list[int]) -> None
     assert identity(response) == {"version": 11, "hash": manifest.hash}
     assert served(server) == {
         "boot": before_update["boot"],
+        "engines": before_update["engines"],
         "leaving": False,
         "version": 11,
         "hash": manifest.hash,

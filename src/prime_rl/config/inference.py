@@ -100,7 +100,9 @@ class InferenceConfig(BaseConfig):
     enforce_eager: bool | None = Field(
         default=None, description="Neither compile nor capture graphs (None: on CPU only)."
     )
-    quantization: str | None = Field(default=None, description="Quantization that vLLM applies.")
+    quantization: str | None = Field(
+        default=None, description="Quantization that vLLM applies to the weights, updates included (fp8)."
+    )
     deterministic: bool = Field(
         default=False, description="One sequence at a time, prefill unchunked: the same tokens every run."
     )
@@ -127,6 +129,37 @@ class InferenceConfig(BaseConfig):
                 "data_parallel_size_local",
                 "data_parallel_size",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _nodes_fit(self) -> Self:
+        """A node that serves, and headless ones that it leads: what vLLM would else take for something else, or wait for without end."""
+        size, local, start = self.data_parallel_size, self.data_parallel_size_local, self.data_parallel_start_rank
+        several = local is not None and local < size
+        if not self.headless:
+            if start is not None:
+                raise Problem(
+                    "data_parallel_start_rank is for headless nodes: the node that serves has the first replicas",
+                    "data_parallel_start_rank",
+                )
+            if several and self.data_parallel_address is None:
+                raise Problem(
+                    f"data_parallel_size_local {local} of {size}: the other nodes need data_parallel_address, where they reach this one",
+                    "data_parallel_address",
+                )
+        elif size > 1 or "nnodes" not in self.vllm:  # several nodes may also share one replica, by options of vLLM
+            keys = ("data_parallel_size_local", "data_parallel_start_rank", "data_parallel_address")
+            if size == 1:
+                raise Problem("headless runs engines for another node: give data_parallel_size", "headless")
+            if missing := [key for key in keys if getattr(self, key) is None]:
+                raise Problem(f"headless needs {', '.join(missing)}, too", "headless", *missing)
+            assert local is not None
+            assert start is not None
+            if not 0 < start <= size - local:
+                raise Problem(
+                    f"data_parallel_start_rank {start} with data_parallel_size_local {local}: replicas 1 to {size - 1} are for headless nodes",
+                    "data_parallel_start_rank",
+                )
         return self
 
     @model_validator(mode="after")

@@ -183,6 +183,11 @@ def _share_wandb(tree: Tree, section: str) -> list[Problem | None]:
 def _share_address(tree: Tree) -> Problem | None:
     """Let the orchestrator's client and the inference server agree on host and port."""
     found, url = _get(tree, "orchestrator.client.base_url")
+    if _get(tree, "orchestrator.client.admin_base_url")[1] not in (None, "None"):
+        key = "orchestrator.client.admin_base_url"
+        return Problem(
+            f"{key} names servers behind a router, but [inference] starts its own: leave one of the two out", key
+        )
     discover = _get(tree, "orchestrator.client.discover")[1]
     if discover not in (None, "None"):
         # The server that is started registers beside the others. A base_url beside it is refused by the client's section.

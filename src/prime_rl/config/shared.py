@@ -134,6 +134,10 @@ class ClientConfig(Section):
         default="http://localhost:8000/v1",
         description="Address of the server, with or without /v1, or of several (None: see discover).",
     )
+    admin_base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = Field(
+        default=None,
+        description="Servers behind base_url, a router: for weights and proofs (None: base_url is no router).",
+    )
     discover: Path | None = Field(
         default=None, description="Directory that servers register in, with server.register_dir, in place of base_url."
     )
@@ -143,11 +147,11 @@ class ClientConfig(Section):
 
     @model_validator(mode="after")
     def _no_password(self) -> Self:
-        if any(has_password(url) for url in self.base_urls):
-            raise Problem(
-                "base_url holds a password, which would be written and shown: put the key into $VLLM_API_KEY",
-                "base_url",
-            )
+        for key, urls in (("base_url", self.base_urls), ("admin_base_url", self.admin_roots)):
+            if any(has_password(url) for url in urls):
+                raise Problem(
+                    f"{key} holds a password, which would be written and shown: put the key into $VLLM_API_KEY", key
+                )
         return self
 
     @model_validator(mode="after")
@@ -165,9 +169,29 @@ class ClientConfig(Section):
             self.base_url = None
         return self
 
+    @model_validator(mode="after")
+    def _one_router(self) -> Self:
+        if self.admin_base_url is None:
+            return self
+        if len(self.base_urls) != 1:
+            raise Problem(
+                "admin_base_url names the servers behind one router: base_url has to name that one",
+                "admin_base_url",
+                "base_url",
+            )
+        if same_server(self.base_urls[0]) in map(same_server, self.admin_roots):
+            raise Problem(
+                "base_url is one of the servers in admin_base_url, not a router: list the servers in base_url alone",
+                "admin_base_url",
+                "base_url",
+            )
+        return self
+
     @property
     def source(self) -> str:
-        """The key that says where the servers are."""
+        """The key that says where the servers are, or both."""
+        if self.admin_base_url is not None:
+            return "client.base_url, client.admin_base_url"
         return "client.base_url" if self.discover is None else "client.discover"
 
     @property
@@ -184,6 +208,17 @@ class ClientConfig(Section):
     def api_roots(self) -> list[str]:
         """See `api_root`."""
         return [api_root(url) for url in self.base_urls]
+
+    @property
+    def admin_roots(self) -> list[str]:
+        """Of the servers behind a router; none where there is no router."""
+        urls = [self.admin_base_url] if isinstance(self.admin_base_url, str) else self.admin_base_url or []
+        return [api_root(url) for url in urls]
+
+    @property
+    def behind(self) -> dict[str, list[str]]:
+        """What the router leads to, by its address; nothing where there is none."""
+        return {self.api_roots[0]: self.admin_roots} if self.admin_base_url is not None else {}
 
 
 class SamplingConfig(Section):

@@ -19,6 +19,7 @@ KEEPALIVE_SECONDS = 30.0
 
 _TOKEN_ROUTE, _SAMPLE_ROUTE = "/inference/v1/generate", "/v1/sample"
 _SAMPLE_KEYS = {"model", "token_ids", "sampling_params", "cache_salt"}
+_NOT_PASSED_ON = (401, 404, 405, 501)  # of a router that does not know our route, or drops the key on it
 # What `config.shared.SamplingConfig` and the renderers send; an environment's own settings go by vLLM's route, which takes more.
 _SAMPLE_PARAMS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
@@ -39,6 +40,7 @@ class EngineConnection:
 
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
+        self._sampling = True  # by our own route
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
@@ -54,14 +56,20 @@ class EngineConnection:
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
         headers = (options or {}).get("headers", {})
         plain = body.keys() <= _SAMPLE_KEYS and body["sampling_params"].keys() <= _SAMPLE_PARAMS
-        if (
-            url.endswith(_TOKEN_ROUTE) and plain
-        ):  # else it asks for images, or what came of them, or by a setting of its own
-            url = url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE
+        # Else it asks for images, or what came of them, or by a setting of its own.
+        sampling = url.endswith(_TOKEN_ROUTE) and plain and self._sampling
+        if sampling:
+            own = url.removesuffix(_TOKEN_ROUTE) + _SAMPLE_ROUTE
             # Of experts, which that route does not report.
             taken = {name: value for name, value in body["sampling_params"].items() if name != "routed_experts_prompt_start"}  # fmt: skip
-            body = {**body, "sampling_params": taken}
-        return await self._request("POST", url, json.dumps(body, separators=(",", ":")).encode(), headers)
+            try:
+                return await self._request("POST", own, _json({**body, "sampling_params": taken}), headers)
+            except APIStatusError as error:
+                if error.status_code not in _NOT_PASSED_ON:
+                    raise
+        reply = await self._request("POST", url, _json(body), headers)
+        self._sampling = self._sampling and not sampling  # a router: it answered there, and not here
+        return reply
 
     async def close(self) -> None:
         await self._session.close()
@@ -77,6 +85,10 @@ class EngineConnection:
             answer = httpx.Response(response.status, content=content, request=httpx.Request(method, url))
             raise APIStatusError(content.decode(errors="replace")[:1000], response=answer, body=None)
         return Reply(content)
+
+
+def _json(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def lean_client(config: TrainClientConfig) -> TrainClient:

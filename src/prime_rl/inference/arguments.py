@@ -9,12 +9,19 @@ from typing import Any
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.checks import gpu_count, local_model
+from prime_rl.inference.checks import gpu_count, local_model, read_json
 from prime_rl.inference.settings import PLUGIN
 from prime_rl.redact import is_secret
 
 WORKER_EXTENSION = "prime_rl.inference.weights.WeightsExtension"
 LOOPBACK = "127.0.0.1"
+# Options of ours: the launcher counts GPUs by them.
+_OWN = {
+    *("model", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local"),
+    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless"),
+}
+# Replicas with an address each, which have to be paused together and know nothing of each other's servers.
+_APART = ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb")  # fmt: skip
 ALL_ADDRESSES = "0.0.0.0"
 
 
@@ -76,6 +83,13 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         raise UserError("vllm.api_server_count: how many processes answer is set by server.api_servers")
     if "worker_extension_cls" in extra or "api_key" in extra:
         raise UserError("vllm: worker_extension_cls is taken, and the key is given by VLLM_API_KEY or --api-key")
+    if own := sorted(_OWN & extra.keys()):
+        raise UserError(f"vllm.{own[0]}: is an option of its own, {'model.name' if own[0] == 'model' else own[0]}")
+    if apart := next((name for name in _APART if extra.get(name) is not None and extra[name] is not False), None):
+        raise UserError(
+            f"vllm.{apart}: replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts that "
+            "are spread over nodes have one address, with data_parallel_size and headless nodes"
+        )
     if taken := sorted({"host", "port", "uds"} & extra.keys()):
         raise UserError(f"vllm.{taken[0]}: where the server listens is set by [server]")
     if secret := next(
@@ -132,7 +146,7 @@ def _own_flags(config: InferenceConfig) -> dict[str, Any]:
         "port": None if config.headless else config.server.port,
         "max_model_len": config.max_model_len,
         "gpu_memory_utilization": config.gpu_memory_utilization,
-        "quantization": config.quantization,
+        "quantization": _quantization(config),
         "enforce_eager": config.enforce_eager,
         "seed": config.seed,
         "worker_extension_cls": WORKER_EXTENSION,
@@ -143,6 +157,15 @@ def _own_flags(config: InferenceConfig) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
+
+
+def _quantization(config: InferenceConfig) -> str | None:
+    """Whether a model on the hub is quantized already is not known here; vLLM finds out by itself, where no quantization is named."""
+    if config.quantization is None:
+        return None
+    directory = local_model(config.model.name)
+    already = directory is not None and "quantization_config" in read_json(directory / "config.json")
+    return compat.quantization(config.quantization, already)
 
 
 def _parallel_flags(config: InferenceConfig) -> dict[str, Any]:

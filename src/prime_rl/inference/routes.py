@@ -1,7 +1,7 @@
 """The weight routes, as a vLLM endpoint plugin: vLLM's own server loads it in the process that answers HTTP.
 
     POST /update_weights {"weight_dir", "version"} -> {"version", "hash", "seconds", "place"}, POST /reload_weights likewise
-    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "leaving"}      POST /pause {"mode", "clear_cache"}, POST /resume
+    GET /weights -> {"version", "hash", "base", "weight_dir", "boot", "engines", "leaving"}      POST /pause {"mode", "clear_cache"}, POST /resume
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate                     POST /v1/sample: rollouts, see `sample`
 
@@ -41,6 +41,9 @@ from prime_rl.monitor.process import identify
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
 FOLLOW_SECONDS = 60.0
+EXPERTS_MOVE = (
+    "with enable_eplb vLLM moves experts between GPUs, and its reload would put new ones where they were at first"
+)
 
 
 class _Body(BaseModel):
@@ -97,7 +100,7 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 
 @router.get("/weights")
 async def weights(service: Service, departure: Leaving) -> dict[str, Any]:
-    return asdict(await service.served()) | {"leaving": departure.asked}
+    return asdict(await service.served()) | {"engines": service.engines, "leaving": departure.asked}
 
 
 @router.post("/leave")
@@ -161,20 +164,22 @@ class PrimeRoutes:
     async def _lead(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         """Own the weights."""
         settings, engine = exported_settings(), compat.require_engine()
-        model_config = engine_client.model_config
+        model_config, engines = engine_client.model_config, args.data_parallel_size
         # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
         status = Status(settings.output_dir, settings.process, of=identify(settings.server))
         state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         state.prime_departure = Departure()
         state.prime_service = WeightService(
-            engine_client,
+            compat.every_engine(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
             places=Places(settings.weights_root, settings.loopback),
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
             stage=settings.stage_weights,
-            servers_on_host=settings.servers_on_host,
+            servers_on_host=settings.servers_on_host * engines,
+            engines=engines,
+            fixed=EXPERTS_MOVE if args.enable_eplb else None,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(settings.server,))

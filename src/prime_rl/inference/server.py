@@ -60,7 +60,7 @@ def run(config: InferenceConfig) -> None:
 
 
 def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], status: Status) -> None:
-    args = compat.parse_arguments(engine, argv)
+    args = compat.parse_arguments(engine, argv, config.vllm)
     if config.cpu.fork_engine and engine.device == "cpu":
         compat.fork_engine()
     status.phase("loading model")
@@ -106,9 +106,15 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
 
 
 def dry_run(config: InferenceConfig) -> None:
-    """Print what would be started and write the resolved config; nothing else is touched."""
+    """Print what would be started and write the resolved config; nothing else is touched. Options of vLLM's own are shown to its parser.
+
+    Raises:
+        UserError, SystemExit: as `run`.
+    """
     engine = compat.installed_engine()
     argv = arguments(config, engine)
+    if config.vllm and engine is not None:
+        compat.parse_arguments(engine, argv, config.vllm)
     path = dry_path(config.output_dir, "inference")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_toml(config, path)

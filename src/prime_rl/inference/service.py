@@ -152,7 +152,9 @@ class WeightService:
         tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
         status: Told of a change under way, which keeps the engine from answering, and of its deadline.
         stage: Whether the workers may keep new weights in memory before the engine pauses.
-        servers_on_host: How many servers do so on this host, at the same time.
+        servers_on_host: How many servers do so on this host, at the same time; of one with several engines each of these counts.
+        engines: Data-parallel engines behind this server. `engine` answers for all of them.
+        fixed: Why this server keeps the weights that it started with; None for one that can be given others.
     """
 
     def __init__(
@@ -165,8 +167,10 @@ class WeightService:
         status: Status | None = None,
         stage: bool = True,
         servers_on_host: int = 1,
+        engines: int = 1,
+        fixed: str | None = None,
     ) -> None:
-        self._engine = engine
+        self._engine, self.engines, self._fixed = engine, engines, fixed
         self._base = base
         self._places = places
         self._label = label
@@ -217,6 +221,7 @@ class WeightService:
         Raises:
             Refused: 4xx and the old weights go on; 500 if they could not be restored.
         """
+        self._check_not_fixed()
         directory = self._places.confine(weight_dir)
         taken = Parts() if parts is None else parts
         return await self._alone(lambda: self._update(directory, version, taken))
@@ -227,8 +232,13 @@ class WeightService:
         Raises:
             Refused: as for `update`.
         """
+        self._check_not_fixed()
         taken = Parts() if parts is None else parts
         return await self._alone(lambda: self._reload(taken))
+
+    def _check_not_fixed(self) -> None:
+        if self._fixed is not None:
+            raise Refused(400, f"this server's weights cannot be changed: {self._fixed}")
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop generating; requests wait. Weight updates are still possible and do not end the pause."""
@@ -412,6 +422,9 @@ class WeightService:
         except TimeoutError as error:
             await self._go_on()  # it may still stop later; let nothing wait for that
             raise Refused(503, f"the engine did not pause within {seconds:.0f} s") from error
+        except Exception as error:  # whatever vLLM raises
+            await self._go_on()  # for one, it cannot clear a cache that another server is filling
+            raise Refused(503, f"the engine did not pause: {error!r}") from error
 
     async def _go_on(self) -> None:
         if self._paused_by_client:

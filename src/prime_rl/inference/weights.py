@@ -15,7 +15,7 @@ from prime_rl.inference import compat
 from prime_rl.inference.orphans import follow
 from prime_rl.inference.staging import Staging
 
-STAGE_SECONDS = 600.0  # to wait in a load for what is still being read: by another engine than the server heard of
+STAGE_SECONDS = 600.0  # to wait in a load for what is still being read; the server has asked before, so that nothing is
 
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server calls these weights
 
@@ -40,17 +40,16 @@ class WeightsExtension:
 
         Args:
             keep: Keep it in memory, where there is room.
-            servers_on_host: How many engines do so at the same time.
+            servers_on_host: How many engines do so at the same time: vLLM tells those of a dense model nothing of each other.
         """
         self.prime_unstage()
-        parallel = self.vllm_config.parallel_config
         self.prime_staging = Staging(
             Path(directory),
             digest,
             self.device,
             keep=keep,
             verify=self.rank == 0,
-            sharing=servers_on_host * parallel.world_size * parallel.data_parallel_size,
+            sharing=servers_on_host * self.vllm_config.parallel_config.world_size,
         )
 
     def prime_staged(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from prime_rl.monitor import log
 from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served
+from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
@@ -91,13 +92,29 @@ def stayed(before: Scores, now: Scores) -> bool:
     return moved and list(now.server) == list(before.server)
 
 
+async def score(engine: "Scoring", canary: Canary, engines: int) -> list[Scores]:
+    """What each of the engines behind a server computes: one, or as many as its data parallelism has.
+
+    Raises:
+        CannotScore, EngineTrouble: as `Engine.score` does.
+    """
+    numbers: Sequence[int | None] = range(engines) if engines > 1 else [None]
+    return [Scores(canary.logprobs, await engine.score(canary.tokens, number)) for number in numbers]
+
+
+def farthest(scores: Sequence[Scores]) -> Difference:
+    """The largest mean and the largest difference of all."""
+    differences = [each.difference for each in scores]
+    return Difference(max(each.mean for each in differences), max(each.most for each in differences))
+
+
 class Scoring(Protocol):
     """What is asked of a server: `engine.Engine`."""
 
     root: str
 
     async def served(self) -> Served: ...
-    async def score(self, tokens: Sequence[int]) -> list[float]: ...
+    async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]: ...
     async def give(self, weights: WeightsManifest) -> Served: ...
 
 
@@ -108,7 +125,7 @@ class Canaries:
         self._bands: dict[
             str, tuple[str, Band | None]
         ] = {}  # by address: the server's boot, and its band (None: it cannot be checked)
-        self._scores: dict[str, Scores] = {}  # of what each computed last
+        self._scores: dict[str, list[Scores]] = {}  # of what each computed last, engine by engine
         self._said: set[str] = set()
 
     async def prepare(self, engine: Scoring, weights: WeightsManifest) -> None:
@@ -132,12 +149,12 @@ class Canaries:
         if not served.holds(base):
             served = await engine.give(base)
         try:
-            scores = Scores(base.canary.logprobs, await engine.score(base.canary.tokens))
+            scores = await score(engine, base.canary, served.engines)
         except CannotScore as error:
             logger.warning("%s is not checked by a canary, only by hashes: %s", engine.root, error)
             self._bands[engine.root] = served.boot, None
             return
-        found = scores.difference
+        found = farthest(scores)
         band = calibrated(found)
         if band is None:
             raise CanaryFailed(
@@ -165,20 +182,22 @@ class Canaries:
             return
         claim = f"the server at {engine.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
         try:
-            scores = Scores(weights.canary.logprobs, await engine.score(weights.canary.tokens))
+            scores = await score(engine, weights.canary, served.engines)
         except (CannotScore, EngineTrouble) as error:  # it could answer when it was calibrated
             raise CanaryFailed(f"{claim} does not score the canary prompt: {error}") from error
-        if not band.holds(scores.difference):
+        found = farthest(scores)
+        if not band.holds(found):
             raise CanaryFailed(
-                f"{claim} does not compute it: its log-probabilities of the canary prompt differ from the trainer's by {scores.difference}; "
+                f"{claim} does not compute it: its log-probabilities of the canary prompt differ from the trainer's by {found}; "
                 f"the band is {band} (canary = false switches this off)"
             )
-        if not band.holds(scores.difference, share=0.5):
+        if not band.holds(found, share=0.5):
             self._say_once(
                 f"{engine.root} is farther off than half its band, beyond which a server gets no work",
-                f"{scores.difference} at version {weights.version}, the band is {band}",
+                f"{found} at version {weights.version}, the band is {band}",
             )
-        if stayed(self._scores[engine.root], scores):
+        before = self._scores[engine.root]
+        if any(stayed(one, other) for one, other in zip(before, scores, strict=True)):
             raise CanaryFailed(
                 f"{claim} does not compute it: its log-probabilities of the canary prompt are the very same as before (canary = false switches "
                 f"this off)"

@@ -44,6 +44,7 @@ class Served:
     hash: str
     boot: str = ""
     leaving: bool = field(default=False, compare=False)  # it was asked to leave; that changes nothing in what it serves
+    engines: int = field(default=1, compare=False)  # that data parallelism has behind the server
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def holds(self, weights: WeightsManifest) -> bool:
@@ -116,7 +117,11 @@ class Engine:
         body = await self._call("GET", "/weights", timeout=min(_PROOF_TIMEOUT_SECONDS, self._config.timeout))
         try:
             return Served(
-                int(body["version"]), str(body["hash"]), str(body.get("boot", "")), body.get("leaving") is True
+                int(body["version"]),
+                str(body["hash"]),
+                str(body.get("boot", "")),
+                body.get("leaving") is True,
+                int(body.get("engines", 1)),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
@@ -159,8 +164,11 @@ class Engine:
             )
         return served
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
+    async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]:
         """Ask, by the route that episodes use, for the log-probabilities of a prompt's tokens but the first: at temperature 1, computed anew.
+
+        Args:
+            engine: Which one is to answer, of a server that has several (None: any).
 
         Raises:
             CannotScore: the server refuses, or answers without them.
@@ -173,7 +181,8 @@ class Engine:
             "cache_salt": f"canary-{secrets.token_hex(8)}",
         }
         try:
-            answer = await self._call("POST", "/inference/v1/generate", body)
+            which = {} if engine is None else {"X-data-parallel-rank": str(engine)}  # vLLM's own header
+            answer = await self._call("POST", "/inference/v1/generate", body, headers=which)
         except EngineTrouble:
             raise
         except UserError as error:
@@ -184,6 +193,18 @@ class Engine:
             return [math.nan if logprob is None else float(logprob) for logprob in found]  # JSON has no NaN
         except (KeyError, TypeError, ValueError) as error:
             raise CannotScore(f"{self.root} answers without log-probabilities of the prompt ({error!r})") from error
+
+    async def status(self, path: str) -> int:
+        """The HTTP status of an empty request: whether there is such a route at all.
+
+        Raises:
+            EngineTrouble: there was no answer.
+        """
+        try:
+            response = await self._http.post(path, json={}, timeout=_PROBE_TIMEOUT_SECONDS)
+        except httpx.TransportError as error:
+            raise EngineTrouble(f"{self.root} did not answer POST {path}: {error!r}") from error
+        return response.status_code
 
     async def _served_or_none(self) -> Served | None:
         try:
@@ -204,15 +225,20 @@ class Engine:
         return None if response.is_success else f"GET /health gives HTTP {response.status_code}"
 
     async def _call(
-        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        timeout: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         limit = httpx.Timeout(timeout or self._config.timeout, connect=_PROBE_TIMEOUT_SECONDS)
         try:
             try:
-                response = await self._http.request(method, path, json=body, timeout=limit)
+                response = await self._http.request(method, path, json=body, timeout=limit, headers=headers)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
                 # A connection that broke says nothing about the server; every call here may be repeated.
-                response = await self._http.request(method, path, json=body, timeout=limit)
+                response = await self._http.request(method, path, json=body, timeout=limit, headers=headers)
         except httpx.TransportError as error:
             raise EngineTrouble(
                 f"the inference server at {self.root} did not answer {method} {path}: {error!r}"

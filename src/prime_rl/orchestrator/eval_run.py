@@ -5,6 +5,7 @@ import math
 import os
 import sys
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +20,13 @@ from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
 from prime_rl.orchestrator.fleet import Fleet, Replica, RoutedPool
 from prime_rl.orchestrator.members import first_members
+from prime_rl.orchestrator.routed import NO_VERSION, connect_all
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.transport.commit import write_atomically
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
+    from prime_rl.config.shared import ClientConfig
 
 logger = log.get("eval")
 
@@ -51,11 +54,12 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
     try:
         async with AsyncExitStack() as stack:
             status.phase("waiting for the server")
-            roots = config.client.api_roots
+            connect = partial(_connect, stack, config.client)
+            engines = connect_all(config.client, connect)
             if config.client.discover is not None:
                 _, found = await first_members(config.client, config.model.name, status.waiting)
-                roots = [member.address for member in found]
-            fleet = Fleet([await stack.enter_async_context(Engine(config.client, root)) for root in roots])
+                engines = [connect(member.address) for member in found]
+            fleet = Fleet(engines)
             version = await _admit(fleet, await fleet.wait_ready(status.waiting, config.client.ready_timeout))
             await pool.start(config.client.ready_timeout)
             routed = RoutedPool(pool, fleet)
@@ -84,6 +88,12 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
     return reports
 
 
+def _connect(stack: AsyncExitStack, client: "ClientConfig", root: str) -> Engine:
+    engine = Engine(client, root)
+    stack.push_async_exit(engine)
+    return engine
+
+
 async def _admit(fleet: Fleet, ready: list[Replica]) -> int:
     """Let in all servers that are there. Returns the version that they serve.
 
@@ -92,6 +102,8 @@ async def _admit(fleet: Fleet, ready: list[Replica]) -> int:
     """
     served = {replica: await replica.engine.served() for replica in ready}
     served = {replica: one for replica, one in served.items() if not one.leaving} or served  # if there is another
+    if mixed := next((replica.name for replica, one in served.items() if one.version == NO_VERSION), None):
+        raise UserError(f"the servers behind {mixed} do not serve the same weights")
     if len({(one.version, one.hash) for one in served.values()}) > 1:
         listed = ", ".join(f"{replica.name} version {one.version} ({one.hash[:12]})" for replica, one in served.items())
         raise UserError(f"the servers do not serve the same weights: {listed}")

@@ -1,7 +1,7 @@
 """`max_concurrent = "auto"`: look at the servers' own counters, and let `concurrency` say how many episodes may be in flight."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -43,9 +43,21 @@ def _values(metrics: str, name: str) -> list[float]:
 class LoadWatch:
     """Sets how many episodes `core` may have in flight, from looks at the servers that are given work."""
 
-    def __init__(self, fleet: Fleet, core: Core[Any], most: int, evaluating: Callable[[], bool]) -> None:
-        """Begins with a step's worth, at most `most`. `evaluating`: whether others than the core's episodes are at the servers."""
-        self._fleet, self._core = fleet, core
+    def __init__(
+        self,
+        fleet: Fleet,
+        core: Core[Any],
+        most: int,
+        evaluating: Callable[[], bool],
+        behind: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Begins with a step's worth, at most `most`.
+
+        Args:
+            evaluating: Whether others than the core's episodes are at the servers.
+            behind: The servers that a router leads to, by its address; they are looked at in its place.
+        """
+        self._fleet, self._core, self._behind = fleet, core, behind or {}
         self._control = Concurrency(core.limits.batch_size, most)
         self._evaluating = evaluating
         # At the last look: the version served, whether another one was being loaded, whether there was an evaluation.
@@ -68,7 +80,8 @@ class LoadWatch:
     async def look(self, fetch: Fetch) -> None:
         """One look at all; none where one of them does not answer."""
         try:
-            texts = await asyncio.gather(*(fetch(f"{replica.name}/metrics") for replica in self._fleet.serving))
+            roots = [root for replica in self._fleet.serving for root in self._behind.get(replica.name, [replica.name])]
+            texts = await asyncio.gather(*(fetch(f"{root}/metrics") for root in roots))
             loads = [read_load(text) for text in texts]
         except (httpx.HTTPError, ValueError) as error:
             if not self._said:

@@ -133,8 +133,9 @@ class Orchestrator:
                 self.journal.close()
 
     def _watch_load(self) -> Coroutine[None, None, None]:
-        watch = LoadWatch(self.fleet, self.core, most_in_flight(self.config), lambda: self.evaluations.running)
-        return watch.run(os.environ.get(self.config.client.api_key_var, ""))
+        client, evaluating = self.config.client, lambda: self.evaluations.running
+        watch = LoadWatch(self.fleet, self.core, most_in_flight(self.config), evaluating, client.behind)
+        return watch.run(os.environ.get(client.api_key_var, ""))
 
     async def _evaluate(self) -> None:
         """Evaluate what is served, while nobody else looks whether the run has failed: what ends the run ends it, too."""

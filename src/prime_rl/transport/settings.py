@@ -97,6 +97,8 @@ def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
             here = here.get(part, table) if isinstance(here, Mapping) else table
         if here is not table:
             found[key] = here
+    if table.get("bench") is True:
+        return found  # trainer and orchestrator are measured each by itself
     if process == "orchestrator":
         found[_DATA] = "rollouts"
     elif process == "trainer":

@@ -20,6 +20,16 @@ from prime_rl.config import (
 
 Write = Callable[[str], str]
 ENV = ["--environment.id", "x"]
+EVAL = ["--environment-ids", "x"]
+NODE = [
+    "--data-parallel-size",
+    "4",
+    "--headless",
+    "--data-parallel-size-local",
+    "2",
+    "--data-parallel-address",
+    "10.0.0.1",
+]
 ORCH = ["--orchestrator.environment.id", "x"]
 
 
@@ -360,6 +370,57 @@ def test_a_list_needs_values() -> None:
             ["--data-parallel-size-local", "2"],
             "data_parallel_size_local 2 exceeds data_parallel_size 1"
             " (data_parallel_size_local: --data-parallel-size-local)",
+        ),
+        (
+            InferenceConfig,
+            ["--headless"],
+            "headless runs engines for another node: give data_parallel_size (headless: --headless)",
+        ),
+        (
+            InferenceConfig,
+            [*("--data-parallel-size", "4", "--headless", "--data-parallel-size-local", "2")],
+            "headless needs data_parallel_start_rank, data_parallel_address, too (headless: --headless)",
+        ),
+        (
+            InferenceConfig,
+            [*NODE, "--data-parallel-start-rank", "3"],
+            "data_parallel_start_rank 3 with data_parallel_size_local 2: replicas 1 to 3 are for headless nodes"
+            " (data_parallel_start_rank: --data-parallel-start-rank)",
+        ),
+        (
+            InferenceConfig,
+            ["--data-parallel-size", "4", "--data-parallel-start-rank", "2"],
+            "data_parallel_start_rank is for headless nodes: the node that serves has the first replicas"
+            " (data_parallel_start_rank: --data-parallel-start-rank)",
+        ),
+        (
+            InferenceConfig,
+            ["--data-parallel-size", "4", "--data-parallel-size-local", "2"],
+            "data_parallel_size_local 2 of 4: the other nodes need data_parallel_address, where they reach this one",
+        ),
+        (
+            EvalConfig,
+            [*EVAL, "--client.base-url", "http://r:1", "http://q:1", "--client.admin-base-url", "http://a:1"],
+            "client: admin_base_url names the servers behind one router: base_url has to name that one"
+            " (admin_base_url: --client.admin-base-url, base_url: --client.base-url)",
+        ),
+        (
+            EvalConfig,
+            [
+                *EVAL,
+                "--client.base-url",
+                "http://localhost:1",
+                "--client.admin-base-url",
+                "http://127.0.0.1:1",
+                "http://b:1",
+            ],
+            "client: base_url is one of the servers in admin_base_url, not a router: list the servers in base_url alone"
+            " (admin_base_url: --client.admin-base-url, base_url: --client.base-url)",
+        ),
+        (
+            EvalConfig,
+            [*EVAL, "--client.base-url", "http://r:1", "--client.admin-base-url", "http://u:p@a:1"],
+            "client: admin_base_url holds a password",
         ),
         (OrchestratorConfig, [], "no environment: give [environment] with an `id`"),
         (EvalConfig, [], "no environment: give --environment-ids or [[environments]]"),

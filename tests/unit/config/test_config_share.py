@@ -328,6 +328,8 @@ def test_servers_are_named_or_started_not_both() -> None:
     """Contract: it never ignores a server that was named."""
     urls = ("--orchestrator.client.base-url", "http://a:1", "http://b:1")
     assert "names 2 servers, but [inference] starts its own" in problem(*urls, "--inference.max-model-len", "64")
+    behind = ("--orchestrator.client.base-url", "http://r:1", "--orchestrator.client.admin-base-url", "http://a:1")
+    assert "behind a router, but [inference] starts its own" in problem(*behind, "--inference.max-model-len", "64")
 
 
 @pytest.mark.parametrize(

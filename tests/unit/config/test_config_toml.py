@@ -40,9 +40,10 @@ JSON = st.recursive(
     max_leaves=4,
 )
 # Settings that other settings or the launcher's sharing constrain: drawing them freely would be refused, not written.
-FIXED = {"type", "environment_ids", "base_url"}
+FIXED = {"type", "environment_ids", "base_url", "admin_base_url"}
 CONSTRAINED = {"seq_len", "max_steps", "resume_step", "warmup_steps", "decay_steps", "batch_size", "micro_batch_size"}
 CONSTRAINED |= {"rollouts_per_example", "max_off_policy_steps", "async_level", "max_tokens", "data_parallel_size_local"}
+CONSTRAINED |= {"headless", "data_parallel_start_rank"}
 CONSTRAINED |= {"keep_interval", "checkpointed_layers", "advertise", "register_dir"}
 
 

@@ -115,6 +115,30 @@ def test_two_nodes_of_eight_gpus() -> None:
     assert not {"--host", "--port", "--api-server-count"} & second.keys()
 
 
+def test_an_option_that_vllm_does_not_have_is_one_line() -> None:
+    """Contract: what `[vllm]` names is looked up before vLLM's parser, which would print all that it has; the nearest is named."""
+    known = {"--enable-eplb", "--eplb-config", "--kv-transfer-config"}
+    compat.check_options(CUDA, ["enable_eplb", "eplb-config", "kv_transfer_config.kv_role"], known)
+    says = r"^vllm.enable_epbl: vLLM 0.31.0 has no option --enable-epbl; did you mean enable_eplb\?$"
+    with pytest.raises(UserError, match=says):
+        compat.check_options(CUDA, ["eplb_config", "enable_epbl"], known)
+    with pytest.raises(UserError, match="has no option --zzz$"):
+        compat.check_options(CUDA, ["zzz"], known)
+
+
+def test_fp8_of_unquantized_weights(tmp_path: Path) -> None:
+    """Contract: `fp8` reaches vLLM by the name that it has for quantizing at every load; a model that is quantized already keeps vLLM's own."""
+    (tmp_path / "config.json").write_text("{}")
+    for model in ("org/m", str(tmp_path)):
+        got = flags(arguments(config(model={"name": model}, quantization="fp8"), CUDA))
+        assert got["--quantization"] == "fp8_per_tensor"
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
+    for name in ("fp8", "fp8_per_block"):
+        got = flags(arguments(config(model={"name": str(tmp_path)}, quantization=name), CUDA))
+        assert got["--quantization"] == name
+    assert "--quantization" not in arguments(config(), CUDA)
+
+
 def test_pipeline_parallel() -> None:
     """Contract: sizes of one are not spelled out; PP reaches vLLM."""
     got = flags(arguments(config(pipeline_parallel_size=2), CUDA))
@@ -152,7 +176,13 @@ def test_other_hosts_need_a_key(monkeypatch: pytest.MonkeyPatch, host: str) -> N
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     with pytest.raises(UserError, match=rf"server.host {host} would open the weight routes .* set a key"):
         arguments(config(server={"host": host}), CPU)
-    arguments(config(server={"host": host}, headless=True), CPU)
+    node = {
+        "data_parallel_size": 2,
+        "data_parallel_size_local": 1,
+        "data_parallel_start_rank": 1,
+        "data_parallel_address": "h",
+    }
+    arguments(config(server={"host": host}, headless=True, **node), CPU)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +192,10 @@ def test_other_hosts_need_a_key(monkeypatch: pytest.MonkeyPatch, host: str) -> N
         ({"api-key": "k"}, "the key is given by VLLM_API_KEY"),
         ({"host": "0.0.0.0"}, r"vllm.host: .* \[server\]"),
         ({"uds": "/tmp/s"}, r"vllm.uds: .* \[server\]"),
+        ({"tensor-parallel-size": 2}, "vllm.tensor_parallel_size: is an option of its own, tensor_parallel_size"),
+        ({"model": "m"}, "vllm.model: is an option of its own, model.name"),
+        ({"data_parallel_rank": 0}, "vllm.data_parallel_rank: .* servers of their own, which client.base_url lists"),
+        ({"data-parallel-hybrid-lb": True}, "vllm.data_parallel_hybrid_lb: .* servers of their own"),
     ],
 )
 def test_options_of_vllm_open_no_back_door(vllm: dict[str, Any], says: str) -> None:

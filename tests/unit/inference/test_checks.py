@@ -6,9 +6,11 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat
 
@@ -73,6 +75,44 @@ def test_the_context_is_a_bound(model: Path) -> None:
         json.dumps({"text_config": {"max_position_embeddings": 512, "rope_scaling": {"type": "yarn", "factor": 4.0}}})
     )
     checks.check_context(model, 2048)
+
+
+def test_a_cache_that_holds_no_whole_sequence_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: on a CPU, where the cache's size is given, one that is too small for a single sequence is one line with both numbers; the bound is exact;
+    models whose layers keep less are left to vLLM."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    shape = {
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    }  # 64 KiB a token in float32
+    (model / "config.json").write_text(json.dumps(shape))
+
+    def check(length: int | None, **settings: Any) -> None:
+        config = {"model": {"name": str(model), **settings.pop("model", {})}, "max_model_len": length, **settings}
+        checks.check_cache(model, InferenceConfig.model_validate(config))
+
+    check(None)
+    check(16384)
+    says = r"cpu.kvcache_gib 1 is too small for one sequence of max_model_len 16385: it needs 1.0 GiB"
+    with pytest.raises(UserError, match=says):
+        check(16385)
+    check(16385, cpu={"kvcache_gib": 2})
+    check(32768, model={"dtype": "bfloat16"})
+    check(32768, tensor_parallel_size=2)
+    for other in (
+        {"kv_lora_rank": 512},
+        {"sliding_window": 128},
+        {"layer_types": ["full_attention", "linear_attention"]},
+    ):
+        (model / "config.json").write_text(json.dumps(shape | other))
+        check(10**6)
+    (model / "config.json").write_text(
+        json.dumps({"text_config": shape | {"sliding_window": 128, "use_sliding_window": False}})
+    )
+    with pytest.raises(UserError, match="too small"):
+        check(10**6)
 
 
 def test_a_taken_port_is_named() -> None:

@@ -113,6 +113,30 @@ async def test_a_failed_load_is_undone(base: Path, tmp_path: Path) -> None:
     assert await service.served() == before
 
 
+async def test_an_engine_that_cannot_pause_goes_on(base: Path, tmp_path: Path) -> None:
+    """Contract: where vLLM cannot clear its cache (a request waits for another server's) the update is refused, and nothing stays paused."""
+    engine = FakeEngine()
+    service = make(engine, base, tmp_path / "weights")
+    engine.pause_generation = AsyncMock(side_effect=RuntimeError("Failed to reset KV cache"))  # type: ignore[method-assign]
+    with pytest.raises(Refused, match=r"did not pause: .*Failed to reset KV cache") as error:
+        await service.update(str(commit(tmp_path / "weights", 1)), 1)
+    assert error.value.status == 503
+    assert engine.calls == ["prime_stage", "resume", "prime_unstage"]
+
+
+async def test_fixed_weights_are_never_touched(base: Path, tmp_path: Path) -> None:
+    """Contract: a server whose engine cannot follow an update refuses it with the reason, before anything is read; it still says what it serves."""
+    engine = FakeEngine()
+    places = Places(tmp_path / "weights", any_local=False)
+    service = WeightService(engine, base, places, AsyncMock(), fixed="experts move")
+    directory = commit(tmp_path / "weights", 1)
+    for change in (service.update(str(directory), 1), service.reload()):
+        with pytest.raises(Refused, match="cannot be changed: experts move"):
+            await change
+    assert engine.calls == []
+    assert (await service.served()).version == 0
+
+
 @pytest.mark.parametrize("anew", [False, True])
 async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
     base: Path, tmp_path: Path, anew: bool
@@ -420,6 +444,8 @@ def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: l
 
 
 class _Answering:
+    engines = 1
+
     async def update(self, weight_dir: str, version: int, parts: Parts) -> Served:
         return Served(version, "h", "b", weight_dir, "boot")
 

@@ -125,8 +125,8 @@ def test_gpus_that_cannot_be_shared(
     ("inference", "shared", "message"),
     [
         (None, {"inference_servers": 2}, r"there is no \[inference\]"),
-        (InferenceConfig(headless=True), {}, "another node serves its requests"),
-        (InferenceConfig(data_parallel_size=4, data_parallel_size_local=2), {"inference_servers": 2}, "spread over nodes"),
+        (InferenceConfig(headless=True, vllm={"nnodes": 2}), {}, "another node serves its requests"),
+        (InferenceConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_address="h"), {"inference_servers": 2}, "spread over nodes"),
         (InferenceConfig.model_validate({"server": {"advertise": "http://h:1"}}), {"inference_servers": 2}, "address of one server"),
     ],
 )  # fmt: skip

@@ -113,16 +113,21 @@ class Scored:
         self.now = served
         self.gave: list[int] = []
         self.scored = 0
+        self.engines = 1
+        self.stale: list[float] | None = None  # what the last of several engines goes on to answer
 
     async def served(self) -> Served:
-        return Served(self.now.version, self.now.hash, self.boot)
+        return Served(self.now.version, self.now.hash, self.boot, engines=self.engines)
 
     async def give(self, weights: WeightsManifest) -> Served:
         self.gave.append(weights.version)
         self.now = weights
         return await self.served()
 
-    async def score(self, tokens: Sequence[int]) -> list[float]:
+    async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]:
+        assert engine in (range(self.engines) if self.engines > 1 else [None])
+        if self.stale is not None and engine == self.engines - 1:
+            return self.stale
         if self.answer is not None:
             raise self.answer
         self.scored += 1
@@ -250,6 +255,20 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, 
             await server.update(canaries, version)
     server.give = give
     await server.update(canaries, two)
+
+
+async def test_each_engine_of_a_server_with_several_is_scored(server, tmp_path):
+    """Contract: an engine that keeps what it had, or computes something else, is found behind others that compute what they should."""
+    canaries, one = Canaries(), commit(tmp_path, 1)
+    server.engines = 3
+    await server.update(canaries, one)
+    assert server.scored == 6
+    server.stale = list(LOGPROBS)
+    with pytest.raises(CanaryFailed, match="the very same as before"):
+        await server.update(canaries, commit(tmp_path, 2, Canary(TOKENS, (-1.001, -2.0, -3.001))))
+    server.stale = [logprob + 2 * LEAST_MEAN for logprob in LOGPROBS]
+    with pytest.raises(CanaryFailed, match=r"differ from the trainer's by 0.002 nats"):
+        await server.update(canaries, one)
 
 
 async def test_one_that_nears_the_end_of_its_band_is_told_of_once(server, tmp_path, heard):

@@ -150,3 +150,13 @@ def test_there_is_one_trainer_on_all_hosts(tmp_path: Path, partner: int) -> None
                 agree(config, "trainer")
         else:
             agree(config, "trainer")
+
+
+@pytest.mark.parametrize("first", ["trainer", "orchestrator"])
+def test_a_benchmark_measures_both_though_they_share_no_data(tmp_path: Path, first: Party) -> None:
+    """Contract: `rl --bench` has a trainer of random samples and an orchestrator in one directory, each measured by itself."""
+    made = orchestrator(tmp_path).model_copy(update={"bench": True})
+    parties = {"trainer": TrainerConfig(data={"fake": {}}, output_dir=tmp_path, bench=True), "orchestrator": made}
+    second: Party = "orchestrator" if first == "trainer" else "trainer"
+    agree(parties[first], first)
+    agree(parties[second], second)

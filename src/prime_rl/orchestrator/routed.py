@@ -1,0 +1,185 @@
+"""Several servers behind one router (`client.admin_base_url`), as one: they get work together, are updated together, and prove themselves together.
+
+Any of them may have sampled what came through the router, so what did counts once all of them have proven what they serve. A part that is gone takes the
+others along until it is back. Weights, proofs and canaries go to each part's own address, never through the router.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import log
+from prime_rl.orchestrator.canary import CanaryFailed
+from prime_rl.orchestrator.engine import EngineTrouble, Served
+from prime_rl.orchestrator.fleet import EngineClient
+from prime_rl.transport.weights import WeightsManifest
+
+if TYPE_CHECKING:
+    from prime_rl.config.shared import ClientConfig
+
+logger = log.get("orchestrator")
+
+TOKEN_ROUTES = (
+    "/v1/sample",
+    "/inference/v1/generate",
+)  # either is enough: environments use the first one that is there
+NO_VERSION = -1  # of servers that do not serve the same: no version that anybody was given
+_NO_SUCH_ROUTE = (404, 405, 501)
+
+T = TypeVar("T")
+
+
+class Router(EngineClient, Protocol):
+    """What is asked through the router: `engine.Engine`."""
+
+    async def status(self, path: str) -> int: ...
+
+
+class Routed:
+    """One client for a router and the servers behind it.
+
+    Args:
+        router: What episodes are sent to.
+        parts: All servers that it leads to.
+    """
+
+    def __init__(self, router: Router, parts: Sequence[EngineClient]) -> None:
+        self._router, self._parts = router, parts
+        self._update: asyncio.Future[None] | None = None  # under way: parts may differ meanwhile
+        self._said_unchecked, self._said_different = False, ""
+
+    @property
+    def root(self) -> str:
+        return self._router.root
+
+    async def wait_ready(self, on_wait: Callable[[str, str, float], None]) -> None:
+        """Wait until all parts and the router are healthy.
+
+        Raises:
+            UserError: one of them did not come up in time, or the router passes no token route on.
+        """
+        await _all(each.wait_ready(on_wait) for each in (*self._parts, self._router))
+        statuses = [await self._router.status(path) for path in TOKEN_ROUTES]
+        if all(status in _NO_SUCH_ROUTE for status in statuses):
+            raise UserError(
+                f"the router at {self.root} passes neither {' nor '.join(TOKEN_ROUTES)} on: rollouts need tokens"
+            )
+
+    async def answers(self) -> bool:
+        """Whether all of them are healthy now."""
+        return all(await asyncio.gather(*(each.answers() for each in (*self._parts, self._router))))
+
+    async def served(self) -> Served:
+        """What all parts serve, in lives of which each counts; `NO_VERSION` where they serve different weights, which an update ends.
+
+        Raises:
+            EngineTrouble: the router leads to somebody else.
+            UserError: as a single server's.
+        """
+        answers = await self._ask()
+        if self._update is not None and len(_weights(answers)) > 1:
+            await asyncio.wait({self._update})  # bounded: by the requests that an update consists of
+            answers = await self._ask()
+        await self._look_through({one.boot for one in answers})
+        joined = _joined(answers)
+        if len(_weights(answers)) == 1:
+            return joined
+        self._say_different(answers)
+        return replace(joined, version=NO_VERSION, hash="")
+
+    async def update(self, weights: WeightsManifest) -> Served:
+        """Have all parts load a committed version and prove it, at the same time.
+
+        Raises:
+            CanaryFailed: one of them computes something else.
+            UserError: one of them refused it.
+            EngineTrouble: one of them failed; the others may serve it already, which `served` says.
+        """
+        self._update = asyncio.get_running_loop().create_future()
+        try:
+            outcomes = await asyncio.gather(*(part.update(weights) for part in self._parts), return_exceptions=True)
+        finally:
+            self._update.set_result(None)
+            self._update = None
+        errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if errors:
+            raise min(errors, key=_weight_of)
+        return _joined([outcome for outcome in outcomes if isinstance(outcome, Served)])
+
+    def _say_different(self, answers: Sequence[Served]) -> None:
+        each = zip(self._parts, answers, strict=True)
+        listed = ", ".join(f"{part.root} version {one.version} ({one.hash[:12]})" for part, one in each)
+        if listed != self._said_different:
+            self._said_different = listed
+            logger.warning("the servers behind %s serve different weights: %s", self.root, listed)
+
+    async def _ask(self) -> list[Served]:
+        return await _all(part.served() for part in self._parts)
+
+    async def _look_through(self, boots: set[str]) -> None:
+        """Whoever answers through the router has to be one of the parts. Not every router passes the question on.
+
+        Raises:
+            EngineTrouble: it is somebody else.
+        """
+        try:
+            found = await self._router.served()
+        except UserError as error:
+            if not self._said_unchecked:
+                self._said_unchecked = True
+                logger.warning("it is not checked that %s leads to the listed servers alone: %s", self.root, error)
+            return
+        if found.boot not in boots:
+            raise EngineTrouble(f"the router at {self.root} leads to a server that client.admin_base_url does not name")
+
+
+def connect_all(config: "ClientConfig", connect: Callable[[str], Any]) -> list[EngineClient]:
+    """Clients of all listed servers; of those behind a router one.
+
+    Args:
+        connect: Makes the client of one address.
+    """
+    if not config.admin_roots:
+        return [connect(root) for root in config.api_roots]
+    return [Routed(connect(config.api_roots[0]), [connect(root) for root in config.admin_roots])]
+
+
+async def _all(questions: Iterable[Awaitable[T]]) -> list[T]:
+    """Their answers; with the first that fails the others are given up.
+
+    Raises:
+        Exception: the first that one of them raised.
+    """
+    tasks = [asyncio.ensure_future(question) for question in questions]
+    try:
+        return list(await asyncio.gather(*tasks))  # bounded: each of them is
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _weights(answers: Sequence[Served]) -> set[tuple[int, str]]:
+    return {(one.version, one.hash) for one in answers}
+
+
+def _joined(answers: Sequence[Served]) -> Served:
+    """One answer for all that serve the same; its life ends with that of any of them, its times are the slowest's."""
+    first = answers[0]
+    parts = {part for one in answers for part in one.seconds}
+    return Served(
+        first.version,
+        first.hash,
+        "+".join(one.boot for one in answers),
+        any(one.leaving for one in answers),
+        sum(one.engines for one in answers),
+        {part: max(one.seconds.get(part, 0.0) for one in answers) for part in parts},
+    )
+
+
+def _weight_of(error: BaseException) -> int:
+    """What is to be told first: what is no server's error at all, a wrong computation, a refusal, trouble."""
+    if not isinstance(error, UserError):
+        return 0
+    return 1 if isinstance(error, CanaryFailed) else 3 if isinstance(error, EngineTrouble) else 2

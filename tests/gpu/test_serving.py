@@ -1,0 +1,168 @@
+"""Forms of serving that only GPUs show: quantized engines follow versions in bfloat16, and ranks that share a model agree with one that has it all.
+
+Each test starts two servers at the same time (60 to 90 s on an H200). Needs vLLM's CUDA build; `prime_rl` may be on PYTHONPATH only.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from conftest import InferenceServer, launch_server, make_tiny_model
+from prime_rl.inference import compat
+from prime_rl.transport.commit import stage
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir
+
+ENGINE = compat.installed_engine()
+if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
+    pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+PROMPT = [(37 * place + 11) % 256 for place in range(96)]
+SAME = 1e-3  # nats at most: the same numbers by the same kernels
+NOISE_MEAN, NOISE_MOST = 0.03, 0.3  # nats: bfloat16 against float32, or another order of summation
+QUANTIZED_MEAN = 0.25  # nats: 8-bit floats against float32 on a random model
+EXPERTS_MEAN, EXPERTS_MOST = 0.1, 2.0  # nats: a token here and there that noise sends to another expert
+OTHER_MEAN = 0.5  # nats, at least: another random model
+
+
+def make_model(directory: Path, seed: int, experts: int = 0) -> Path:
+    """A random Qwen3 of four layers in bfloat16, with heads of 128; `seed` chooses its weights."""
+    make_tiny_model(directory, experts=experts)
+    shape: Any = (Qwen3MoeConfig if experts else Qwen3Config).from_pretrained(directory)
+    shape.update({"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 128})
+    shape.update({"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.06})
+    if experts:
+        shape.moe_intermediate_size = 256
+    shape.layer_types = ["full_attention"] * 4
+    torch.manual_seed(seed)
+    model: Any = (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(shape)
+    model.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def commit(server: InferenceServer, version: int, model: Path) -> Path:
+    """The tensors of `model` as a version that a trainer has committed."""
+    directory, extra = version_dir(server.weights_root, version), dict[str, Any]()
+    with stage(directory, step=version, producer="trainer", extra=extra) as tmp:
+        shutil.copy(model / "config.json", tmp)
+        save_file(load_file(model / "model.safetensors"), tmp / "model.safetensors", {"format": "pt"})
+        extra |= manifest_extra(version, 0, hash_directory(tmp))
+    return directory
+
+
+def update(server: InferenceServer, version: int, model: Path) -> None:
+    body = {"weight_dir": str(commit(server, version, model)), "version": version}
+    answer = server.post("/update_weights", body)
+    assert answer.status_code == 200, answer.text
+
+
+def score(server: InferenceServer, engine: int | None = None) -> torch.Tensor:
+    """Log-probabilities of the prompt's tokens but the first."""
+    params = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+    body = {"model": str(server.model), "token_ids": PROMPT, "sampling_params": params}
+    headers = {} if engine is None else {"X-data-parallel-rank": str(engine)}
+    answer = httpx.post(f"{server.root}/inference/v1/generate", json=body, headers=headers, timeout=120)
+    assert answer.status_code == 200, answer.text
+    entries = answer.json()["prompt_logprobs"][1:]
+    return torch.tensor([entry[str(token)]["logprob"] for token, entry in zip(PROMPT[1:], entries, strict=True)])
+
+
+def reference(model: Path) -> torch.Tensor:
+    """The same by transformers, in float32."""
+    policy: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = policy(torch.tensor([PROMPT])).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, torch.tensor(PROMPT[1:])[:, None])[:, 0]
+
+
+@pytest.fixture(autouse=True)
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package is not installed, what vLLM finds its routes by; and no kernel that is compiled at the start."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from package import plugin_path
+
+    path = [*plugin_path(tmp_path / "site"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, path)))
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sys.path_importer_cache.clear()
+
+
+@pytest.fixture
+def servers(tmp_path: Path) -> Iterator[Any]:
+    """Starts servers at the same time: `servers((model, settings), …)`. They share the GPUs."""
+    common = {
+        "gpu_memory_utilization": 0.25, "enforce_eager": True, "max_model_len": 256,
+        "vllm": {"kv_cache_memory_bytes": 1 << 30, "max_num_seqs": 16},
+    }  # fmt: skip
+    with ExitStack() as stack:
+
+        def start(*wanted: tuple[Path, dict[str, Any]]) -> Sequence[InferenceServer]:
+            def one(number: int) -> InferenceServer:
+                model, settings = wanted[number]
+                vllm = {**common["vllm"], **settings.get("vllm", {})}  # type: ignore[dict-item]
+                settings = {**common, **settings, "vllm": vllm}
+                return stack.enter_context(launch_server(tmp_path / f"server-{number}", model, settings))
+
+            with ThreadPoolExecutor(len(wanted)) as threads:
+                return list(threads.map(one, range(len(wanted))))
+
+        yield start
+
+
+def check_close(one: torch.Tensor, other: torch.Tensor, mean: float, most: float) -> None:
+    difference = (one - other).abs()
+    assert difference.mean() <= mean, difference
+    assert difference.max() <= most, difference
+
+
+@pytest.mark.parametrize("experts", [0, 8])
+def test_a_quantized_server_follows_versions_in_bfloat16(tmp_path: Path, servers: Any, experts: int) -> None:
+    """Contract: vLLM quantizes what it is given at every load as it does at the start: after an update from a directory in bfloat16 a server computes
+    what one computes that was started on these weights, close to what they are unquantized; given the base again it computes what it did at first."""
+    base, other = make_model(tmp_path / "base", 0, experts), make_model(tmp_path / "other", 1, experts)
+    updated, fresh = servers((base, {"quantization": "fp8"}), (other, {"quantization": "fp8"}))
+    before, expected = score(updated), reference(other)
+    check_close(before, reference(base), QUANTIZED_MEAN, 10 * QUANTIZED_MEAN)
+    assert (before - expected).abs().mean() >= OTHER_MEAN
+    update(updated, 1, other)
+    check_close(score(updated), score(fresh), SAME, SAME)
+    check_close(score(updated), expected, QUANTIZED_MEAN, 10 * QUANTIZED_MEAN)
+    updated.reset()
+    check_close(score(updated), before, SAME, SAME)
+
+
+@two_gpus
+def test_two_ranks_compute_what_one_does(tmp_path: Path, servers: Any) -> None:
+    """Contract: where each layer is shared by two GPUs, each takes its part of a version: both servers agree, before and after, within noise."""
+    base, other = make_model(tmp_path / "base", 0), make_model(tmp_path / "other", 1)
+    one, two = servers((base, {}), (base, {"tensor_parallel_size": 2}))
+    check_close(score(two), score(one), NOISE_MEAN, NOISE_MOST)
+    for server in (one, two):
+        update(server, 1, other)
+    check_close(score(two), score(one), NOISE_MEAN, NOISE_MOST)
+    check_close(score(two), reference(other), NOISE_MEAN, NOISE_MOST)
+
+
+@two_gpus
+def test_experts_that_are_spread_over_engines_follow_versions(tmp_path: Path, servers: Any) -> None:
+    """Contract: with expert parallelism every engine takes its experts of a version: whichever is asked, it computes the new weights."""
+    base, other = make_model(tmp_path / "base", 0, experts=8), make_model(tmp_path / "other", 1, experts=8)
+    (server,) = servers((base, {"data_parallel_size": 2, "vllm": {"enable_expert_parallel": True}}))
+    for engine in (0, 1):
+        check_close(score(server, engine), reference(base), EXPERTS_MEAN, EXPERTS_MOST)
+    update(server, 1, other)
+    for engine in (0, 1):
+        check_close(score(server, engine), reference(other), EXPERTS_MEAN, EXPERTS_MOST)

@@ -1,0 +1,77 @@
+"""Several engines behind one address (`data_parallel_size`), for real: what the server says it serves, each of them computes."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from conftest import InferenceServer, LaunchServer, make_tiny_model
+from integration.test_inference import (
+    TOLERANCE,
+    Sampled,
+    commit,
+    parse,
+    perturbed,
+    reference,
+    request,
+    served,
+    update,
+)
+from prime_rl import faults
+
+ENGINES = 2
+# No process of its own for each worker: a third of the time to start.
+LEAN = {"vllm": {"distributed_executor_backend": "uni"}}
+
+
+@pytest.fixture(autouse=True)
+def lean(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # one NUMA node has all engines
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def sample_at(server: InferenceServer, engine: int, prompt: list[int], **params: object) -> Sampled:
+    headers = {"X-data-parallel-rank": str(engine)}
+    return parse(server.post("/inference/v1/generate", request(server, prompt, **params), headers=headers))
+
+
+def check_engines(server: InferenceServer, prompt: list[int], weights: Path) -> None:
+    for engine in range(ENGINES):
+        got = sample_at(server, engine, prompt, temperature=0.0)
+        expected = reference(weights, prompt, got.tokens).tolist()
+        assert max(abs(one - other) for one, other in zip(got.logprobs, expected, strict=True)) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_every_engine_follows_updates(
+    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: every engine loads a version before the server says that it serves it, with requests in flight on all of them; where one of them
+    fails to load, all go back to what they had; the next attempt succeeds."""
+    plan = tmp_path / "faults.json"
+    plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
+    monkeypatch.setenv(faults.ENV, str(plan))
+    server = start_server(make_tiny_model(tmp_path / "model"), {"data_parallel_size": ENGINES, **LEAN})
+    assert served(server)["engines"] == ENGINES
+    check_engines(server, chat_prompt, server.model)
+
+    good = commit(server.weights_root, 20, server.model, perturbed(server.model, seed=20))
+    with ThreadPoolExecutor(2 * ENGINES) as threads:
+        flying = [
+            threads.submit(sample_at, server, n % ENGINES, chat_prompt, max_tokens=400) for n in range(2 * ENGINES)
+        ]
+        answer = update(server, good, 20)
+        assert answer.status_code == 200, answer.text
+        assert {flight.result().finish_reason for flight in flying} == {"length"}
+    check_engines(server, chat_prompt, good)
+
+    was = served(server)
+    bad = commit(server.weights_root, 25, server.model, perturbed(server.model, seed=25))
+    refused = update(server, bad, 25)
+    assert (refused.status_code, "could not be loaded" in refused.text) == (400, True), refused.text
+    assert served(server) == was
+    check_engines(server, chat_prompt, good)
+    assert update(server, bad, 25).status_code == 200
+    check_engines(server, chat_prompt, bad)
