@@ -1,5 +1,6 @@
 """Settings of the RL trainer, most of which SFT has as well."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -93,6 +94,16 @@ class ExportConfig(Section):
     )
 
 
+class FilesystemTransport(Section):
+    """Each version a committed directory, which servers read."""
+
+    type: Literal["filesystem"] = Field(default="filesystem", description="Kind of transport.")
+    tmpfs: Path | None = Field(
+        default=None,
+        description="Directory in memory, such as /dev/shm, for what need not outlive this host (None: all on the disk).",
+    )
+
+
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
 
@@ -102,6 +113,17 @@ class WeightsConfig(ExportConfig):
     canary: bool = Field(
         default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
     )
+    transport: FilesystemTransport = Field(default_factory=FilesystemTransport, description="How servers get them.")
+
+    @model_validator(mode="after")
+    def _memory_is_bounded(self) -> Self:
+        if self.keep is None and self.transport.tmpfs is not None:
+            raise Problem(
+                f"keep None keeps all versions, which {self.transport.tmpfs} has no room for: say how many",
+                "keep",
+                "transport.tmpfs",
+            )
+        return self
 
 
 class FakeData(Section):

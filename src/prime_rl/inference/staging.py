@@ -139,7 +139,7 @@ class Staging:
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
-        parts = lay_out(self.directory)
+        parts = lay_out(manifest.files)
         self.place = self._choose(sum(part.size for part in parts))
         if self.place == "nowhere" and not self._verify:
             return

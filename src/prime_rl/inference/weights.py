@@ -14,6 +14,8 @@ from prime_rl import faults
 from prime_rl.inference import compat
 from prime_rl.inference.orphans import follow
 from prime_rl.inference.staging import Staging
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.weights import weights_manifest
 
 STAGE_SECONDS = 600.0  # to wait in a load for what is still being read: by another engine than the server heard of
 
@@ -131,11 +133,19 @@ class WeightsExtension:
             if self.device.type == "cpu":
                 forget_packed_experts(model)
             if tensors is None:
-                self.model_runner.reload_weights(weights_path=directory)
+                self.model_runner.reload_weights(weights_path=str(files_of(Path(directory))))
             else:
                 self.model_runner.reload_weights(weights_iterator=tensors)
             if self.device.type == "cpu":
                 repack_tied_heads(model)
+
+
+def files_of(directory: Path) -> Path:
+    """Where the tensors of a committed version lie; a directory that is none, such as the base model's, itself."""
+    try:
+        return weights_manifest(directory).files
+    except CommitError:
+        return directory
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:

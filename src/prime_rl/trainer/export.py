@@ -15,10 +15,10 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,8 @@ from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows
 from prime_rl.trainer.source import Source
 from prime_rl.transport.canary import Canary
-from prime_rl.transport.commit import Stage, disk_errors
+from prime_rl.transport.commit import Stage, disk_errors, prune
+from prime_rl.transport.memory import in_memory
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
 
 logger = log.get(__name__)
@@ -303,12 +304,14 @@ def write_version(
     version: int,
     incarnation: int,
     canary: Canary | None = None,
+    memory: Path | None = None,
 ) -> dict[str, float]:
     """Commit what is staged as `final`, with config and tokenizer of the source. Every rank calls it, perhaps in a thread.
 
     Args:
         copied: The copy that staged it, which may still be going on: what has arrived is written meanwhile.
         world: The ranks, with the group that the calling thread may use.
+        memory: Where in memory the tensors are committed, before `final` which then only names that place (None: they lie in `final`).
 
     Returns:
         Seconds of writing (and of waiting for what is written), hashing and committing.
@@ -319,7 +322,8 @@ def write_version(
     """
     nonce = broadcast(world, secrets.token_hex(8))
     stage = agree(world, lambda: Stage(final, nonce))
-    directory = stage.path
+    tensor_stage = stage if memory is None else agree(world, lambda: Stage(memory, nonce))
+    directory = tensor_stage.path
     try:
         headers, slots = staging.headers, staging.slots
         began = time.perf_counter()
@@ -328,7 +332,7 @@ def write_version(
         wrote = time.perf_counter()
         hashes = written if world.size == 1 else _read_back(staging, world, directory)
         hashed = time.perf_counter()
-        on_main(world, lambda: _copy_model_files(source, directory, staging.dtype))
+        on_main(world, lambda: _copy_model_files(source, stage.path, staging.dtype))
         on_main(world, lambda: _write_index(directory, slots))
         dtype = DTYPE_NAMES[staging.dtype]
         tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
@@ -337,11 +341,27 @@ def write_version(
         for name, entry in tensors.items():
             files.setdefault(entry.file, {})[name] = entry
         known = {file: version_hash(entries) for file, entries in files.items()}
-        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=known).step)
+        on_main(world, lambda: _commit(stage, tensor_stage, version, extra, known))
     except BaseException:
         stage.abort()
+        tensor_stage.abort()
         raise
     return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
+
+
+def _commit(stage: Stage, tensor_stage: Stage, version: int, extra: dict[str, Any], known: dict[str, str]) -> None:
+    """Tensors in memory first: where they are not, no version names them."""
+    if tensor_stage is stage:
+        stage.commit(step=version, producer="trainer", extra=extra, hashes=known)
+        return
+    tensor_stage.commit(step=version, producer="trainer", hashes=known)
+    extra["memory"] = asdict(in_memory(tensor_stage.final, tensor_stage.nonce))
+    try:
+        stage.commit(step=version, producer="trainer", extra=extra)
+    except BaseException:
+        if not stage.final.is_dir():
+            prune(tensor_stage.final)
+        raise
 
 
 def _layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, Slot]]:

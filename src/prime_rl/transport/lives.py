@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, read_manifest, write_atomically
+from prime_rl.transport.memory import InMemory, memory_of
 from prime_rl.transport.protocol import BASE, Lease
 from prime_rl.transport.weights import version_dir, weights_manifest
 
@@ -86,11 +87,12 @@ def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: C
     return life
 
 
-Seen = dict[tuple[int, int, int], int]  # (version, inode and time of its manifest) -> the life that made it
+Seen = dict[tuple[int, int, int], tuple[int, InMemory | None]]
+"""(version, inode and time of its manifest) -> the life that made it, and its place where that is memory."""
 
 
 def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
-    """Every committed version, and the life that made it. One that is removed or damaged meanwhile is left out.
+    """Every committed version, and the life that made it. One that is removed or damaged meanwhile, or lost with its host's memory, is left out.
 
     Args:
         seen: What earlier calls found; a caller that looks often keeps one, so that each manifest is read once.
@@ -103,11 +105,20 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
             stat = (directory / MANIFEST).stat()
             key = (version, stat.st_ino, stat.st_mtime_ns)
             if key not in seen:
-                seen[key] = weights_manifest(directory).incarnation
+                manifest = weights_manifest(directory)
+                seen[key] = manifest.incarnation, manifest.memory
         except (CommitError, FileNotFoundError):
             continue
-        versions[version] = seen[key]
+        life, memory = seen[key]
+        if memory is None or not memory.gone:
+            versions[version] = life
     return versions
+
+
+def lost_versions(weights_dir: Path) -> list[int]:
+    """Versions whose tensors lay in memory and, as far as this host can see, are there no more, ascending."""
+    held = {version: memory_of(version_dir(weights_dir, version)) for version in list_steps(weights_dir)}
+    return [version for version, memory in held.items() if memory is not None and not Path(memory.directory).is_dir()]
 
 
 def lease_path(output_dir: Path) -> Path:

@@ -14,6 +14,7 @@ import xxhash
 
 from prime_rl.transport.canary import Canary, read_canary
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest, stage, verify
+from prime_rl.transport.memory import InMemory, check_memory, read_in_memory
 
 _CHUNK = 1 << 24
 
@@ -31,7 +32,7 @@ class TensorEntry:
 @dataclass(frozen=True)
 class WeightsManifest:
     """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None. `canary` is None where the trainer
-    scored none."""
+    scored none, `memory` where the tensors lie on a disk."""
 
     version: int
     incarnation: int
@@ -40,10 +41,13 @@ class WeightsManifest:
     base: str | None
     directory: Path
     canary: Canary | None = None
+    memory: InMemory | None = None
 
     @property
     def files(self) -> Path:
         """The directory that holds the tensors."""
+        if self.memory is not None:
+            return Path(self.memory.directory)
         return Path(self.base) if self.base else self.directory
 
 
@@ -101,6 +105,7 @@ def weights_manifest(directory: Path) -> WeightsManifest:
             extra["base"],
             directory,
             read_canary(extra),
+            read_in_memory(extra),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
@@ -124,6 +129,9 @@ def verify_small_files(directory: Path) -> WeightsManifest:
         CommitError: naming the first file that differs, is missing or is not listed.
     """
     manifest = weights_manifest(directory)
+    if manifest.memory is not None:
+        check_memory(directory, manifest.memory)
+        verify(manifest.files, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
     for name, expected in verify(directory, hashes=False).files.items():
         if (
