@@ -1,0 +1,346 @@
+"""However versions get to those who read them: whole or absent, the same hashes, whatever dies at whatever moment."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from prime_rl import faults
+from prime_rl.errors import UserError
+from prime_rl.faults import Fault
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import find_model
+from prime_rl.trainer.weights import InTmpfs, Versions
+from prime_rl.transport.commit import CommitError, list_steps, read_manifest
+from prime_rl.transport.lives import read_versions
+from prime_rl.transport.weights import verify_weights, weights_manifest
+from support import trainer as support
+
+world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
+
+COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
+BEFORE_IT_COUNTS = COMMIT[:-1]
+
+
+@dataclass
+class Run:
+    """A run directory, a place in memory, and a policy that each version changes."""
+
+    root: Path
+    policy: Policy
+    make: Callable[..., Versions]
+    lives: list[Versions] = field(default_factory=list)
+
+    @property
+    def weights(self) -> Path:
+        return self.root / "run" / "weights"
+
+    @property
+    def tmpfs(self) -> Path:
+        return self.root / "tmpfs"
+
+    def life(self, start: int = 0) -> Versions:
+        made = self.make()
+        self.lives.append(made)
+        made.open(start)
+        return made
+
+    def step(self) -> None:
+        """As an optimizer does: a few elements become others."""
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.to_local().view(-1)[::7].add_(0.01)
+
+    def train(self, life: Versions, versions: range, lasting: tuple[int, ...] = ()) -> dict[int, str]:
+        """The hashes of what was committed."""
+        for version in versions:
+            self.step()
+            life.commit(version, lasting=version in lasting)
+            life.settle()
+        return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
+
+    def held(self) -> list[str]:
+        """Versions in memory."""
+        return sorted(path.name for path in self.tmpfs.glob("prime-rl-*/*"))
+
+
+TRANSPORTS: dict[str, dict[str, Any]] = {"filesystem": {}, "tmpfs": {"memory": 9}}
+
+
+@pytest.fixture(params=[*TRANSPORTS])
+def run(
+    request: pytest.FixtureRequest, world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
+) -> Iterator[Run]:
+    """Each transport."""
+    yield from make_run(request.param, world, make_policy, tied_model, tmp_path)
+
+
+@pytest.fixture
+def in_memory(world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path) -> Iterator[Run]:
+    """A run that keeps versions in memory."""
+    yield from make_run("tmpfs", world, make_policy, tied_model, tmp_path)
+
+
+def make_run(
+    transport: str, world: World, make_policy: Callable[..., Policy], model: Path, root: Path
+) -> Iterator[Run]:
+    policy, source, options = make_policy(model), find_model(str(model)), dict(TRANSPORTS[transport])
+    (root / "tmpfs").mkdir()
+    if "memory" in options:
+        options["memory"] = InTmpfs(root / "tmpfs", options["memory"], "of this test")
+    made = Run(
+        root, policy, lambda: Versions(root / "run", policy, source, world, torch.bfloat16, timeout=60, **options)
+    )
+    yield made
+    for life in made.lives:
+        life.close()
+
+
+def live(run: Run, work: Callable[[], None], *planned: Fault) -> int:
+    """The exit status of a forked process that works under faults: 0, 3 for a `UserError`, -9 where it was killed."""
+    plan = run.root / "plan.json"
+    plan.write_text(json.dumps([vars(fault) for fault in planned]))
+    child = multiprocessing.get_context("fork").Process(target=_live, args=(run, work, plan))
+    child.start()
+    child.join(60)
+    assert child.exitcode is not None, "it did not end"
+    seen = list(run.root.glob("plan.*.seen"))
+    assert len(seen) == len(planned), "a fault never fired"
+    for path in seen:
+        path.unlink()
+    return child.exitcode
+
+
+def _live(run: Run, work: Callable[[], None], plan: Path) -> None:
+    torch.set_num_threads(1)
+    os.environ[faults.ENV] = str(plan)
+    faults.arm("trainer")
+    try:
+        work()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        os._exit(3)
+    os._exit(0)
+
+
+def check_whole(run: Run) -> None:
+    """Everything that stands under a final name is what its manifest says; nothing lies in memory that no version names."""
+    named = set()
+    for version in read_versions(run.weights):
+        manifest = verify_weights(run.weights / f"step_{version}")
+        if manifest.memory is not None:
+            named.add(Path(manifest.memory.directory).name)
+    assert {name for name in run.held() if not name.startswith(".")} >= named
+
+
+def work(run: Run) -> None:
+    """A life with what trainers do: versions of both kinds, removing, an end."""
+    life = run.life()
+    run.train(life, range(1, 5), lasting=(2,))
+    life.prune(0, 0, lambda: [2])
+    life.settle()
+    run.step()
+    life.commit(5)
+    life.settle()
+    life.ensure(5)
+    life.leave_memory()
+
+
+POINTS = [
+    *(f"{boundary}:weights/step_3" for boundary in COMMIT),
+    *(f"{boundary}:weights/step_1" for boundary in ("prune", "pruned")),
+]
+IN_MEMORY = [
+    *(f"{boundary}:prime-rl-*/step_3" for boundary in COMMIT),
+    *(f"{boundary}:prime-rl-*/step_1" for boundary in ("prune", "pruned")),
+    "lasting:weights/step_5",
+    "rename:weights/step_5/manifest.json",
+    "renamed:weights/step_5/manifest.json",
+    "lasts:weights/step_5",
+    "prune:prime-rl-*/step_5",
+]
+
+
+def test_a_killed_trainer_leaves_what_is_whole(run: Run) -> None:
+    """Contract: whatever a trainer is at when it dies, each version that stands is whole, the next life goes on and cleans, and its versions are whole."""
+    points = POINTS + (IN_MEMORY if run.make()._in_tmpfs else [])
+    for point in points:
+        assert live(run, lambda: work(run), Fault(point, "trainer", "kill")) == -signal.SIGKILL, point
+        check_whole(run)
+        newest = max(read_versions(run.weights))
+
+        def go_on(start: int = newest) -> None:
+            life = run.life(start)
+            run.train(life, range(start + 1, start + 3))
+
+        assert live(run, go_on) == 0, point
+        check_whole(run)
+        assert list_steps(run.weights)[-2:] == [newest + 1, newest + 2]
+        assert [name for name in run.held() if name.startswith(".")] == []
+        assert [path.name for path in run.weights.iterdir() if path.name.startswith(".")] == []
+        for leftover in (run.root / "run", *run.tmpfs.iterdir()):
+            shutil.rmtree(leftover)
+
+
+def test_a_full_disk_is_one_line(run: Run) -> None:
+    """Contract: nothing half-written stands, in no place, and the life goes on where there is room again."""
+    places = ["weights", *(["prime-rl-*"] if run.make()._in_tmpfs else [])]
+    for place in places:
+
+        def go_on(place: str = place) -> None:
+            life = run.life()
+            run.train(life, range(1, 2))
+            with suppress(UserError):
+                run.train(life, range(2, 3))
+            assert 2 not in list_steps(run.weights), place
+            run.train(life, range(3, 4))
+            check_whole(run)
+
+        assert live(run, go_on, Fault(f"fsync:{place}/step_2", "trainer", "enospc")) == 0, place
+        assert list_steps(run.weights) == [0, 1, 3]
+        assert set(run.held()) <= {"step_1", "step_3"}
+        for leftover in (run.root / "run", *run.tmpfs.iterdir()):
+            shutil.rmtree(leftover)
+
+
+def test_every_version_has_the_hash_of_its_tensors(run: Run) -> None:
+    """Contract: however it lies there, a version is identified by its tensors, and verified by them; a change of one bit is found."""
+    life = run.life()
+    hashes = run.train(life, range(1, 4), lasting=(2,))
+    assert len({*hashes.values()}) == 3
+    for version in hashes:
+        assert verify_weights(run.weights / f"step_{version}").hash == hashes[version]
+    files = weights_manifest(run.weights / "step_3").files
+    largest = max(
+        (path for path in files.iterdir() if path.name != "config.json"), key=lambda path: path.stat().st_size
+    )
+    data = bytearray(largest.read_bytes())
+    data[-100] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(CommitError):
+        verify_weights(run.weights / "step_3")
+
+
+def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
+    """Contract: such a version is a model directory by itself, and so is each one that is there at the end; nothing else stays in memory."""
+    life = run.life()
+    hashes = run.train(life, range(1, 5), lasting=(2,))
+    assert load(run, 2) is not None
+    life.prune(1, 0, list)
+    life.leave_memory()
+    assert run.held() == []
+    assert list_steps(run.weights) == [0, 3, 4]
+    for version in (3, 4):
+        assert verify_weights(run.weights / f"step_{version}").hash == hashes[version]
+        assert load(run, version) is not None
+
+
+def load(run: Run, version: int) -> AutoModelForCausalLM:
+    return AutoModelForCausalLM.from_pretrained(run.weights / f"step_{version}")
+
+
+def test_resume(run: Run) -> None:
+    """Contract: a life that goes on from a version has it on the disk, whether it stands there, lies in memory, or is gone; and what it gives up
+    is gone everywhere but for the newest, which can be put back."""
+    hashes = run.train(run.life(), range(1, 5))
+    second = run.make()
+    run.lives.append(second)
+    second.open(2, spares=True)
+    assert list_steps(run.weights) == [0, 1, 2]
+    assert load(run, 2) is not None
+    assert weights_manifest(run.weights / "step_2").hash == hashes[2]
+    assert verify_weights(run.weights / "given_up_1_step_4").hash == hashes[4]
+    assert set(run.held()) <= {"step_1"}
+    run.life(7)
+    assert load(run, 7) is not None
+
+
+# ---- memory
+
+
+def test_in_memory_the_run_directory_holds_no_part_of_a_model(in_memory: Run) -> None:
+    """Contract: nobody takes the directory of such a version for a model; its manifest says where the tensors are."""
+    in_memory.train(in_memory.life(), range(1, 2))
+    directory = in_memory.weights / "step_1"
+    assert [path.name for path in directory.glob("*.safetensors*")] == []
+    with pytest.raises(OSError, match="no file named"):
+        load(in_memory, 1)
+    assert in_memory.held() == ["step_1"]
+    assert weights_manifest(directory).files.parent.parent == in_memory.tmpfs
+
+
+def test_after_a_restart_of_the_host(in_memory: Run) -> None:
+    """Contract: versions that were in memory count as not there, the others as there; the next life removes what is left of them."""
+    in_memory.train(in_memory.life(), range(1, 4), lasting=(2,))
+    shutil.rmtree(in_memory.tmpfs)
+    in_memory.tmpfs.mkdir()
+    assert [*read_versions(in_memory.weights)] == [0, 2]
+    with pytest.raises(CommitError, match="they are gone"):
+        verify_weights(in_memory.weights / "step_3")
+    in_memory.life(2)
+    assert list_steps(in_memory.weights) == [0, 2]
+
+
+def test_only_its_own_is_cleaned(in_memory: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Contract: a life removes what a dead one left in memory, and nothing of another run: not of a copy of this one either."""
+    first = in_memory.life()
+    in_memory.train(first, range(1, 4))
+    (own,) = in_memory.tmpfs.iterdir()
+    shutil.copytree(own / "step_3", own / "step_9")
+    (own / ".step_8.tmp-x").mkdir()
+    stranger = in_memory.tmpfs / f"{own.name[:-4]}beef"  # of an earlier run in this directory
+    shutil.copytree(own, stranger)
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    copy = Versions(
+        tmp_path / "copy", in_memory.policy, first.source, first.world, torch.bfloat16, memory=first._in_tmpfs
+    )
+    with closing(copy):
+        copy.open(1)
+    assert sorted(path.name for path in own.iterdir()) == [".step_8.tmp-x", "step_1", "step_2", "step_3", "step_9"]
+    in_memory.life(2)
+    assert sorted(path.name for path in own.iterdir()) == ["step_1"]
+    assert len(list(stranger.iterdir())) == 5
+    assert str(stranger) in caplog.text
+
+
+def test_room_is_checked_before_anything_is_begun(in_memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a run that may not fit is refused, with the arithmetic; one that fits exactly is not. What the run holds there already counts."""
+    life = in_memory.life()
+    in_memory.train(life, range(1, 4))
+    held = sum(path.stat().st_size for path in in_memory.tmpfs.glob("*/*/*.safetensors"))
+    needed = 9 * life._staging.file_bytes
+    for missing in (0, 1):
+        monkeypatch.setattr("prime_rl.trainer.weights.available_bytes", lambda left=needed - held - missing: left)
+        if missing:
+            with pytest.raises(UserError, match=r"may be needed: 9 versions \(of this test\)"):
+                in_memory.life(3)
+        else:
+            in_memory.life(3)
+            in_memory.train(in_memory.lives[-1], range(4, 5))
+            held = sum(path.stat().st_size for path in in_memory.tmpfs.glob("*/*/*.safetensors"))
+    assert len(list((in_memory.root / "run" / "incarnations").iterdir())) == 2
+
+
+def test_the_manifest_names_the_very_tensors(in_memory: Run) -> None:
+    """Contract: a directory in memory that was committed anew is not taken for the version's."""
+    in_memory.train(in_memory.life(), range(1, 3))
+    one, two = (weights_manifest(in_memory.weights / f"step_{version}") for version in (1, 2))
+    shutil.rmtree(one.files)
+    shutil.copytree(two.files, one.files)
+    manifest = json.loads((one.files / "manifest.json").read_text())
+    (one.files / "manifest.json").write_text(json.dumps(manifest | {"step": 1}))
+    assert read_manifest(one.files).step == 1
+    with pytest.raises(CommitError, match="another version"):
+        verify_weights(one.directory)
