@@ -94,13 +94,27 @@ class ExportConfig(Section):
     )
 
 
-class FilesystemTransport(Section):
-    """Each version a committed directory, which servers read."""
+class OnFilesystem(Section):
+    """Versions are committed directories, which servers read."""
 
-    type: Literal["filesystem"] = Field(default="filesystem", description="Kind of transport.")
     tmpfs: Path | None = Field(
         default=None,
         description="Directory in memory, such as /dev/shm, for what need not outlive this host (None: all on the disk).",
+    )
+
+
+class FilesystemTransport(OnFilesystem):
+    """Each version is there in full."""
+
+    type: Literal["filesystem"] = Field(default="filesystem", description="Kind of transport.")
+
+
+class FilesystemDeltaTransport(OnFilesystem):
+    """Most versions tell only what has changed since the one before; those that must outlive this host, and one in so many, are there in full."""
+
+    type: Literal["filesystem-delta"] = Field(default="filesystem-delta", description="Kind of transport.")
+    anchor_every: PositiveInt = Field(
+        default=10, description="Steps from one full version to the next; a server that missed one reads as many."
     )
 
 
@@ -113,7 +127,9 @@ class WeightsConfig(ExportConfig):
     canary: bool = Field(
         default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
     )
-    transport: FilesystemTransport = Field(default_factory=FilesystemTransport, description="How servers get them.")
+    transport: FilesystemTransport | FilesystemDeltaTransport = Field(
+        default_factory=FilesystemTransport, discriminator="type", description="How servers get them."
+    )
 
     @model_validator(mode="after")
     def _memory_is_bounded(self) -> Self:

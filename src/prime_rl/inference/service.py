@@ -146,7 +146,6 @@ class Places:
         roots = [root.resolve() for root in (self.root, self.tmpfs) if root is not None]
         return self.root is None or any(path.resolve().is_relative_to(root) for root in roots)
 
-
     def check_memory(self, directory: Path, memory: InMemory) -> None:
         """The tensors of a confined version lie in memory where it is allowed.
 

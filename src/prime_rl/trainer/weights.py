@@ -29,6 +29,7 @@ from prime_rl.transport.lives import (
     lost_versions,
     next_life,
     open_life,
+    read_foundations,
     read_lease,
     read_lives,
     read_versions,
@@ -86,6 +87,7 @@ class Versions:
             host memory for that.
         canary: Scores what goes into each version's manifest for those who serve it (None: nobody compares).
         memory: For the tensors of versions that nobody needs after a crash of the host (None: all lie on the disk).
+        anchor_every: Versions tell what has changed since the one before, but for one in so many (None: each is there in full).
         on_committed: Told, in the loop's thread, each version that was settled and the seconds that its parts took (`export_*`); `export` is
             what the loop waited for.
     """
@@ -102,15 +104,18 @@ class Versions:
         overlapping: bool = True,
         canary: CanaryScorer | None = None,
         memory: InTmpfs | None = None,
+        anchor_every: int | None = None,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
+        if anchor_every is not None and world.size > 1:
+            raise UserError("weights.transport.type filesystem-delta is for a trainer of one rank: take filesystem")
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
         self._staging = Staging(policy, world, dtype)
-        self._in_tmpfs = memory
+        self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -300,6 +305,8 @@ class Versions:
                 incarnation=self.life,
                 canary=canary,
                 memory=memory,
+                anchor_every=self._anchor_every,
+                full=lasting,
             )
         finally:
             cast, copy = copied.finish()
@@ -323,8 +330,10 @@ class Versions:
             if not _is_committed(under_way):
                 return
         versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
-        lease, needed = read_lease(self.output_dir), checkpoints()
-        for version in prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed):
+        lease, needed, built = read_lease(self.output_dir), checkpoints(), read_foundations(self.root, self._seen)
+        for version in prunable(
+            versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed, builds_on=built
+        ):
             directory = version_dir(self.root, version)
             try:
                 self._remove(version)
@@ -388,12 +397,12 @@ class Versions:
         versions = read_versions(self.root)
         given_up = to_set_aside(versions, read_lives(self.output_dir))
         kept = spared({version: versions[version] for version in given_up}, sparing_lives(self.output_dir))
+        if kept is not None:
+            self._make_lasting(kept)  # while what it builds on is there
         for version in given_up:  # ascending, so that after a crash the newest is still there to be kept
             if version != kept:
                 self._remove(version)
-                continue
-            self._make_lasting(version)
-            if (aside := give_up(version_dir(self.root, version), life)) is not None:
+            elif (aside := give_up(version_dir(self.root, version), life)) is not None:
                 logger.warning("version %d is given up; it lies in %s now", version, aside)
 
 
@@ -408,7 +417,17 @@ def in_tmpfs(config: "TrainerConfig") -> InTmpfs | None:
     if tmpfs is None or keep is None:
         return None
     arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
-    return InTmpfs(tmpfs, config.async_level + keep + 2, arithmetic)
+    kept = config.async_level + keep + 1
+    if (every := anchor_every(config)) is not None:
+        full = 2 + -(-kept // every)
+        return InTmpfs(tmpfs, full, f"those that are there in full of {arithmetic}, with anchor_every {every}")
+    return InTmpfs(tmpfs, kept + 1, arithmetic)
+
+
+def anchor_every(config: "TrainerConfig") -> int | None:
+    """What the settings ask for."""
+    transport = config.weights.transport
+    return transport.anchor_every if transport.type == "filesystem-delta" else None
 
 
 def make_versions(
@@ -421,6 +440,7 @@ def make_versions(
     overlapping: bool,
     canary: bool = False,
     memory: InTmpfs | None = None,
+    anchor_every: int | None = None,
 ) -> Versions:
     """The versions of a run. `tell` gets the step that made a version, and the times that committing it took. With `canary` each carries one."""
     dtype = export_dtype(config.weights.dtype, source)
@@ -441,5 +461,6 @@ def make_versions(
         overlapping=overlapping,
         canary=scorer,
         memory=memory,
+        anchor_every=anchor_every,
         on_committed=lambda version, times: tell(version - 1, times),
     )

@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, read_manifest, write_atomically
 from prime_rl.transport.memory import InMemory, memory_of
@@ -87,8 +87,15 @@ def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: C
     return life
 
 
-Seen = dict[tuple[int, int, int], tuple[int, InMemory | None]]
-"""(version, inode and time of its manifest) -> the life that made it, and its place where that is memory."""
+class Look(NamedTuple):
+    """What a version's manifest said at a look: the life that made it, its place where that is memory, the version that it builds on if it does."""
+
+    life: int
+    memory: InMemory | None
+    builds_on: int | None
+
+
+Seen = dict[tuple[int, int, int], Look]  # (version, inode and time of its manifest) -> what it said
 
 
 def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
@@ -97,8 +104,18 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
     Args:
         seen: What earlier calls found; a caller that looks often keeps one, so that each manifest is read once.
     """
-    seen = {} if seen is None else seen
-    versions = {}
+    looks = _look({} if seen is None else seen, weights_dir)
+    return {version: look.life for version, look in looks.items() if look.memory is None or not look.memory.gone}
+
+
+def read_foundations(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
+    """The version that each committed one builds on, of those that build on one."""
+    looks = _look({} if seen is None else seen, weights_dir)
+    return {version: look.builds_on for version, look in looks.items() if look.builds_on is not None}
+
+
+def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
+    found = {}
     for version in list_steps(weights_dir):
         directory = version_dir(weights_dir, version)
         try:
@@ -106,13 +123,11 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
             key = (version, stat.st_ino, stat.st_mtime_ns)
             if key not in seen:
                 manifest = weights_manifest(directory)
-                seen[key] = manifest.incarnation, manifest.memory
+                seen[key] = Look(manifest.incarnation, manifest.memory, manifest.builds_on)
         except (CommitError, FileNotFoundError):
             continue
-        life, memory = seen[key]
-        if memory is None or not memory.gone:
-            versions[version] = life
-    return versions
+        found[version] = seen[key]
+    return found
 
 
 def lost_versions(weights_dir: Path) -> list[int]:

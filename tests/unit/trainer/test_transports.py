@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
+from prime_rl.trainer.export import Staging
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
@@ -76,7 +78,12 @@ class Run:
         return sorted(path.name for path in self.tmpfs.glob("prime-rl-*/*"))
 
 
-TRANSPORTS: dict[str, dict[str, Any]] = {"filesystem": {}, "tmpfs": {"memory": 9}}
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "filesystem": {},
+    "tmpfs": {"memory": 9},
+    "delta": {"anchor_every": 3},
+    "delta in tmpfs": {"memory": 9, "anchor_every": 3},
+}
 
 
 @pytest.fixture(params=[*TRANSPORTS])
@@ -234,17 +241,19 @@ def test_every_version_has_the_hash_of_its_tensors(run: Run) -> None:
 
 
 def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
-    """Contract: such a version is a model directory by itself, and so is each one that is there at the end; nothing else stays in memory."""
+    """Contract: such a version is a model directory by itself, and so is the last one; at the end nothing is in memory, and all that is left is
+    whole."""
     life = run.life()
     hashes = run.train(life, range(1, 5), lasting=(2,))
     assert load(run, 2) is not None
+    life.ensure(4)
     life.prune(1, 0, list)
     life.leave_memory()
     assert run.held() == []
-    assert list_steps(run.weights) == [0, 3, 4]
+    assert {3, 4} <= {*list_steps(run.weights)} <= {0, 2, 3, 4}
     for version in (3, 4):
         assert verify_weights(run.weights / f"step_{version}").hash == hashes[version]
-        assert load(run, version) is not None
+    assert load(run, 4) is not None
 
 
 def load(run: Run, version: int) -> AutoModelForCausalLM:
@@ -265,6 +274,119 @@ def test_resume(run: Run) -> None:
     assert set(run.held()) <= {"step_1"}
     run.life(7)
     assert load(run, 7) is not None
+
+
+# ---- changes
+
+
+@pytest.fixture
+def changes(world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path) -> Iterator[Run]:
+    """A run whose versions tell what has changed."""
+    yield from make_run("delta", world, make_policy, tied_model, tmp_path)
+
+
+def foundations(run: Run) -> dict[int, int | None]:
+    return {v: weights_manifest(run.weights / f"step_{v}").builds_on for v in list_steps(run.weights) if v > 0}
+
+
+def test_what_builds_on_what(changes: Run) -> None:
+    """Contract: one in `anchor_every` versions is there in full, the first of each life is, and what must outlive; the others tell changes, hold no
+    part of a model, and are smaller."""
+    life = changes.life()
+    changes.train(life, range(1, 9), lasting=(6,))
+    assert foundations(changes) == {1: None, 2: 1, 3: 2, 4: None, 5: 4, 6: None, 7: 6, 8: 7}
+    directory = changes.weights / "step_5"
+    assert [path.name for path in directory.glob("*.safetensors*")] == []
+    with pytest.raises(OSError, match="no file named"):
+        load(changes, 5)
+    assert (directory / "model.delta").stat().st_size < life._staging.file_bytes / 2
+    changes.train(changes.life(8), range(9, 11))
+    assert foundations(changes) == {1: None, 2: 1, 3: 2, 4: None, 5: 4, 6: None, 7: 6, 8: None, 9: None, 10: 9}
+    for version in range(1, 11):
+        verify_weights(changes.weights / f"step_{version}")
+
+
+def test_what_is_built_on_stays(changes: Run) -> None:
+    """Contract: nothing that a kept version builds on is removed, until that is there in full or superfluous."""
+    life = changes.life()
+    changes.train(life, range(1, 4))
+    life.prune(0, 0, list)
+    life.settle()
+    assert list_steps(changes.weights) == [0, 1, 2, 3]
+    changes.train(life, range(4, 6))
+    life.prune(0, 0, list)
+    life.settle()
+    assert list_steps(changes.weights) == [0, 4, 5]
+
+
+def test_a_missing_foundation_is_one_line(changes: Run) -> None:
+    """Contract: a version whose foundation is gone, or is another one, is refused by name."""
+    life = changes.life()
+    changes.train(life, range(1, 4))
+    (changes.weights / "step_1").rename(changes.weights / "gone")
+    with pytest.raises(CommitError, match="step_2 tells what has changed since version 1, which is not there"):
+        verify_weights(changes.weights / "step_3")
+    changes.train(life, range(4, 5))
+    shutil.copytree(changes.weights / "step_4", changes.weights / "step_1")
+    for path, old, new in (("manifest.json", '"step": 4', '"step": 1'),):
+        place = changes.weights / "step_1" / path
+        place.write_text(place.read_text().replace(old, new))
+    with pytest.raises(CommitError, match="step_1 is"):
+        verify_weights(changes.weights / "step_3")
+
+
+def test_what_is_not_smaller_is_written_in_full(changes: Run) -> None:
+    """Contract: where everything changes, the version is there in full; the next one builds on it."""
+    life = changes.life()
+    changes.train(life, range(1, 2))
+    with torch.no_grad():
+        for parameter in changes.policy.parameters():
+            parameter.to_local().normal_()
+    life.commit(2)
+    life.settle()
+    changes.train(life, range(3, 4))
+    assert foundations(changes) == {1: None, 2: None, 3: 2}
+    assert sorted(path.suffix for path in (changes.weights / "step_2").iterdir() if "model" in path.name) == [
+        ".safetensors"
+    ]
+
+
+def test_after_a_version_that_failed_the_next_is_there_in_full(changes: Run) -> None:
+    """Contract: changes are told of a committed version only."""
+    life = changes.life()
+    changes.train(life, range(1, 3))
+    life.commit(3, lambda: None)
+    life.settle()
+
+    def refuse() -> None:
+        raise UserError("not finite")
+
+    changes.step()
+    life.commit(4, refuse)
+    with pytest.raises(UserError, match="not finite"):
+        life.settle()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prime_rl.trainer.export._commit", lambda *_: refuse())
+        life.commit(5)
+        with pytest.raises(UserError, match="not finite"):
+            life.settle()
+    changes.train(life, range(6, 8))
+    assert foundations(changes) == {1: None, 2: 1, 3: 2, 6: None, 7: 6}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_process_that_writes_holds_the_rows(shared: bool, changes: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: threads and the process beside a GPU tell the same changes; a process that was killed has lost the rows: then the version is there
+    in full."""
+    monkeypatch.setattr("prime_rl.trainer.weights.Staging", partial(Staging, shared=shared))
+    life = changes.life()
+    changes.train(life, range(1, 3))
+    if (writer := life._staging.writer) is not None:
+        os.kill(writer.start().pid, signal.SIGKILL)
+    changes.train(life, range(3, 5))
+    assert foundations(changes) == {1: None, 2: 1, 3: None if shared else 2, 4: 3 if shared else None}
+    for version in range(1, 5):
+        verify_weights(changes.weights / f"step_{version}")
 
 
 # ---- memory

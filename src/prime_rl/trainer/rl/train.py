@@ -91,6 +91,7 @@ def run(
         overlapping=served,
         canary=served and config.weights.canary,
         memory=weights.in_tmpfs(config),
+        anchor_every=weights.anchor_every(config),
     )
     ends.callback(versions.close)
     report.open(given)
