@@ -21,6 +21,7 @@ from prime_rl.transport.memory import InMemory
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
+    chain,
     hash_directory,
     verify_small_files,
     version_hash,
@@ -292,8 +293,10 @@ class WeightService:
                 raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is not None:
                 return manifest, stamp
-            if manifest.memory is not None:
-                self._places.check_memory(directory, manifest.memory)
+            for link in await _read(lambda _: chain(manifest), directory):
+                if link.memory is not None:
+                    self._places.check_memory(link.directory, link.memory)
+                self._places.check_files(link.directory, [MANIFEST, *read_manifest(link.directory).files])
             manifest = await _read(verify_small_files, directory)
             check_index(manifest)
         except (CommitError, OSError) as error:

@@ -124,7 +124,7 @@ def live(run: Run, work: Callable[[], None], *planned: Fault) -> int:
     child.join(60)
     assert child.exitcode is not None, "it did not end"
     seen = list(run.root.glob("plan.*.seen"))
-    assert len(seen) == len(planned), "a fault never fired"
+    assert len(seen) == len(planned), f"a fault never fired; exit status {child.exitcode}"
     for path in seen:
         path.unlink()
     return child.exitcode
@@ -341,7 +341,8 @@ def test_what_is_not_smaller_is_written_in_full(changes: Run) -> None:
     changes.train(life, range(1, 2))
     with torch.no_grad():
         for parameter in changes.policy.parameters():
-            parameter.to_local().normal_()
+            local = parameter.to_local()
+            local.copy_(torch.randint(-(2**15), 2**15, local.shape, dtype=torch.int16).view(torch.bfloat16))
     life.commit(2)
     life.settle()
     changes.train(life, range(3, 4))
