@@ -1,88 +1,46 @@
 """However versions get to those who read them: whole or absent, the same hashes, whatever dies at whatever moment."""
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
 from prime_rl.trainer.export import Staging
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weights import InTmpfs, Versions
+from prime_rl.trainer.weights import Versions
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest
 from prime_rl.transport.lives import read_versions
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
+from support.transports import TRANSPORTS, Lives, Run, open_run
 
 world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
 
-COMMIT = ("write", "fsync", "manifest", "rename", "renamed")
-BEFORE_IT_COUNTS = COMMIT[:-1]
-
-
-@dataclass
-class Run:
-    """A run directory, a place in memory, and a policy that each version changes."""
-
-    root: Path
-    policy: Policy
-    make: Callable[..., Versions]
-    lives: list[Versions] = field(default_factory=list)
-
-    @property
-    def weights(self) -> Path:
-        return self.root / "run" / "weights"
-
-    @property
-    def tmpfs(self) -> Path:
-        return self.root / "tmpfs"
-
-    def life(self, start: int = 0) -> Versions:
-        made = self.make()
-        self.lives.append(made)
-        made.open(start)
-        return made
-
-    def step(self) -> None:
-        """As an optimizer does: a few elements become others."""
-        with torch.no_grad():
-            for parameter in self.policy.parameters():
-                parameter.to_local().view(-1)[::7].add_(0.01)
-
-    def train(self, life: Versions, versions: range, lasting: tuple[int, ...] = ()) -> dict[int, str]:
-        """The hashes of what was committed."""
-        for version in versions:
-            self.step()
-            life.commit(version, lasting=version in lasting)
-            life.settle()
-        return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
-
-    def held(self) -> list[str]:
-        """Versions in memory."""
-        return sorted(path.name for path in self.tmpfs.glob("prime-rl-*/*"))
-
-
-TRANSPORTS: dict[str, dict[str, Any]] = {
-    "filesystem": {},
-    "tmpfs": {"memory": 9},
-    "delta": {"anchor_every": 3},
-    "delta in tmpfs": {"memory": 9, "anchor_every": 3},
+# Of the plain one tests/faults kills all there is.
+TO_THE_DISK = ["lasting:weights/step_4", "renamed:weights/step_4/manifest.json", "lasts:weights/step_4"]
+POINTS = {
+    "filesystem": ["rename:weights/step_3"],
+    "tmpfs": [
+        *(f"{boundary}:prime-rl-*/step_3" for boundary in ("manifest", "rename", "renamed")),
+        *(f"{boundary}:weights/step_3" for boundary in ("rename", "renamed")),
+        *(f"{boundary}:prime-rl-*/step_1" for boundary in ("prune", "pruned")),
+        "pruned:weights/step_1",
+        *TO_THE_DISK,
+        "prune:prime-rl-*/step_4",
+    ],
+    "delta": ["manifest:weights/step_3", "rename:weights/step_3", "pruned:weights/step_1", *TO_THE_DISK],
+    "delta in tmpfs": ["renamed:prime-rl-*/step_3", "pruned:prime-rl-*/step_1", *TO_THE_DISK],
 }
 
 
@@ -91,55 +49,22 @@ def run(
     request: pytest.FixtureRequest, world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
 ) -> Iterator[Run]:
     """Each transport."""
-    yield from make_run(request.param, world, make_policy, tied_model, tmp_path)
+    with open_run(request.param, world, make_policy(tied_model), tied_model, tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def lives(request: pytest.FixtureRequest, run: Run, tied_model: Path, tmp_path: Path) -> Iterator[Lives]:
+    """Processes that work on the same run."""
+    with closing(Lives(request.node.callspec.params["run"], tied_model, tmp_path)) as made:
+        yield made
 
 
 @pytest.fixture
 def in_memory(world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path) -> Iterator[Run]:
     """A run that keeps versions in memory."""
-    yield from make_run("tmpfs", world, make_policy, tied_model, tmp_path)
-
-
-def make_run(
-    transport: str, world: World, make_policy: Callable[..., Policy], model: Path, root: Path
-) -> Iterator[Run]:
-    policy, source, options = make_policy(model), find_model(str(model)), dict(TRANSPORTS[transport])
-    (root / "tmpfs").mkdir()
-    if "memory" in options:
-        options["memory"] = InTmpfs(root / "tmpfs", options["memory"], "of this test")
-    made = Run(
-        root, policy, lambda: Versions(root / "run", policy, source, world, torch.bfloat16, timeout=60, **options)
-    )
-    yield made
-    for life in made.lives:
-        life.close()
-
-
-def live(run: Run, work: Callable[[], None], *planned: Fault) -> int:
-    """The exit status of a forked process that works under faults: 0, 3 for a `UserError`, -9 where it was killed."""
-    plan = run.root / "plan.json"
-    plan.write_text(json.dumps([vars(fault) for fault in planned]))
-    child = multiprocessing.get_context("fork").Process(target=_live, args=(run, work, plan))
-    child.start()
-    child.join(60)
-    assert child.exitcode is not None, "it did not end"
-    seen = list(run.root.glob("plan.*.seen"))
-    assert len(seen) == len(planned), f"a fault never fired; exit status {child.exitcode}"
-    for path in seen:
-        path.unlink()
-    return child.exitcode
-
-
-def _live(run: Run, work: Callable[[], None], plan: Path) -> None:
-    torch.set_num_threads(1)
-    os.environ[faults.ENV] = str(plan)
-    faults.arm("trainer")
-    try:
-        work()
-    except UserError as error:
-        print(error, file=sys.stderr)
-        os._exit(3)
-    os._exit(0)
+    with open_run("tmpfs", world, make_policy(tied_model), tied_model, tmp_path) as made:
+        yield made
 
 
 def check_whole(run: Run) -> None:
@@ -152,74 +77,34 @@ def check_whole(run: Run) -> None:
     assert {name for name in run.held() if not name.startswith(".")} >= named
 
 
-def work(run: Run) -> None:
-    """A life with what trainers do: versions of both kinds, removing, an end."""
-    life = run.life()
-    run.train(life, range(1, 5), lasting=(2,))
-    life.prune(0, 0, lambda: [2])
-    life.settle()
-    run.step()
-    life.commit(5)
-    life.settle()
-    life.ensure(5)
-    life.leave_memory()
-
-
-POINTS = [
-    *(f"{boundary}:weights/step_3" for boundary in COMMIT),
-    *(f"{boundary}:weights/step_1" for boundary in ("prune", "pruned")),
-]
-IN_MEMORY = [
-    *(f"{boundary}:prime-rl-*/step_3" for boundary in COMMIT),
-    *(f"{boundary}:prime-rl-*/step_1" for boundary in ("prune", "pruned")),
-    "lasting:weights/step_5",
-    "rename:weights/step_5/manifest.json",
-    "renamed:weights/step_5/manifest.json",
-    "lasts:weights/step_5",
-    "prune:prime-rl-*/step_5",
-]
-
-
-def test_a_killed_trainer_leaves_what_is_whole(run: Run) -> None:
+def test_a_killed_trainer_leaves_what_is_whole(run: Run, lives: Lives, request: pytest.FixtureRequest) -> None:
     """Contract: whatever a trainer is at when it dies, each version that stands is whole, the next life goes on and cleans, and its versions are whole."""
-    points = POINTS + (IN_MEMORY if run.make()._in_tmpfs else [])
-    for point in points:
-        assert live(run, lambda: work(run), Fault(point, "trainer", "kill")) == -signal.SIGKILL, point
+    for point in POINTS[request.node.callspec.params["run"]]:
+        assert lives.live("whole_life", fault=Fault(point, "trainer", "kill")) == -signal.SIGKILL, point
         check_whole(run)
         newest = max(read_versions(run.weights))
-
-        def go_on(start: int = newest) -> None:
-            life = run.life(start)
-            run.train(life, range(start + 1, start + 3))
-
-        assert live(run, go_on) == 0, point
+        assert lives.live("go_on", newest) == 0, point
         check_whole(run)
         assert list_steps(run.weights)[-2:] == [newest + 1, newest + 2]
         assert [name for name in run.held() if name.startswith(".")] == []
         assert [path.name for path in run.weights.iterdir() if path.name.startswith(".")] == []
-        for leftover in (run.root / "run", *run.tmpfs.iterdir()):
-            shutil.rmtree(leftover)
+        start_over(run)
 
 
-def test_a_full_disk_is_one_line(run: Run) -> None:
+def test_a_full_disk_is_one_line(run: Run, lives: Lives) -> None:
     """Contract: nothing half-written stands, in no place, and the life goes on where there is room again."""
-    places = ["weights", *(["prime-rl-*"] if run.make()._in_tmpfs else [])]
-    for place in places:
-
-        def go_on(place: str = place) -> None:
-            life = run.life()
-            run.train(life, range(1, 2))
-            with suppress(UserError):
-                run.train(life, range(2, 3))
-            assert 2 not in list_steps(run.weights), place
-            run.train(life, range(3, 4))
-            check_whole(run)
-
-        assert live(run, go_on, Fault(f"fsync:{place}/step_2", "trainer", "enospc")) == 0, place
+    for place in ("weights", *(["prime-rl-*"] if lives.in_memory else [])):
+        full = Fault(f"fsync:{place}/step_2", "trainer", "enospc")
+        assert lives.live("through_a_full_disk", fault=full) == 0, place
+        check_whole(run)
         assert list_steps(run.weights) == [0, 1, 3]
         assert set(run.held()) <= {"step_1", "step_3"}
-        for leftover in (run.root / "run", *run.tmpfs.iterdir()):
-            shutil.rmtree(leftover)
+        start_over(run)
+
+
+def start_over(run: Run) -> None:
+    for leftover in (run.root / "run", *run.tmpfs.iterdir()):
+        shutil.rmtree(leftover)
 
 
 def test_every_version_has_the_hash_of_its_tensors(run: Run) -> None:
@@ -282,7 +167,8 @@ def test_resume(run: Run) -> None:
 @pytest.fixture
 def changes(world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path) -> Iterator[Run]:
     """A run whose versions tell what has changed."""
-    yield from make_run("delta", world, make_policy, tied_model, tmp_path)
+    with open_run("delta", world, make_policy(tied_model), tied_model, tmp_path) as made:
+        yield made
 
 
 def foundations(run: Run) -> dict[int, int | None]:
@@ -295,7 +181,7 @@ def test_what_builds_on_what(changes: Run) -> None:
     life = changes.life()
     changes.train(life, range(1, 9), lasting=(6,))
     assert foundations(changes) == {1: None, 2: 1, 3: 2, 4: None, 5: 4, 6: None, 7: 6, 8: 7}
-    directory = changes.weights / "step_5"
+    directory = changes.weights / "step_4"
     assert [path.name for path in directory.glob("*.safetensors*")] == []
     with pytest.raises(OSError, match="no file named"):
         load(changes, 5)
