@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from prime_rl.transport.weights import (
     weights_manifest,
 )
 
+T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
 
 THREADS = 4  # files at once; a worker shares its cores, and the interpreter with the engine
@@ -206,8 +207,7 @@ class Staging:
                 check_tensors(manifest, hash_version(manifest))
             return []
         apply = partial(self._apply, changes)
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as threads:
-            list(threads.map(apply, before.parts, before.data))
+        _side_by_side(apply, before.parts, before.data)
         on_device = self._on_device(before.size)
         self.place = "device" if on_device else "host"
         in_place: list[Sink] = [_InPlace(data) for data in before.data]
@@ -223,8 +223,7 @@ class Staging:
         parts = lay_out(full.files)
         if not self._keep or SPARE * self._sharing * sum(part.size for part in parts) > available_bytes():
             return None
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as threads:
-            return Held(full.hash, parts, list(threads.map(self._read_bytes, parts)))
+        return Held(full.hash, parts, _side_by_side(self._read_bytes, parts))
 
     def _read_bytes(self, part: Part) -> Bytes:
         data = np.empty(part.size, np.uint8)
@@ -238,8 +237,7 @@ class Staging:
     def _read_into(
         self, manifest: WeightsManifest, parts: Sequence[Part], sinks: "Sequence[Sink]", sources: "Sequence[Source]"
     ) -> list[tuple[str, Tensor]]:
-        with ThreadPoolExecutor(THREADS, thread_name_prefix="stage") as threads:
-            found = list(threads.map(self._read_part, parts, sinks, sources))
+        found = _side_by_side(self._read_part, parts, sinks, sources)
         check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
         return [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
 
@@ -286,6 +284,13 @@ def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
     parts = {part.path.name: part for part in lay_out(chain(manifest)[-1].files)}
     for file, data in read_files(manifest):
         yield from _views(parts[file], torch.from_numpy(data[parts[file].offset :]))
+
+
+def _side_by_side(work: Callable[..., T], *items: Sequence[Any]) -> list[T]:
+    """`work` on each of the items, several at once."""
+    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+    with threads:  # it ends: whoever waits for a version drops it in the end, and then each stops at its next block
+        return list(threads.map(work, *items))
 
 
 def _copy(

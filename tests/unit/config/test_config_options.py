@@ -256,5 +256,5 @@ def test_transports_of_weights() -> None:
     assert (transport.type, transport.tmpfs) == ("filesystem-delta", Path("/dev/shm"))
     with pytest.raises(ConfigError, match="keep None keeps all versions, which /dev/shm has no room for"):
         parse(TrainerConfig, ["--weights.keep", "None", "--weights.transport.tmpfs", "/dev/shm"], {})
-    with pytest.raises(ConfigError, match="anchor_every"):
+    with pytest.raises(ConfigError, match="anchor-every names no setting of type 'filesystem'"):
         parse(TrainerConfig, ["--weights.transport.anchor-every", "3"], {})

@@ -181,7 +181,7 @@ def test_what_builds_on_what(changes: Run) -> None:
     life = changes.life()
     changes.train(life, range(1, 9), lasting=(6,))
     assert foundations(changes) == {1: None, 2: 1, 3: 2, 4: None, 5: 4, 6: None, 7: 6, 8: 7}
-    directory = changes.weights / "step_4"
+    directory = changes.weights / "step_5"
     assert [path.name for path in directory.glob("*.safetensors*")] == []
     with pytest.raises(OSError, match="no file named"):
         load(changes, 5)
