@@ -196,7 +196,10 @@ class Staging:
         """One of those that tell changes: brought about in the host's memory, where it is held for the next one."""
         before, self._before = self._before, None
         links = chain(manifest, None if before is None else before.hash)
-        if links[-1].builds_on is not None:
+        changes: list[WeightsManifest]
+        if before is not None and before.hash == manifest.hash:
+            changes = []  # the same once more
+        elif links[-1].builds_on is not None:
             changes = links
         else:
             *changes, full = links

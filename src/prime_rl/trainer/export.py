@@ -378,7 +378,8 @@ def write_version(
         on_main(world, lambda: _copy_model_files(source, stage.path, staging.dtype))
         slots, dtype = staging.slots, DTYPE_NAMES[staging.dtype]
         tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
-        delta = None if how is None else BuildsOn(before and before.version, before and before.hash)
+        on = BuildsOn(None, None) if before is None else BuildsOn(before.version, before.hash)
+        delta = None if how is None else on
         extra = manifest_extra(version, incarnation, tensors, canary=canary, delta=delta)
         files: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in tensors.items():

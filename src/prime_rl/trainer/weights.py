@@ -22,7 +22,7 @@ from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.transport.canary import Canary
-from prime_rl.transport.commit import clean_stages, give_up, list_steps, prune
+from prime_rl.transport.commit import CommitError, clean_stages, give_up, list_steps, prune
 from prime_rl.transport.lasting import make_lasting
 from prime_rl.transport.lives import (
     Seen,
@@ -156,9 +156,7 @@ class Versions:
     def ensure(self, version: int) -> None:
         """Commit the policy's weights as `version` on the disk, unless this history has that version there already, and wait for it."""
         self.settle()
-        if version in on_main(self.world, lambda: list_steps(self.root)):
-            on_main(self.world, lambda: self._make_lasting(version))
-        else:
+        if not on_main(self.world, lambda: self._lasts(version)):
             self.commit(version, lasting=True)
             self.settle()
 
@@ -374,16 +372,29 @@ class Versions:
         clean_memory(root, {memory.directory for memory in held if memory is not None})
         return root
 
-    def _make_lasting(self, version: int) -> None:
-        """What is in memory goes once the disk has it."""
+    def _lasts(self, version: int) -> bool:
+        """Whether there is such a version, in full on the disk. One that is damaged is removed: it can be committed anew."""
+        if version in list_steps(self.root) and not self._make_lasting(version):
+            self._remove(version)
+        return version in list_steps(self.root)
+
+    def _make_lasting(self, version: int) -> bool:
+        """What is in memory goes once the disk has it. Returns False for a version that is damaged."""
         directory = version_dir(self.root, version)
         memory = memory_of(directory)
-        if make_lasting(directory):
+        try:
+            moved = make_lasting(directory)
+        except CommitError as error:
+            logger.warning("version %d cannot be brought to the disk: %s", version, error)
+            return False
+        if moved:
             remove_in_memory(memory, self.output_dir, run_id(self.output_dir))
+        return True
 
     def _leave_memory(self) -> None:
         for version in list_steps(self.root):
-            self._make_lasting(version)
+            if memory_of(version_dir(self.root, version)) is not None:
+                self._make_lasting(version)
         if self._memory is not None and not any(self._memory.iterdir()):
             self._memory.rmdir()
 
@@ -397,8 +408,8 @@ class Versions:
         versions = read_versions(self.root)
         given_up = to_set_aside(versions, read_lives(self.output_dir))
         kept = spared({version: versions[version] for version in given_up}, sparing_lives(self.output_dir))
-        if kept is not None:
-            self._make_lasting(kept)  # while what it builds on is there
+        if kept is not None and not self._make_lasting(kept):  # while what it builds on is there
+            kept = None
         for version in given_up:  # ascending, so that after a crash the newest is still there to be kept
             if version != kept:
                 self._remove(version)

@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ import numpy.typing as npt
 from prime_rl.transport.commit import CommitError
 
 Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[Any]  # unsigned integers
 
 DELTA_SUFFIX = ".delta"
 WORD_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # all others: 1
@@ -110,11 +112,10 @@ def apply_delta(path: Path, data: Bytes, places: Mapping[str, tuple[int, int]]) 
             raise CommitError(f"{path}: tensor {name}: {error}") from error
 
 
-def _changes(
-    old: npt.NDArray[np.unsignedinteger], new: npt.NDArray[np.unsignedinteger]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]]:
+def _changes(old: Words, new: Words) -> tuple[Words, Words]:
     """Where they differ, and their XOR there."""
-    indices, values = [np.empty(0, np.int64)], [new[:0]]
+    indices: list[Words] = [np.empty(0, np.int64)]
+    values: list[Words] = [new[:0]]
     for first in range(0, len(new), _WORDS_AT_ONCE):
         differs = old[first : first + _WORDS_AT_ONCE] ^ new[first : first + _WORDS_AT_ONCE]
         found = np.flatnonzero(differs)
@@ -123,14 +124,12 @@ def _changes(
     return np.concatenate(indices), np.concatenate(values)
 
 
-def _by_place(words: npt.NDArray[np.unsignedinteger]) -> bytes:
+def _by_place(words: Words) -> bytes:
     """All first bytes, all second bytes …: those of one place have much in common."""
     return words.view(np.uint8).reshape(len(words), words.itemsize).T.tobytes()
 
 
-def _unpacked(
-    packed: bytes, count: int, word_bytes: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.unsignedinteger]]:
+def _unpacked(packed: bytes, count: int, word_bytes: int) -> tuple[Words, Words]:
     expected = count * (_GAP.itemsize + word_bytes)
     inflater = zlib.decompressobj()
     unpacked = np.frombuffer(inflater.decompress(packed, expected + 1), np.uint8)
@@ -141,6 +140,6 @@ def _unpacked(
     return np.cumsum(words, dtype=np.int64), _together(values, word_bytes)
 
 
-def _together(by_place: Bytes, word_bytes: int) -> npt.NDArray[np.unsignedinteger]:
+def _together(by_place: Bytes, word_bytes: int) -> Words:
     """What `_by_place` was given."""
     return np.ascontiguousarray(by_place.reshape(word_bytes, -1).T).view(f"<u{word_bytes}").reshape(-1)

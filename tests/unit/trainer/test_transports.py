@@ -161,6 +161,26 @@ def test_resume(run: Run) -> None:
     assert load(run, 7) is not None
 
 
+def test_what_is_damaged_is_made_again(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    """Contract: a life that goes on from a version whose tensors lie elsewhere, and are damaged there, commits it again; none is kept that cannot
+    be read."""
+    run.train(run.life(), range(1, 5))
+    lies_elsewhere = []
+    for version in (2, 4):
+        manifest = weights_manifest(run.weights / f"step_{version}")
+        if manifest.memory is not None or manifest.builds_on is not None:
+            lies_elsewhere.append(version)
+            path = max(manifest.files.glob("model.*"), key=lambda path: path.stat().st_size)
+            path.write_bytes(path.read_bytes()[:-9])
+    second = run.make()
+    run.lives.append(second)
+    second.open(2, spares=True)
+    assert verify_weights(run.weights / "step_2").builds_on is None
+    assert caplog.text.count("cannot be brought to the disk") == len(lies_elsewhere)
+    for kept in run.weights.glob("given_up_*"):
+        verify_weights(kept)
+
+
 # ---- changes
 
 
