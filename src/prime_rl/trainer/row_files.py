@@ -159,7 +159,7 @@ def write_held_rows(
             for row in files[file]:
                 arrived(row.start + row.size)
                 data = np.frombuffer(buffer[row.start : row.start + row.size], np.uint8)
-                hashes[row.tensor] = xxhash.xxh3_128(data).hexdigest()
+                hashes[row.tensor] = xxhash.xxh3_128(data.data).hexdigest()
                 place = before[row.start : row.start + row.size]
                 told[row.tensor] = encode(place, data, how.word_bytes)
                 place[:] = data

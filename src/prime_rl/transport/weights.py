@@ -234,7 +234,7 @@ def hash_version(manifest: WeightsManifest) -> dict[str, TensorEntry]:
         header, offset = read_header(full.files / file)
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            digest = xxhash.xxh3_128(data[offset + first : offset + last]).hexdigest()
+            digest = xxhash.xxh3_128(data[offset + first : offset + last].data).hexdigest()
             tensors[name] = TensorEntry(file, entry["dtype"], entry["shape"], digest)
     return tensors
 
