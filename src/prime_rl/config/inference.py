@@ -73,6 +73,10 @@ class InferenceConfig(BaseConfig):
     weights_root: Path | None = Field(
         default=None, description="Directory that weights are loaded from (None: any local one, on loopback only)."
     )
+    weights_tmpfs: Path | None = Field(
+        default=None,
+        description="Directory in memory that tensors of versions may lie in, beside weights_root (`rl` says so).",
+    )
     stage_weights: bool = Field(
         default=True, description="Read new weights into memory before generation pauses, where there is room for it."
     )

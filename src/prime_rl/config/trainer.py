@@ -1,5 +1,6 @@
 """Settings of the RL trainer, most of which SFT has as well."""
 
+from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -93,6 +94,30 @@ class ExportConfig(Section):
     )
 
 
+class OnFilesystem(Section):
+    """Versions are committed directories, which servers read."""
+
+    tmpfs: Path | None = Field(
+        default=None,
+        description="Directory in memory, such as /dev/shm, for what need not outlive this host (None: all on the disk).",
+    )
+
+
+class FilesystemTransport(OnFilesystem):
+    """Each version is there in full."""
+
+    type: Literal["filesystem"] = Field(default="filesystem", description="Kind of transport.")
+
+
+class FilesystemDeltaTransport(OnFilesystem):
+    """Most versions tell only what has changed since the one before; those that must outlive this host, and one in so many, are there in full."""
+
+    type: Literal["filesystem-delta"] = Field(default="filesystem-delta", description="Kind of transport.")
+    anchor_every: PositiveInt = Field(
+        default=10, description="Steps from one full version to the next; a server that missed one reads as many."
+    )
+
+
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
 
@@ -102,6 +127,19 @@ class WeightsConfig(ExportConfig):
     canary: bool = Field(
         default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
     )
+    transport: FilesystemTransport | FilesystemDeltaTransport = Field(
+        default_factory=FilesystemTransport, discriminator="type", description="How servers get them."
+    )
+
+    @model_validator(mode="after")
+    def _memory_is_bounded(self) -> Self:
+        if self.keep is None and self.transport.tmpfs is not None:
+            raise Problem(
+                f"keep None keeps all versions, which {self.transport.tmpfs} has no room for: say how many",
+                "keep",
+                "transport.tmpfs",
+            )
+        return self
 
 
 class FakeData(Section):

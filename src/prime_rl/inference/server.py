@@ -92,6 +92,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         process=config.process,
         output_dir=config.output_dir.resolve(),
         weights_root=root,
+        weights_tmpfs=config.weights_tmpfs.expanduser().resolve() if config.weights_tmpfs else None,
         loopback=is_loopback(guarded_host(config)),
         register_dir=register_dir,
         address=published_address(config) if register_dir else "",

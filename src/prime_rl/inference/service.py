@@ -17,9 +17,11 @@ from typing import Any, Literal, Protocol, TypeVar
 from prime_rl import faults
 from prime_rl.monitor import Status, log
 from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
+from prime_rl.transport.memory import InMemory
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
+    chain,
     hash_directory,
     verify_small_files,
     version_hash,
@@ -102,10 +104,11 @@ class Parts:
 
 @dataclass(frozen=True)
 class Places:
-    """Where weights may come from. Without a root: any local path if `any_local`, none otherwise."""
+    """Where weights may come from. Without a root: any local path if `any_local`, none otherwise. `tmpfs` is where tensors may lie beside the root."""
 
     root: Path | None
     any_local: bool
+    tmpfs: Path | None = None
 
     def confine(self, weight_dir: str) -> Path:
         """The directory that `weight_dir` names, symbolic links resolved.
@@ -137,8 +140,28 @@ class Places:
         for name in names:
             path = directory / name
             inside = path.parent == directory and name not in ("", "..")
-            if not inside or (self.root is not None and not path.resolve().is_relative_to(self.root.resolve())):
+            if not inside or not self._allows(path):
                 raise Refused(403, f"{path} is outside the weights root {self.root or directory}")
+
+    def _allows(self, path: Path) -> bool:
+        roots = [root.resolve() for root in (self.root, self.tmpfs) if root is not None]
+        return self.root is None or any(path.resolve().is_relative_to(root) for root in roots)
+
+    def check_memory(self, directory: Path, memory: InMemory) -> None:
+        """The tensors of a confined version lie in memory where it is allowed.
+
+        Raises:
+            Refused: they do not (403).
+        """
+        place = Path(memory.directory).resolve()
+        if not self._allows(place):
+            raise Refused(
+                403,
+                f"the tensors of {directory} lie in memory, in {place}, outside the weights root {self.root}: start the server with "
+                "--weights-tmpfs to allow that",
+            )
+        if place.is_dir():
+            self.check_files(place, read_manifest(place).files)
 
 
 class WeightService:
@@ -280,6 +303,10 @@ class WeightService:
                 raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is not None:
                 return manifest, stamp
+            for link in await _read(lambda _: chain(manifest), directory):
+                if link.memory is not None:
+                    self._places.check_memory(link.directory, link.memory)
+                self._places.check_files(link.directory, [MANIFEST, *read_manifest(link.directory).files])
             manifest = await _read(verify_small_files, directory)
             check_index(manifest)
         except (CommitError, OSError) as error:

@@ -26,6 +26,7 @@ class Settings:
     process: str
     output_dir: Path
     weights_root: Path | None
+    weights_tmpfs: Path | None
     loopback: bool
     register_dir: Path | None
     address: str

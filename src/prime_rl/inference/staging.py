@@ -10,14 +10,16 @@ import threading
 import time
 import traceback
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -25,8 +27,20 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import TensorEntry, check_tensors, read_header, weights_manifest
+from prime_rl.transport.delta import Bytes
+from prime_rl.transport.weights import (
+    TensorEntry,
+    WeightsManifest,
+    apply_changes,
+    chain,
+    check_tensors,
+    hash_version,
+    read_files,
+    read_header,
+    weights_manifest,
+)
 
+T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
 
 THREADS = 4  # files at once; a worker shares its cores, and the interpreter with the engine
@@ -75,6 +89,20 @@ class Sink(Protocol):
     def finish(self) -> None: ...
 
 
+@dataclass(frozen=True)
+class Held:
+    """The tensors of the version with this hash in the host's memory, file by file, for the next version to tell its changes of."""
+
+    hash: str
+    parts: list[Part]
+    data: list[Bytes]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return sum(part.size for part in self.parts)
+
+
 class Staging:
     """One version that a thread reads for this worker, from its construction on. `drop` it, or what it holds stays.
 
@@ -85,15 +113,22 @@ class Staging:
         keep: Whether to keep what is read, where there is room.
         verify: Whether to read it all the same where there is none. One worker of an engine does.
         sharing: Workers that share the host's memory.
+        held: What the worker holds of the version before. It is this one's from now on, and worth nothing if that fails.
+
+    Attributes:
+        held: What the worker may hold on to for the next version, once this one is read; None where no changes are told.
     """
 
     def __init__(
-        self, directory: Path, digest: str, device: torch.device, *, keep: bool = True, verify: bool = True, sharing: int = 1
+        self, directory: Path, digest: str, device: torch.device, *, keep: bool = True, verify: bool = True, sharing: int = 1,
+        held: Held | None = None,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
         self.place: Place = "nowhere"
         self.seconds = 0.0
         self._device, self._keep, self._verify, self._sharing = device, keep, verify, sharing
+        self.held: Held | None = None
+        self._before = held
         self._dropped = threading.Event()
         self._tensors: list[tuple[str, Tensor]] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -139,25 +174,87 @@ class Staging:
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
-        parts = lay_out(self.directory)
-        self.place = self._choose(sum(part.size for part in parts))
-        if self.place == "nowhere" and not self._verify:
-            return
-        sinks = self._make_sinks(parts)
-        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
-        with threads:
-            found = list(threads.map(self._read_part, parts, sinks))
-        check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
-        tensors = [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
+        if manifest.delta is None:
+            self._before = None
+            tensors = self._read_parts(manifest)
+        else:
+            tensors = self._read_held(manifest)
         self.seconds = time.perf_counter() - began
         self._tensors = tensors
         if self._dropped.is_set():  # meanwhile
             self._tensors = []
 
+    def _read_parts(self, manifest: WeightsManifest) -> list[tuple[str, Tensor]]:
+        """A version that is there in full."""
+        parts = lay_out(manifest.files)
+        self.place = self._choose(sum(part.size for part in parts))
+        if self.place == "nowhere" and not self._verify:
+            return []
+        return self._read_into(manifest, parts, self._make_sinks(parts), [_OfFile(part) for part in parts])
+
+    def _read_held(self, manifest: WeightsManifest) -> list[tuple[str, Tensor]]:
+        """One of those that tell changes: brought about in the host's memory, where it is held for the next one."""
+        before, self._before = self._before, None
+        links = chain(manifest, None if before is None else before.hash)
+        changes: list[WeightsManifest]
+        if before is not None and before.hash == manifest.hash:
+            changes = []  # the same once more
+        elif links[-1].builds_on is not None:
+            changes = links
+        else:
+            *changes, full = links
+            before = None  # before there is another one
+            before = self._begin(full)
+        if not self._keep or before is None:
+            if self._verify:
+                check_tensors(manifest, hash_version(manifest))
+            return []
+        apply = partial(self._apply, changes)
+        _side_by_side(apply, before.parts, before.data)
+        on_device = self._on_device(before.size)
+        self.place = "device" if on_device else "host"
+        in_place: list[Sink] = [_InPlace(data) for data in before.data]
+        sinks = self._make_sinks(before.parts) if on_device else in_place
+        if self.place == "host":  # somebody else took the GPU's memory
+            sinks = in_place
+        tensors = self._read_into(manifest, before.parts, sinks, [_OfMemory(data) for data in before.data])
+        self.held = Held(manifest.hash, before.parts, before.data)
+        return tensors
+
+    def _begin(self, full: WeightsManifest) -> Held | None:
+        """A version that is there in full, in the host's memory; None where there is no room."""
+        parts = lay_out(full.files)
+        if not self._keep or SPARE * self._sharing * sum(part.size for part in parts) > available_bytes():
+            return None
+        return Held(full.hash, parts, _side_by_side(self._read_bytes, parts))
+
+    def _read_bytes(self, part: Part) -> Bytes:
+        data = np.empty(part.size, np.uint8)
+        _copy(part, _OfFile(part), _InPlace(data), self._go_on)
+        return data
+
+    def _apply(self, changes: Sequence[WeightsManifest], part: Part, data: Bytes) -> None:
+        self._go_on()
+        apply_changes(changes, part.path.name, data, {piece.name: (piece.start, piece.end) for piece in part.pieces})
+
+    def _read_into(
+        self, manifest: WeightsManifest, parts: Sequence[Part], sinks: "Sequence[Sink]", sources: "Sequence[Source]"
+    ) -> list[tuple[str, Tensor]]:
+        found = _side_by_side(self._read_part, parts, sinks, sources)
+        check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
+        return [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
+
+    def _on_device(self, size: int) -> bool:
+        return self._device.type == "cuda" and SPARE * size <= torch.cuda.mem_get_info(self._device)[0]
+
+    def _go_on(self) -> None:
+        if self._dropped.is_set():
+            raise Dropped(f"{self.directory} is not wanted any more")
+
     def _choose(self, size: int) -> Place:
         if not self._keep:
             return "nowhere"
-        if self._device.type == "cuda" and SPARE * size <= torch.cuda.mem_get_info(self._device)[0]:
+        if self._on_device(size):
             return "device"
         return "host" if SPARE * size * self._sharing <= available_bytes() else "nowhere"
 
@@ -171,24 +268,105 @@ class Staging:
             return [_OnHost(part.size) for part in parts]
         return [_Nowhere() for _ in parts]
 
-    def _read_part(self, part: Part, sink: Sink) -> dict[str, TensorEntry]:
+    def _read_part(self, part: Part, sink: Sink, source: "Source") -> dict[str, TensorEntry]:
         digests = [xxhash.xxh3_128() for _ in part.pieces]
-        descriptor = os.open(part.path, os.O_RDONLY)
-        try:
-            for at in range(0, part.size, BLOCK_BYTES):
-                if self._dropped.is_set():
-                    raise Dropped(f"{self.directory} is not wanted any more")
-                block = sink.block(at, min(BLOCK_BYTES, part.size - at))
-                _fill(block, descriptor, part.offset + at, part.path)
-                _hash(part.pieces, digests, block, at)
-                sink.filled(at, len(block))
-            sink.finish()
-        finally:
-            os.close(descriptor)
+        _copy(part, source, sink, self._go_on, lambda block, at: _hash(part.pieces, digests, block, at))
         return {
             piece.name: TensorEntry(part.path.name, piece.dtype, piece.shape, digest.hexdigest())
             for piece, digest in zip(part.pieces, digests, strict=True)
         }
+
+
+def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a version that tells changes, one file after the other built from those that it builds on.
+
+    Raises:
+        CommitError: one of those is gone.
+    """
+    manifest = weights_manifest(directory)
+    parts = {part.path.name: part for part in lay_out(chain(manifest)[-1].files)}
+    for file, data in read_files(manifest):
+        yield from _views(parts[file], torch.from_numpy(data[parts[file].offset :]))
+
+
+def _side_by_side(work: Callable[..., T], *items: Sequence[Any]) -> list[T]:
+    """`work` on each of the items, several at once."""
+    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+    with threads:  # it ends: whoever waits for a version drops it in the end, and then each stops at its next block
+        return list(threads.map(work, *items))
+
+
+def _copy(
+    part: Part,
+    source: "Source",
+    sink: Sink,
+    go_on: Callable[[], None],
+    see: Callable[[memoryview, int], None] = lambda block, at: None,
+) -> None:
+    """Block by block. `go_on` may raise between two of them; `see` is shown each."""
+    with source:
+        for at in range(0, part.size, BLOCK_BYTES):
+            go_on()
+            block = sink.block(at, min(BLOCK_BYTES, part.size - at))
+            source.fill(block, at)
+            see(block, at)
+            sink.filled(at, len(block))
+        sink.finish()
+
+
+class Source(Protocol):
+    """Where a file's bytes come from, block by block; `at` counts from where its data begin."""
+
+    def __enter__(self) -> object: ...
+    def __exit__(self, *exc: object) -> None: ...
+    def fill(self, block: memoryview, at: int) -> None: ...
+
+
+class _OfFile:
+    def __init__(self, part: Part) -> None:
+        self._part = part
+
+    def __enter__(self) -> None:
+        self._descriptor = os.open(self._part.path, os.O_RDONLY)
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._descriptor)
+
+    def fill(self, block: memoryview, at: int) -> None:
+        _fill(block, self._descriptor, self._part.offset + at, self._part.path)
+
+
+class _OfMemory:
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def fill(self, block: memoryview, at: int) -> None:
+        into = np.frombuffer(block, np.uint8)
+        if not np.may_share_memory(into, self._data):
+            into[:] = self._data[at : at + len(block)]
+
+
+class _InPlace:
+    """What stays where it is."""
+
+    def __init__(self, data: Bytes) -> None:
+        self.buffer: Tensor | None = torch.from_numpy(data)
+        self._bytes = data.data
+
+    def block(self, at: int, count: int) -> memoryview:
+        return self._bytes[at : at + count]
+
+    def filled(self, at: int, count: int) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 class _OnHost:

@@ -13,7 +13,9 @@ import torch
 from prime_rl import faults
 from prime_rl.inference import compat
 from prime_rl.inference.orphans import follow
-from prime_rl.inference.staging import Staging
+from prime_rl.inference.staging import Held, Staging, tensors_of
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.weights import weights_manifest
 
 STAGE_SECONDS = 600.0  # to wait in a load for what is still being read; the server has asked before, so that nothing is
 
@@ -34,6 +36,7 @@ class WeightsExtension:
     prime_directory: str | None = None
     prime_next: tuple[str, Identity] | None = None
     prime_staging: Staging | None = None
+    prime_held: Held | None = None  # of the version that was read last, where the next may tell its changes
 
     def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1) -> None:
         """Begin to read a committed version that must have this hash, in a thread: generation goes on. `prime_staged` tells how far it is.
@@ -50,7 +53,9 @@ class WeightsExtension:
             keep=keep,
             verify=self.rank == 0,
             sharing=servers_on_host * self.vllm_config.parallel_config.world_size,
+            held=self.prime_held,
         )
+        self.prime_held = None  # until it is read: it is being changed
 
     def prime_staged(self) -> dict[str, Any]:
         """How far reading is: see `Staging.answer`."""
@@ -62,6 +67,7 @@ class WeightsExtension:
         """What is or was read is not wanted any more."""
         if self.prime_staging is not None:
             self.prime_staging.drop()
+            self.prime_held = self.prime_staging.held
             self.prime_staging = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what it held is others' again
@@ -121,7 +127,7 @@ class WeightsExtension:
                 raise RuntimeError("fault injection")
 
     def prime_reload(self, directory: str, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Through vLLM's own reload: from `tensors`, or from the files in `directory`."""
+        """Through vLLM's own reload: from `tensors`, or from what the version in `directory` consists of."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
@@ -129,12 +135,22 @@ class WeightsExtension:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             if self.device.type == "cpu":
                 forget_packed_experts(model)
-            if tensors is None:
-                self.model_runner.reload_weights(weights_path=directory)
+            source, told = source_of(Path(directory))
+            if tensors is not None or told is not None:
+                self.model_runner.reload_weights(weights_iterator=told if tensors is None else tensors)
             else:
-                self.model_runner.reload_weights(weights_iterator=tensors)
+                self.model_runner.reload_weights(weights_path=str(source))
             if self.device.type == "cpu":
                 repack_tied_heads(model)
+
+
+def source_of(directory: Path) -> tuple[Path, Iterable[tuple[str, torch.Tensor]] | None]:
+    """Where the tensors of a committed version lie, and themselves where it only tells changes. The base model's directory is none: it holds its own."""
+    try:
+        manifest = weights_manifest(directory)
+    except CommitError:
+        return directory, None
+    return manifest.files, None if manifest.builds_on is None else tensors_of(directory)
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:

@@ -58,6 +58,7 @@ class Plan:
     configs: Mapping[Path, BaseConfig]
     servers: tuple[Server, ...]  # none where those that serve register in a directory
     output_dir: Path
+    tmpfs: Path | None = None  # of this host, where the trainer writes weights to
 
 
 def make_plan(config: RLConfig, machine: Machine) -> Plan:
@@ -103,7 +104,8 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
         )
         for server in servers
     ]
-    return Plan((*serving, *processes), configs, servers or _running_already(config), config.output_dir)
+    found = servers or _running_already(config)
+    return Plan((*serving, *processes), configs, found, config.output_dir, config.trainer.weights.transport.tmpfs)
 
 
 def trainer_ranks(config: RLConfig, gpus: Sequence[str]) -> int:
@@ -131,6 +133,10 @@ def describe(plan: Plan) -> str:
         lines.append(f"server         {server.url} ({whose})")
     if not plan.servers:
         lines.append("server         those that register (orchestrator.client.discover)")
+    if plan.tmpfs is not None:
+        started = plan.servers and all(server.port is not None for server in plan.servers)
+        limit = "" if started else "; servers on other hosts cannot load them"
+        lines.append(f"weights        in this host's memory, {plan.tmpfs}, until a checkpoint needs them{limit}")
     lines += [f"config         {path}" for path in plan.configs]
     return "\n".join(lines)
 
@@ -151,6 +157,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
         sections[server.name] = config.inference.model_copy(
             update={
                 "weights_root": config.inference.weights_root or config.output_dir / "weights",
+                "weights_tmpfs": config.inference.weights_tmpfs or config.trainer.weights.transport.tmpfs,
                 "server": config.inference.server.model_copy(update={"port": server.port}),
                 "replica": number,
                 "servers_on_host": len(servers),

@@ -9,7 +9,7 @@ import sqlite3
 import time
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
@@ -19,7 +19,9 @@ from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.monitor.record import build, read_table
 from prime_rl.monitor.status import unless_full
 from prime_rl.orchestrator import ledger_file
-from prime_rl.transport.commit import list_steps
+from prime_rl.transport.commit import CommitError, list_steps
+from prime_rl.transport.lives import run_id
+from prime_rl.transport.memory import remove_memory
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
@@ -177,6 +179,8 @@ def clean(output_dir: Path) -> None:
     """Remove what a run wrote. Raises UserError for a directory that is a link: what it leads to is not ours to empty."""
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
+    with suppress(CommitError):  # damaged life files: nobody can tell whose memory it is
+        remove_memory(output_dir, run_id(output_dir))
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
         for path in [path for pattern in patterns for path in directory.glob(pattern)]:

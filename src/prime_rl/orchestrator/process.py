@@ -13,6 +13,7 @@ from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.metrics import bench_table
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.plans import make_pool
+from prime_rl.orchestrator.routed import connect_all
 from prime_rl.transport.commit import CommitError
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     try:
         async with AsyncExitStack() as stack:
             connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
-            engines = [connect(root) for root in config.client.api_roots]
+            engines = connect_all(config.client, connect)
             orchestrator = Orchestrator(config, pool, engines, status, monitor, connect)
             current = asyncio.current_task()
             assert current is not None

@@ -34,7 +34,7 @@ from prime_rl.transport.commit import (
     read_manifest,
     subject_of,
 )
-from prime_rl.transport.lives import read_lives, read_versions, run_id, sparing_lives
+from prime_rl.transport.lives import lost_versions, read_lives, read_versions, run_id, sparing_lives
 from prime_rl.transport.protocol import current_life, spared
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
 from prime_rl.wait import wait
@@ -140,6 +140,10 @@ class Checkpoints:
         if self.recovery_interval is not None and step % self.recovery_interval == 0:
             return "recovery checkpoint"
         return None
+
+    def will_need(self, version: int, async_level: int) -> bool:
+        """Whether a checkpoint that is due then needs this version (`protocol.prunable`)."""
+        return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
 
     def save(self, progress: Progress, kind: Kind = "checkpoint") -> None:
         """Commit the training state, in the background where that is asked for: then this returns once a copy of it is made.
@@ -391,7 +395,7 @@ def refuse_earlier(output_dir: Path, root: Path) -> None:
 
 def refuse_foreign(weights_dir: Path, root: Path) -> None:
     """Raise UserError where a directory bears the name of a version or a checkpoint and is none: nothing is mixed into it, nothing removed."""
-    ours = read_versions(weights_dir)
+    ours = {*read_versions(weights_dir), *lost_versions(weights_dir)}
     versions = [version_dir(weights_dir, version) for version in list_steps(weights_dir) if version not in ours]
     if found := [*versions, *checkpoints.foreign(root)]:
         raise UserError(f"{found[0]} was not made by this program, or is damaged: move it out of the run directory")

@@ -15,10 +15,10 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,23 @@ from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
-from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows
+from prime_rl.trainer.row_files import (
+    Held,
+    Holding,
+    NotHeld,
+    Range,
+    Row,
+    WriterProcess,
+    hash_ranges,
+    write_held_rows,
+    write_rows,
+)
 from prime_rl.trainer.source import Source
 from prime_rl.transport.canary import Canary
-from prime_rl.transport.commit import Stage, disk_errors
-from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
+from prime_rl.transport.commit import Stage, disk_errors, prune
+from prime_rl.transport.delta import WORD_BYTES
+from prime_rl.transport.memory import in_memory
+from prime_rl.transport.weights import BuildsOn, TensorEntry, manifest_extra, version_hash
 
 logger = log.get(__name__)
 
@@ -76,6 +88,8 @@ class Staging:
         self.elements = self.ends[-1] if self.ends else 0
         self.buffers = 1
         self.writer: WriterProcess | None = None
+        self.written: Written | None = None  # for versions that tell what has changed since
+        self._held = Held()
         self._filled: list[Tensor] = []
         self._copies = 0
         self._memory: int | None = None  # file descriptor of the buffers, where they are shared
@@ -187,11 +201,17 @@ class Staging:
         event.record(self._stream)
         return event
 
-    def write(self, copied: "Copy", directory: Path, *, hashing: bool) -> dict[str, str]:
+    def write(self, copied: "Copy", directory: Path, *, hashing: bool, how: Holding | None = None) -> dict[str, str]:
         """Write this rank's rows as they arrive, each at its place: several files at once, a file by one writer at a time, whatever the disk can do.
+
+        Args:
+            how: Hold them, and write what has changed where it says since when. Of a single rank, with hashing.
 
         Returns:
             With `hashing` the hash of every tensor's rows.
+
+        Raises:
+            NotHeld: it is not known what has changed.
         """
         names = list(self.files)
         first = (
@@ -205,9 +225,12 @@ class Staging:
                 lambda: copied.arrivals(self.dtype.itemsize),
                 hashing,
                 first=copied.buffer * self._stride,
+                how=how,
             )
         copied.finish()
         buffer = self._filled[copied.buffer].view(torch.uint8).numpy().data
+        if how is not None:
+            return write_held_rows(buffer, directory, files, lambda end: None, self._held, how)
         return write_rows(buffer, directory, files, arrived=lambda end: None, hashing=hashing)
 
     def hash(self, directory: Path, tensors: Sequence[str]) -> dict[str, str]:
@@ -283,6 +306,15 @@ class Copy:
         return sum(seconds[0::2]), sum(seconds[1::2])
 
 
+class Written(NamedTuple):
+    """A committed version whose rows are held, and how many versions tell no more than changes since one that is there in full."""
+
+    version: int
+    hash: str
+    rows: str
+    changes: int
+
+
 @dataclass(frozen=True)
 class Slot:
     """A tensor's place: its file, the first byte there, and how many."""
@@ -303,12 +335,19 @@ def write_version(
     version: int,
     incarnation: int,
     canary: Canary | None = None,
+    memory: Path | None = None,
+    anchor_every: int | None = None,
+    full: bool = True,
 ) -> dict[str, float]:
     """Commit what is staged as `final`, with config and tokenizer of the source. Every rank calls it, perhaps in a thread.
 
     Args:
         copied: The copy that staged it, which may still be going on: what has arrived is written meanwhile.
         world: The ranks, with the group that the calling thread may use.
+        memory: Where in memory the tensors are committed, before `final` which then only names that place (None: they lie in `final`).
+        anchor_every: Hold the rows, and tell what has changed since the version before: at least one version in so many is there in full. For a
+            single rank (None: every version is there in full, nothing is held).
+        full: This one must be.
 
     Returns:
         Seconds of writing (and of waiting for what is written), hashing and committing.
@@ -319,29 +358,56 @@ def write_version(
     """
     nonce = broadcast(world, secrets.token_hex(8))
     stage = agree(world, lambda: Stage(final, nonce))
-    directory = stage.path
+    tensor_stage = stage if memory is None else agree(world, lambda: Stage(memory, nonce))
+    directory = tensor_stage.path
+    before, staging.written = staging.written, None
+    if full or anchor_every is None or before is None or before.changes + 1 >= anchor_every:
+        before = None
     try:
-        headers, slots = staging.headers, staging.slots
         began = time.perf_counter()
-        on_main(world, lambda: _allocate(directory, headers, slots))
-        written = agree(world, lambda: _write(staging, copied, directory))
+        how = None if anchor_every is None else Holding(nonce, None, WORD_BYTES[DTYPE_NAMES[staging.dtype]])
+        written = None
+        if how is not None and before is not None:
+            written = _write_changes(staging, copied, directory, how._replace(since=before.rows))
+        if written is None:
+            before = None
+            written = _write_rows(staging, copied, world, directory, how)
         wrote = time.perf_counter()
         hashes = written if world.size == 1 else _read_back(staging, world, directory)
         hashed = time.perf_counter()
-        on_main(world, lambda: _copy_model_files(source, directory, staging.dtype))
-        on_main(world, lambda: _write_index(directory, slots))
-        dtype = DTYPE_NAMES[staging.dtype]
+        on_main(world, lambda: _copy_model_files(source, stage.path, staging.dtype))
+        slots, dtype = staging.slots, DTYPE_NAMES[staging.dtype]
         tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
-        extra = manifest_extra(version, incarnation, tensors, canary=canary)
+        on = BuildsOn(None, None) if before is None else BuildsOn(before.version, before.hash)
+        delta = None if how is None else on
+        extra = manifest_extra(version, incarnation, tensors, canary=canary, delta=delta)
         files: dict[str, dict[str, TensorEntry]] = {}
         for name, entry in tensors.items():
             files.setdefault(entry.file, {})[name] = entry
         known = {file: version_hash(entries) for file, entries in files.items()}
-        on_main(world, lambda: stage.commit(step=version, producer="trainer", extra=extra, hashes=known).step)
+        on_main(world, lambda: _commit(stage, tensor_stage, version, extra, known))
+        if how is not None:
+            staging.written = Written(version, extra["hash"], nonce, 0 if before is None else before.changes + 1)
     except BaseException:
         stage.abort()
+        tensor_stage.abort()
         raise
     return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
+
+
+def _commit(stage: Stage, tensor_stage: Stage, version: int, extra: dict[str, Any], known: dict[str, str]) -> None:
+    """Tensors in memory first: where they are not, no version names them."""
+    if tensor_stage is stage:
+        stage.commit(step=version, producer="trainer", extra=extra, hashes=known)
+        return
+    tensor_stage.commit(step=version, producer="trainer", hashes=known)
+    extra["memory"] = asdict(in_memory(tensor_stage.final, tensor_stage.nonce))
+    try:
+        stage.commit(step=version, producer="trainer", extra=extra)
+    except BaseException:
+        if not stage.final.is_dir():
+            prune(tensor_stage.final)
+        raise
 
 
 def _layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, Slot]]:
@@ -392,9 +458,32 @@ def _allocate(directory: Path, headers: dict[str, bytes], slots: dict[str, Slot]
             opened.truncate(sizes[file])
 
 
-def _write(staging: Staging, copied: Copy, directory: Path) -> dict[str, str]:
-    with disk_errors(directory):
-        return staging.write(copied, directory, hashing=staging.world.size == 1)
+def _write_rows(staging: Staging, copied: Copy, world: World, directory: Path, how: Holding | None) -> dict[str, str]:
+    """The whole of every rank's rows, and the index."""
+
+    def write() -> dict[str, str]:
+        with disk_errors(directory):
+            return staging.write(copied, directory, hashing=staging.world.size == 1, how=how)
+
+    on_main(world, lambda: _allocate(directory, staging.headers, staging.slots))
+    written = agree(world, write)
+    on_main(world, lambda: _write_index(directory, staging.slots))
+    return written
+
+
+def _write_changes(staging: Staging, copied: Copy, directory: Path, how: Holding) -> dict[str, str] | None:
+    """What has changed since the version that is held; None, and no file, where that is not known or no less than the whole."""
+    try:
+        with disk_errors(directory):
+            written = staging.write(copied, directory, hashing=True, how=how)
+    except NotHeld:
+        return None
+    files = list(directory.iterdir())
+    if sum(path.stat().st_size for path in files) < staging.file_bytes:
+        return written
+    for path in files:
+        path.unlink()
+    return None
 
 
 def _read_back(staging: Staging, world: World, directory: Path) -> dict[str, str]:

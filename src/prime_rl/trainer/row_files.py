@@ -18,16 +18,18 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+import numpy as np
 import xxhash
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import local_ranks
 from prime_rl.lifeline import wake_without_parent
+from prime_rl.transport.delta import delta_file, encode, write_delta
 
 THREADS = 16  # at most
 _BLOCK = 1 << 24  # bytes read at once
@@ -54,6 +56,47 @@ class Range(NamedTuple):
     file: str
     start: int
     size: int
+
+
+class NotHeld(Exception):
+    """The rows that changes are to be told of are not in memory (any more)."""
+
+
+class Holding(NamedTuple):
+    """What is to be remembered of rows that are written, so that the next ones can be told by what has changed.
+
+    Attributes:
+        rows: Names the rows that are written now.
+        since: Names those that are remembered, to write no more than what has changed since (None: write them in full).
+        word_bytes: Of the tensors' type.
+    """
+
+    rows: str
+    since: str | None
+    word_bytes: int
+
+
+class Held:
+    """The rows that were written last, a copy of the buffer, and their name. One writer at a time."""
+
+    def __init__(self) -> None:
+        self.rows: str | None = None
+        self._bytes = np.empty(0, np.uint8)
+
+    @contextmanager
+    def exchange(self, holding: Holding, size: int) -> Iterator["np.ndarray[Any, np.dtype[np.uint8]]"]:
+        """The bytes of those that are held, to be replaced by those that are written. What fails between leaves nothing held.
+
+        Raises:
+            NotHeld: they are not `holding.since`.
+        """
+        if holding.since is not None and holding.since != self.rows:
+            raise NotHeld(holding.since)
+        self.rows = None
+        if len(self._bytes) != size:
+            self._bytes = np.empty(size, np.uint8)
+        yield self._bytes
+        self.rows = holding.rows
 
 
 def threads_here() -> int:
@@ -93,6 +136,41 @@ def write_rows(
         return hashes
 
     return _joined(_side_by_side(write, list(files)))
+
+
+def write_held_rows(
+    buffer: memoryview, directory: Path, files: Mapping[str, Sequence[Row]], arrived: Arrived, held: Held, how: Holding
+) -> dict[str, str]:
+    """As `write_rows`, with hashes, of whole tensors; or, where `how` says since when, write files of changes. Then these rows are held.
+
+    Raises:
+        NotHeld: nothing is written.
+        OSError: with the path of the file.
+    """
+    size = max((row.start + row.size for rows in files.values() for row in rows), default=0)
+    with held.exchange(how, size) as before:
+        if how.since is None:
+            hashes = write_rows(buffer, directory, files, arrived, hashing=True)
+            before[:] = np.frombuffer(buffer[:size], np.uint8)
+            return hashes
+
+        def write(file: str) -> dict[str, str]:
+            told, hashes = {}, {}
+            for row in files[file]:
+                arrived(row.start + row.size)
+                data = np.frombuffer(buffer[row.start : row.start + row.size], np.uint8)
+                hashes[row.tensor] = xxhash.xxh3_128(data.data).hexdigest()
+                place = before[row.start : row.start + row.size]
+                told[row.tensor] = encode(place, data, how.word_bytes)
+                place[:] = data
+            path = directory / delta_file(file)
+            try:
+                write_delta(path, told)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+            return hashes
+
+        return _joined(_side_by_side(write, list(files)))
 
 
 def hash_ranges(directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
@@ -179,17 +257,19 @@ class WriterProcess:
         hashing: bool,
         *,
         first: int = 0,
+        how: Holding | None = None,
     ) -> dict[str, str]:
-        """As the function above. `arrivals` waits for what is copied into the memory, and yields up to where it is there.
+        """As the functions above. `arrivals` waits for what is copied into the memory, and yields up to where it is there.
 
         Args:
             first: The byte of the memory at which the buffer begins.
+            how: What is held of the rows, by the process, while it lives.
 
         Raises:
-            OSError: as above.
+            NotHeld, OSError: as above.
             UserError: the process ended, and so did the one that took its place.
         """
-        order = {"write": dict(files), "first": first, "directory": str(directory), "hashing": hashing}
+        order = {"write": dict(files), "first": first, "directory": str(directory), "hashing": hashing, "how": how}
         return self._call(order, arrivals)
 
     def hash_ranges(self, directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
@@ -217,6 +297,8 @@ class WriterProcess:
             )
         if "hashes" in answer:
             return answer["hashes"]
+        if "unheld" in answer:
+            raise NotHeld(answer["unheld"])
         raise OSError(*answer["error"])
 
     def _ask(self, order: dict[str, Any], arrivals: Callable[[], Iterator[int]]) -> dict[str, Any] | None:
@@ -294,27 +376,33 @@ def _serve(memory: int, size: int, answering: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.excepthook = _end
     buffer = memoryview(mmap.mmap(memory, size, prot=mmap.PROT_READ))
-    arrivals, answers = _Arrivals(), os.fdopen(answering, "wb")
+    arrivals, answers, held = _Arrivals(), os.fdopen(answering, "wb"), Held()
     for line in sys.stdin.buffer:
         message = json.loads(line)
         if isinstance(message, int):
             arrivals.set(message)
         else:
             arrivals.set(0)
-            threading.Thread(target=_carry_out, args=(message, buffer, arrivals, answers), daemon=True).start()
+            threading.Thread(target=_carry_out, args=(message, buffer, arrivals, answers, held), daemon=True).start()
     os._exit(0)
 
 
-def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals, answers: BinaryIO) -> None:
+def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals, answers: BinaryIO, held: Held) -> None:
     directory = Path(order["directory"])
     answer: dict[str, Any]
     try:
         if "write" in order:
             files = {file: [Row(*row) for row in rows] for file, rows in order["write"].items()}
-            hashes = write_rows(buffer[order["first"] :], directory, files, arrivals.wait, order["hashing"])
+            rows = buffer[order["first"] :]
+            if order.get("how") is None:
+                hashes = write_rows(rows, directory, files, arrivals.wait, order["hashing"])
+            else:
+                hashes = write_held_rows(rows, directory, files, arrivals.wait, held, Holding(*order["how"]))
         else:
             hashes = hash_ranges(directory, [Range(*one) for one in order["hash"]])
         answer = {"hashes": hashes}
+    except NotHeld as error:
+        answer = {"unheld": str(error)}
     except OSError as error:
         answer = {"error": [error.errno, error.strerror, error.filename]}
     _tell(answers, {"order": order["order"], **answer})

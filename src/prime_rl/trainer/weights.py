@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch
 
 from prime_rl import faults
 from prime_rl.errors import UserError
+from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_version
@@ -20,8 +22,21 @@ from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.transport.canary import Canary
-from prime_rl.transport.commit import clean_stages, give_up, list_steps, prune
-from prime_rl.transport.lives import Seen, next_life, open_life, read_lease, read_lives, read_versions, sparing_lives
+from prime_rl.transport.commit import CommitError, clean_stages, give_up, list_steps, prune
+from prime_rl.transport.lasting import make_lasting
+from prime_rl.transport.lives import (
+    Seen,
+    lost_versions,
+    next_life,
+    open_life,
+    read_foundations,
+    read_lease,
+    read_lives,
+    read_versions,
+    run_id,
+    sparing_lives,
+)
+from prime_rl.transport.memory import check_room, clean_memory, memory_dir, memory_of, open_memory, remove_in_memory
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.weights import version_dir, write_base_version
 from prime_rl.wait import WaitTimeout
@@ -50,6 +65,15 @@ def refuse_outlived(output_dir: Path, life: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class InTmpfs:
+    """Where versions lie that need not outlive the host, and how many at the same time at most, with what makes so many."""
+
+    tmpfs: Path
+    versions: int
+    arithmetic: str
+
+
 class Versions:
     """The policy versions of one life of the trainer, in `output_dir/weights`. Every rank calls every method, at the same point of the run.
 
@@ -62,6 +86,8 @@ class Versions:
         overlapping: Versions follow each other so fast that one may be copied while the one before it is still being written, where there is
             host memory for that.
         canary: Scores what goes into each version's manifest for those who serve it (None: nobody compares).
+        memory: For the tensors of versions that nobody needs after a crash of the host (None: all lie on the disk).
+        anchor_every: Versions tell what has changed since the one before, but for one in so many (None: each is there in full).
         on_committed: Told, in the loop's thread, each version that was settled and the seconds that its parts took (`export_*`); `export` is
             what the loop waited for.
     """
@@ -77,14 +103,20 @@ class Versions:
         timeout: float = 600.0,
         overlapping: bool = True,
         canary: CanaryScorer | None = None,
+        memory: InTmpfs | None = None,
+        anchor_every: int | None = None,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
+        if anchor_every is not None and world.size > 1:
+            raise UserError("weights.transport.type filesystem-delta is for a trainer of one rank: take filesystem")
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
         self._staging = Staging(policy, world, dtype)
+        self._in_tmpfs, self._anchor_every = memory, anchor_every
+        self._memory: Path | None = None  # of this run, under the tmpfs
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
@@ -110,7 +142,10 @@ class Versions:
         # Only a policy that is not trained yet is the base model.
         scored = None if self._canary is None or start > 0 else self._canary.score(as_exported=False)
         base_canary = None if scored is None else agree(self.world, scored.read)
-        self.life, base = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
+        if self._in_tmpfs is not None and self.world.size > local_ranks():
+            raise UserError("weights.transport.tmpfs is the memory of one host, and the trainer's ranks are on several")
+        self.life, base, memory = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
+        self._memory = None if memory is None else Path(memory)
         if self._overlapping and all(gather(self.world, self._staging.affords_two())):
             self._staging.buffers = 2
         self._others.append(self._thread.submit(self._staging.allocate))
@@ -119,17 +154,24 @@ class Versions:
         return self.life, base
 
     def ensure(self, version: int) -> None:
-        """Commit the policy's weights as `version`, unless this history has that version already, and wait for it."""
+        """Commit the policy's weights as `version` on the disk, unless this history has that version there already, and wait for it."""
         self.settle()
-        if version not in on_main(self.world, lambda: list_steps(self.root)):
-            self.commit(version)
+        if not on_main(self.world, lambda: self._lasts(version)):
+            self.commit(version, lasting=True)
             self.settle()
 
-    def commit(self, version: int, check: Callable[[], object] = lambda: None) -> None:
+    def leave_memory(self) -> None:
+        """Bring what lies in memory to the disk: nobody is there any more who would prune it."""
+        self.settle()
+        if self._memory is not None:
+            on_main(self.world, self._leave_memory)
+
+    def commit(self, version: int, check: Callable[[], object] = lambda: None, *, lasting: bool = False) -> None:
         """Let the policy's weights, as the device has them after what it is told so far, become `version`.
 
         Args:
             check: Called by the thread before it writes anything. What it raises keeps the version from being committed.
+            lasting: It must outlive this host's memory.
 
         Raises:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
@@ -139,7 +181,9 @@ class Versions:
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
-        written = self._thread.submit(self._commit, version, self._copied, scored, check, before, list(self._prunes))
+        written = self._thread.submit(
+            self._commit, version, lasting, self._copied, scored, check, before, list(self._prunes)
+        )
         self._pending.append((version, written))
         self._waited += time.perf_counter() - began
 
@@ -231,6 +275,7 @@ class Versions:
     def _commit(
         self,
         version: int,
+        lasting: bool,
         copied: Copy,
         scored: Scored | None,
         check: Callable[[], object],
@@ -245,8 +290,9 @@ class Versions:
             agree(world, check)
             canary = None if scored is None else agree(world, scored.read)
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
-            on_main(world, lambda: self._make_room(prunes))
+            memory = None if lasting or self._memory is None else version_dir(self._memory, version)
             final = version_dir(self.root, version)
+            on_main(world, lambda: self._make_room(final if memory is None else memory, prunes))
             times = write_version(
                 self._staging,
                 copied,
@@ -256,14 +302,17 @@ class Versions:
                 version=version,
                 incarnation=self.life,
                 canary=canary,
+                memory=memory,
+                anchor_every=self._anchor_every,
+                full=lasting,
             )
         finally:
             cast, copy = copied.finish()
         return {f"time/export_{part}": seconds for part, seconds in {"cast": cast, "copy": copy, **times}.items()}
 
-    def _make_room(self, prunes: Collection["Future[None]"]) -> None:
+    def _make_room(self, place: Path, prunes: Collection["Future[None]"]) -> None:
         """Where there is none for one version more, let the older ones be gone before it is written."""
-        if shutil.disk_usage(self.root).free < self._staging.file_bytes:
+        if shutil.disk_usage(place.parent).free < self._staging.file_bytes:
             wait_for_futures(prunes, timeout=self._timeout)
 
     def _prune(
@@ -279,33 +328,91 @@ class Versions:
             if not _is_committed(under_way):
                 return
         versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
-        lease, needed = read_lease(self.output_dir), checkpoints()
-        for version in prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed):
+        lease, needed, built = read_lease(self.output_dir), checkpoints(), read_foundations(self.root, self._seen)
+        for version in prunable(
+            versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed, builds_on=built
+        ):
             directory = version_dir(self.root, version)
             try:
-                prune(directory)
+                self._remove(version)
             except OSError as error:
                 raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
 
     def _open(
         self, start: int, spares: bool, saved_by: Collection[int], canary: Canary | None
-    ) -> tuple[int, str | None]:
+    ) -> tuple[int, str | None, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
+        self._check_room()
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, canary).hash
         faults.point(f"life:{next_life(self.output_dir, saved_by)}")
         life = open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
+        for version in lost_versions(self.root):  # the host was started again
+            prune(version_dir(self.root, version))
         self._set_aside(life)
-        return life, base
+        memory = self._open_memory()
+        return life, base, None if memory is None else str(memory)
+
+    def _check_room(self) -> None:
+        if (place := self._in_tmpfs) is not None:
+            root = memory_dir(place.tmpfs, self.output_dir, run_id(self.output_dir) or "none")
+            size = self._staging.file_bytes
+            check_room(root, place.versions, size, place.arithmetic, available_bytes())
+
+    def _open_memory(self) -> Path | None:
+        """This run's place in memory, without what a dead trainer has left there."""
+        if self._in_tmpfs is None:
+            return None
+        run = run_id(self.output_dir)
+        assert run is not None, "each life file holds it"
+        root = memory_dir(self._in_tmpfs.tmpfs, self.output_dir, run)
+        open_memory(root, self.output_dir)
+        held = (memory_of(version_dir(self.root, version)) for version in list_steps(self.root))
+        clean_memory(root, {memory.directory for memory in held if memory is not None})
+        return root
+
+    def _lasts(self, version: int) -> bool:
+        """Whether there is such a version, in full on the disk. One that is damaged is removed: it can be committed anew."""
+        if version in list_steps(self.root) and not self._make_lasting(version):
+            self._remove(version)
+        return version in list_steps(self.root)
+
+    def _make_lasting(self, version: int) -> bool:
+        """What is in memory goes once the disk has it. Returns False for a version that is damaged."""
+        directory = version_dir(self.root, version)
+        memory = memory_of(directory)
+        try:
+            moved = make_lasting(directory)
+        except CommitError as error:
+            logger.warning("version %d cannot be brought to the disk: %s", version, error)
+            return False
+        if moved:
+            remove_in_memory(memory, self.output_dir, run_id(self.output_dir))
+        return True
+
+    def _leave_memory(self) -> None:
+        for version in list_steps(self.root):
+            if memory_of(version_dir(self.root, version)) is not None:
+                self._make_lasting(version)
+        if self._memory is not None and not any(self._memory.iterdir()):
+            self._memory.rmdir()
+
+    def _remove(self, version: int) -> None:
+        """The tensors first: a version without them counts as not there."""
+        directory = version_dir(self.root, version)
+        remove_in_memory(memory_of(directory), self.output_dir, run_id(self.output_dir))
+        prune(directory)
 
     def _set_aside(self, life: int) -> None:
         versions = read_versions(self.root)
         given_up = to_set_aside(versions, read_lives(self.output_dir))
         kept = spared({version: versions[version] for version in given_up}, sparing_lives(self.output_dir))
+        if kept is not None and not self._make_lasting(kept):  # while what it builds on is there
+            kept = None
         for version in given_up:  # ascending, so that after a crash the newest is still there to be kept
             if version != kept:
-                prune(version_dir(self.root, version))
+                self._remove(version)
             elif (aside := give_up(version_dir(self.root, version), life)) is not None:
                 logger.warning("version %d is given up; it lies in %s now", version, aside)
 
@@ -313,6 +420,25 @@ class Versions:
 def _is_committed(written: "Future[Times | None]") -> bool:
     """Whether a version that the thread is done with was committed."""
     return written.exception(timeout=0) is None and written.result(timeout=0) is not None
+
+
+def in_tmpfs(config: "TrainerConfig") -> InTmpfs | None:
+    """What the settings ask for. One version more than is kept (`protocol.prunable`) is there while it is being written."""
+    tmpfs, keep = config.weights.transport.tmpfs, config.weights.keep
+    if tmpfs is None or keep is None:
+        return None
+    arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
+    kept = config.async_level + keep + 1
+    if (every := anchor_every(config)) is not None:
+        full = 2 + -(-kept // every)
+        return InTmpfs(tmpfs, full, f"those that are there in full of {arithmetic}, with anchor_every {every}")
+    return InTmpfs(tmpfs, kept + 1, arithmetic)
+
+
+def anchor_every(config: "TrainerConfig") -> int | None:
+    """What the settings ask for."""
+    transport = config.weights.transport
+    return transport.anchor_every if transport.type == "filesystem-delta" else None
 
 
 def make_versions(
@@ -324,6 +450,8 @@ def make_versions(
     *,
     overlapping: bool,
     canary: bool = False,
+    memory: InTmpfs | None = None,
+    anchor_every: int | None = None,
 ) -> Versions:
     """The versions of a run. `tell` gets the step that made a version, and the times that committing it took. With `canary` each carries one."""
     dtype = export_dtype(config.weights.dtype, source)
@@ -343,5 +471,7 @@ def make_versions(
         timeout=config.dist_timeout,
         overlapping=overlapping,
         canary=scorer,
+        memory=memory,
+        anchor_every=anchor_every,
         on_committed=lambda version, times: tell(version - 1, times),
     )

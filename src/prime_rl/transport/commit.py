@@ -103,19 +103,19 @@ class Stage:
             faults.point(f"write:{subject}", max(written, key=lambda path: path.stat().st_size, default=None))
             for path in written:
                 name = path.relative_to(self.path).as_posix()
-                _fsync(path)
+                sync(path)
                 files[name] = {"size": path.stat().st_size, "xxh3": known.get(name) or hash_file(path)}
             faults.point(f"fsync:{subject}")
             manifest = Manifest(step, producer, self.nonce, files, extra or {})
             _write_durably(self.path / MANIFEST, json.dumps(vars(manifest), indent=1).encode())
             faults.point(f"manifest:{subject}", self.path / MANIFEST)
             for folder in {p.parent for p in self.path.rglob("*")} | {self.path}:
-                _fsync(folder)
+                sync(folder)
             faults.point(f"rename:{subject}")
             self._rename()
         with disk_errors(self.final, _NOT_DURABLE):
             faults.point(f"renamed:{subject}")
-            _fsync(self.final.parent)
+            sync(self.final.parent)
         return manifest
 
     def abort(self) -> None:
@@ -346,7 +346,15 @@ def write_atomically(path: Path, data: bytes) -> None:
             raise
     with disk_errors(path, _NOT_DURABLE):
         faults.point(f"renamed:{subject_of(path)}")
-        _fsync(path.parent)
+        sync(path.parent)
+
+
+def replace_manifest(directory: Path, files: dict[str, dict[str, Any]], extra: dict[str, Any]) -> None:
+    """Let a committed directory, whose files have become others, say so. Only its producer does that; what it held before must still be there."""
+    manifest = read_manifest(directory)
+    write_atomically(
+        directory / MANIFEST, json.dumps({**vars(manifest), "files": files, "extra": extra}, indent=1).encode()
+    )
 
 
 def subject_of(path: Path) -> str:
@@ -418,7 +426,8 @@ def _write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,9 +7,10 @@ import json
 import secrets
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, read_manifest, write_atomically
+from prime_rl.transport.memory import InMemory, memory_of
 from prime_rl.transport.protocol import BASE, Lease
 from prime_rl.transport.weights import version_dir, weights_manifest
 
@@ -86,28 +87,53 @@ def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: C
     return life
 
 
-Seen = dict[tuple[int, int, int], int]  # (version, inode and time of its manifest) -> the life that made it
+class Look(NamedTuple):
+    """What a version's manifest said at a look: the life that made it, its place where that is memory, the version that it builds on if it does."""
+
+    life: int
+    memory: InMemory | None
+    builds_on: int | None
+
+
+Seen = dict[tuple[int, int, int], Look]  # (version, inode and time of its manifest) -> what it said
 
 
 def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
-    """Every committed version, and the life that made it. One that is removed or damaged meanwhile is left out.
+    """Every committed version, and the life that made it. One that is removed or damaged meanwhile, or lost with its host's memory, is left out.
 
     Args:
         seen: What earlier calls found; a caller that looks often keeps one, so that each manifest is read once.
     """
-    seen = {} if seen is None else seen
-    versions = {}
+    looks = _look({} if seen is None else seen, weights_dir)
+    return {version: look.life for version, look in looks.items() if look.memory is None or not look.memory.gone}
+
+
+def read_foundations(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
+    """The version that each committed one builds on, of those that build on one."""
+    looks = _look({} if seen is None else seen, weights_dir)
+    return {version: look.builds_on for version, look in looks.items() if look.builds_on is not None}
+
+
+def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
+    found = {}
     for version in list_steps(weights_dir):
         directory = version_dir(weights_dir, version)
         try:
             stat = (directory / MANIFEST).stat()
             key = (version, stat.st_ino, stat.st_mtime_ns)
             if key not in seen:
-                seen[key] = weights_manifest(directory).incarnation
+                manifest = weights_manifest(directory)
+                seen[key] = Look(manifest.incarnation, manifest.memory, manifest.builds_on)
         except (CommitError, FileNotFoundError):
             continue
-        versions[version] = seen[key]
-    return versions
+        found[version] = seen[key]
+    return found
+
+
+def lost_versions(weights_dir: Path) -> list[int]:
+    """Versions whose tensors lay in memory and, as far as this host can see, are there no more, ascending."""
+    held = {version: memory_of(version_dir(weights_dir, version)) for version in list_steps(weights_dir)}
+    return [version for version, memory in held.items() if memory is not None and not Path(memory.directory).is_dir()]
 
 
 def lease_path(output_dir: Path) -> Path:

@@ -6,15 +6,20 @@ base model: a manifest with its hashes and its path, no copy. Nothing here needs
 
 import json
 import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from prime_rl.transport.canary import Canary, read_canary
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest, stage, verify
+from prime_rl.transport.delta import Bytes, apply_delta, delta_file
+from prime_rl.transport.memory import InMemory, check_memory, read_in_memory
 
+INDEX = "model.safetensors.index.json"  # where there are several files: which holds which tensor
 _CHUNK = 1 << 24
 
 
@@ -29,9 +34,17 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class BuildsOn:
+    """The version, and its hash, whose tensors a version tells the changes of. None: it is there in full, for others to build on."""
+
+    version: int | None
+    hash: str | None
+
+
+@dataclass(frozen=True)
 class WeightsManifest:
     """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None. `canary` is None where the trainer
-    scored none."""
+    scored none, `memory` where the tensors lie on a disk, `delta` where no version tells changes."""
 
     version: int
     incarnation: int
@@ -40,10 +53,19 @@ class WeightsManifest:
     base: str | None
     directory: Path
     canary: Canary | None = None
+    memory: InMemory | None = None
+    delta: BuildsOn | None = None
+
+    @property
+    def builds_on(self) -> int | None:
+        """The version whose tensors are needed beside what this one tells; None where it is there in full."""
+        return None if self.delta is None else self.delta.version
 
     @property
     def files(self) -> Path:
         """The directory that holds the tensors."""
+        if self.memory is not None:
+            return Path(self.memory.directory)
         return Path(self.base) if self.base else self.directory
 
 
@@ -72,16 +94,22 @@ def manifest_extra(
     tensors: dict[str, TensorEntry],
     base: str | None = None,
     canary: Canary | None = None,
+    delta: BuildsOn | None = None,
 ) -> dict[str, Any]:
     """What a writer of weights puts into the manifest's `extra`."""
     scored = {} if canary is None else {"canary": canary.as_extra()}
-    return scored | {
-        "version": version,
-        "incarnation": incarnation,
-        "hash": version_hash(tensors),
-        "tensors": {name: vars(entry) for name, entry in tensors.items()},
-        "base": base,
-    }
+    changes = {} if delta is None else {"delta": vars(delta)}
+    return (
+        scored
+        | changes
+        | {
+            "version": version,
+            "incarnation": incarnation,
+            "hash": version_hash(tensors),
+            "tensors": {name: vars(entry) for name, entry in tensors.items()},
+            "base": base,
+        }
+    )
 
 
 def weights_manifest(directory: Path) -> WeightsManifest:
@@ -101,6 +129,8 @@ def weights_manifest(directory: Path) -> WeightsManifest:
             extra["base"],
             directory,
             read_canary(extra),
+            read_in_memory(extra),
+            None if extra.get("delta") is None else BuildsOn(**extra["delta"]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
@@ -113,7 +143,9 @@ def verify_weights(directory: Path) -> WeightsManifest:
         CommitError: naming the first tensor or file that differs, is missing or is not listed.
     """
     manifest = verify_small_files(directory)
-    check_tensors(manifest, hash_directory(manifest.files))
+    for link in chain(manifest)[1:]:
+        verify_small_files(link.directory)
+    check_tensors(manifest, hash_version(manifest))
     return manifest
 
 
@@ -124,7 +156,11 @@ def verify_small_files(directory: Path) -> WeightsManifest:
         CommitError: naming the first file that differs, is missing or is not listed.
     """
     manifest = weights_manifest(directory)
+    if manifest.memory is not None:
+        check_memory(directory, manifest.memory)
+        verify(manifest.files, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
+    tensor_files |= {delta_file(file) for file in tensor_files}
     for name, expected in verify(directory, hashes=False).files.items():
         if (
             name not in tensor_files
@@ -132,6 +168,75 @@ def verify_small_files(directory: Path) -> WeightsManifest:
         ):
             raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
     return manifest
+
+
+def chain(manifest: WeightsManifest, held: str | None = None) -> list[WeightsManifest]:
+    """The version itself and those that it builds on, the newest first, to one that is there in full, or to the one that builds on `held`.
+
+    Args:
+        held: The hash of a version whose tensors the caller has.
+
+    Raises:
+        CommitError: one of them is gone, or another one than was built on.
+    """
+    links = [manifest]
+    while (on := links[-1].delta) is not None and on.version is not None and on.hash != held:
+        needed = f"{links[-1].directory} tells what has changed since version {on.version}"
+        if on.version >= links[-1].version:
+            raise CommitError(f"{needed}, which is not before it")
+        try:
+            links.append(weights_manifest(version_dir(manifest.directory.parent, on.version)))
+        except CommitError as error:
+            raise CommitError(f"{needed}, which is not there: {error}") from error
+        if links[-1].hash != on.hash:
+            raise CommitError(f"{needed} ({str(on.hash)[:12]}), and {links[-1].directory} is {links[-1].hash[:12]}")
+    return links
+
+
+def read_files(manifest: WeightsManifest) -> Iterator[tuple[str, Bytes]]:
+    """The safetensors files of a version, each with all its bytes: as they lie there, or built from what has changed since one that is there in full.
+
+    Raises:
+        CommitError: what is told does not fit what it was told of.
+        OSError: a file cannot be read.
+    """
+    *changes, full = chain(manifest)
+    for file in sorted({entry.file for entry in manifest.tensors.values()}):
+        data = np.fromfile(full.files / file, np.uint8)
+        header, offset = read_header(full.files / file)
+        apply_changes(changes, file, data[offset:], {name: entry["data_offsets"] for name, entry in header.items()})
+        yield file, data
+
+
+def apply_changes(
+    changes: Sequence[WeightsManifest], file: str, data: Bytes, places: Mapping[str, tuple[int, int]]
+) -> None:
+    """Apply what versions, the newest first, tell of one file to the bytes of its tensors, which lie at `places`.
+
+    Raises:
+        CommitError: it does not fit; `data` is worth nothing then.
+        OSError: a file cannot be read.
+    """
+    for link in reversed(changes):
+        apply_delta(link.files / delta_file(file), data, places)
+
+
+def hash_version(manifest: WeightsManifest) -> dict[str, TensorEntry]:
+    """Hash every tensor of a committed version.
+
+    Raises:
+        CommitError: a file is missing, truncated or malformed, or what the version builds on is not there.
+    """
+    if manifest.builds_on is None:
+        return hash_directory(manifest.files)
+    full, tensors = chain(manifest)[-1], {}
+    for file, data in read_files(manifest):
+        header, offset = read_header(full.files / file)
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            digest = xxhash.xxh3_128(data[offset + first : offset + last].data).hexdigest()
+            tensors[name] = TensorEntry(file, entry["dtype"], entry["shape"], digest)
+    return tensors
 
 
 def check_tensors(manifest: WeightsManifest, found: dict[str, TensorEntry]) -> None:

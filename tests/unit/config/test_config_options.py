@@ -246,3 +246,15 @@ def test_node_options_of_the_inference_page() -> None:
     config = parse(InferenceConfig, argv, {})
     assert (config.data_parallel_size, config.data_parallel_size_local, config.headless) == (4, 2, True)
     assert (config.api_key, config.server.host) == ("k", "0.0.0.0")
+
+
+def test_transports_of_weights() -> None:
+    """Contract: plain files unless something else is asked for; what would fill the memory is refused."""
+    assert parse(TrainerConfig, [], {}).weights.transport.type == "filesystem"
+    argv = ["--weights.transport.type", "filesystem-delta", "--weights.transport.tmpfs", "/dev/shm"]
+    transport = parse(TrainerConfig, argv, {}).weights.transport
+    assert (transport.type, transport.tmpfs) == ("filesystem-delta", Path("/dev/shm"))
+    with pytest.raises(ConfigError, match="keep None keeps all versions, which /dev/shm has no room for"):
+        parse(TrainerConfig, ["--weights.keep", "None", "--weights.transport.tmpfs", "/dev/shm"], {})
+    with pytest.raises(ConfigError, match="anchor-every names no setting of type 'filesystem'"):
+        parse(TrainerConfig, ["--weights.transport.anchor-every", "3"], {})

@@ -24,7 +24,7 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source, find_model
-from prime_rl.trainer.weights import Versions, export_dtype
+from prime_rl.trainer.weights import InTmpfs, Versions, export_dtype
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
@@ -181,22 +181,31 @@ def test_disk_full(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture(params=["one buffer", "two"])
+@pytest.fixture
+def tmpfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What stands for one."""
+    return tmp_path_factory.mktemp("tmpfs")
+
+
+@pytest.fixture(params=["one buffer", "two", "tmpfs"])
 def versions(
     request: pytest.FixtureRequest,
     world: World,
     make_policy: Callable[..., Policy],
     tied_model: Path,
     tmp_path: Path,
+    tmpfs: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[], Versions]]:
-    """One life of a trainer each call, all on the same run directory; `two`: as beside a GPU."""
+    """One life of a trainer each call, all on the same run directory; `two`: as beside a GPU. However versions get to those who read them, the
+    same holds."""
     monkeypatch.setattr("prime_rl.trainer.weights.Staging", partial(Staging, shared=request.param == "two"))
     policy, source = make_policy(tied_model), find_model(str(tied_model))
     made = []
+    memory = InTmpfs(tmpfs, 9, "of this test") if request.param == "tmpfs" else None
 
     def make() -> Versions:
-        made.append(Versions(tmp_path, policy, source, world, torch.float32, timeout=60))
+        made.append(Versions(tmp_path, policy, source, world, torch.float32, timeout=60, memory=memory))
         return made[-1]
 
     yield make
@@ -285,8 +294,8 @@ def test_weights_may_change_meanwhile(versions: Callable[[], Versions], tmp_path
     life.settle()
     for version in under_way:
         directory = tmp_path / "weights" / f"step_{version}"
-        assert torch.equal(load_file(directory / "model.safetensors")[name], at_the_time[version])
-        verify_weights(directory)
+        files = verify_weights(directory).files
+        assert torch.equal(load_file(files / "model.safetensors")[name], at_the_time[version])
 
 
 def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import read_lives
 from prime_rl.transport.rollouts import Sample, write_batch
-from prime_rl.transport.weights import weights_manifest
+from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import WaitTimeout
 from support import trainer as support
 
@@ -415,3 +415,34 @@ def test_lognormal_fake_data(run_training: Run, tied_model: Path, tmp_path: Path
     steps = [after - before for before, after in zip([0, *tokens[0]], tokens[0], strict=False)]
     assert len(set(steps)) == 3
     assert all(6 * 16 <= step <= 6 * 2048 for step in steps)
+
+
+@pytest.mark.parametrize("transport", ["filesystem", "filesystem-delta"])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_each_transport_keeps_the_same_versions(
+    transport: str, in_memory: bool, run_training: Run, tied_model: Path, tmp_path: Path
+) -> None:
+    """Whatever carries them, the same versions with the same hashes are left; those of checkpoints and the last one are models by themselves; a
+    resumed run goes on from them when what was in memory is lost."""
+    tmpfs = tmp_path / "tmpfs"
+    tmpfs.mkdir()
+    carried = {"type": transport, "tmpfs": str(tmpfs) if in_memory else None}
+    settings: dict[str, Any] = {"optim": {"lr": 1e-5}, "async_level": 1, "ckpt": {"interval": 3}}
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    for name, how in ((plain, {}), (run, {"transport": carried})):
+        support.write_rollouts(name, 6)
+        weights = {"dtype": "bfloat16", **how}
+        run_training(support.make_config(name, tied_model, max_steps=5, weights=weights, **settings))
+    found = hashes(run)
+    assert {version: found[version] for version in hashes(plain)} == hashes(plain)
+    assert [path for place in tmpfs.iterdir() for path in place.iterdir()] == []
+    for version in (2, 3, 5):
+        AutoModelForCausalLM.from_pretrained(run / "weights" / f"step_{version}")
+    for version in found.keys() - {0}:
+        verify_weights(run / "weights" / f"step_{version}")
+    shutil.rmtree(tmpfs)
+    tmpfs.mkdir()
+    settings["ckpt"]["resume_step"] = -1
+    run_training(support.make_config(run, tied_model, max_steps=6, weights={**weights, "transport": carried}, **settings))  # fmt: skip
+    assert hashes(run)[5] == found[5]
+    assert 6 in hashes(run)

@@ -170,7 +170,7 @@ def test_a_place_that_may_not_be_written_is_one_clear_error(
     def refuse(path: Path) -> None:
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(commit, "_fsync", refuse)
+    monkeypatch.setattr(commit, "sync", refuse)
     with pytest.raises(UserError, match="step_3.* may not be written"):
         publish(tmp_path / "step_3", 3)
     assert list(tmp_path.iterdir()) == []

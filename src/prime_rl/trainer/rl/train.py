@@ -83,7 +83,15 @@ def run(
     ends.callback(data.close)
     served = fake is None  # else nobody reads the versions
     versions = weights.make_versions(
-        config, policy, source, world, report.more_metrics, overlapping=served, canary=served and config.weights.canary
+        config,
+        policy,
+        source,
+        world,
+        report.more_metrics,
+        overlapping=served,
+        canary=served and config.weights.canary,
+        memory=weights.in_tmpfs(config),
+        anchor_every=weights.anchor_every(config),
     )
     ends.callback(versions.close)
     report.open(given)
@@ -133,7 +141,8 @@ def run(
         rows.put(Row(outcome, moe.with_loads(partial(means, batch.loss_tokens), policy), known, batch.tokens, ideal))
 
         if fake is None:
-            versions.commit(step + 1, outcome.read)
+            lasting = checkpoints.will_need(step + 1, config.async_level) or step + 1 == config.max_steps
+            versions.commit(step + 1, outcome.read, lasting=lasting)
             versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
         if kind := checkpoints.due(step + 1):
             rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
@@ -154,7 +163,7 @@ def run(
         if step > 0:
             versions.ensure(step)  # on fake data it is the only one
         versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
-        versions.settle()
+        versions.leave_memory()
     if config.bench and world.is_main:  # it alone keeps the rows
         peer = perf.peer_flops(matmul, source.config, 1, config.seq_len)
         report.text(bench_table(report.history, world, peer))

@@ -1,0 +1,161 @@
+"""Tensors of versions that lie in the memory of the trainer's host: in a directory of the run under a tmpfs root, beside `weights/step_v`.
+
+Each is a committed directory of its own there. `weights/step_v` says in its manifest where it is, on which host, and since which boot: memory does
+not outlive the machine. A version whose tensors are gone counts as not there.
+"""
+
+import os
+import shutil
+import socket
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import log
+from prime_rl.monitor.process import boot_id
+from prime_rl.transport.commit import CommitError, clean_stages, disk_errors, list_steps, prune, read_manifest
+
+logger = log.get(__name__)
+
+_PREFIX = "prime-rl-"
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Where a version's tensors lie: a committed directory with this nonce, on a host, in the time of one boot of it."""
+
+    directory: str
+    nonce: str
+    host: str
+    boot: str
+
+    @property
+    def gone(self) -> bool:
+        """Whether the tensors are known to be lost. What lies on another host cannot be seen from here, and counts as there."""
+        if self.boot == boot_id():
+            return self.host == socket.gethostname() and not Path(self.directory).is_dir()
+        return self.host == socket.gethostname()
+
+
+def in_memory(directory: Path, nonce: str) -> InMemory:
+    """What a writer on this host says of what it has committed as `directory`."""
+    return InMemory(str(directory), nonce, socket.gethostname(), boot_id())
+
+
+def read_in_memory(extra: dict[str, Any]) -> InMemory | None:
+    """What a version's manifest says; None where its tensors lie elsewhere.
+
+    Raises:
+        TypeError: it is not what a manifest has there.
+    """
+    told = extra.get("memory")
+    return None if told is None else InMemory(**told)
+
+
+def memory_dir(tmpfs: Path, output_dir: Path, run: str) -> Path:
+    """The place of a run's versions under `tmpfs`. Neither another run in the same directory, nor a copy of this one, has the same.
+
+    Args:
+        run: What tells the run from others (`lives.run_id`).
+    """
+    return tmpfs.expanduser().resolve() / _name(output_dir, run)
+
+
+def _name(output_dir: Path, run: str) -> str:
+    return f"{_path_part(output_dir)}{run}"
+
+
+def _path_part(output_dir: Path) -> str:
+    return f"{_PREFIX}{xxhash.xxh3_64(os.fsencode(output_dir.resolve())).hexdigest()}-"
+
+
+def check_room(root: Path, versions: int, version_bytes: int, arithmetic: str, available: int) -> None:
+    """Room for `versions` of so many bytes at `root`, which may hold some already; nothing is written.
+
+    Args:
+        arithmetic: What makes so many versions.
+        available: Bytes of memory that the host has left.
+
+    Raises:
+        UserError: there is less; or `root` is no directory that can be written to.
+    """
+    tmpfs = root.parent
+    if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
+        raise UserError(f"weights.transport.tmpfs: {tmpfs} is no directory that can be written to")
+    held = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
+    free = held + min(shutil.disk_usage(tmpfs).free, available)
+    if (needed := versions * version_bytes) > free:
+        raise UserError(
+            f"weights.transport.tmpfs: {tmpfs} has room for {free / 2**30:.2f} GiB, and {needed / 2**30:.2f} may be needed: {versions} versions "
+            f"({arithmetic}) of {version_bytes / 2**30:.2f} GiB"
+        )
+
+
+def open_memory(root: Path, output_dir: Path) -> None:
+    """Make the run's directory if it is not there.
+
+    Raises:
+        UserError: it cannot be made, or is another user's.
+    """
+    with disk_errors(root):
+        root.mkdir(mode=0o755, exist_ok=True)
+    if root.is_symlink() or root.stat().st_uid != os.geteuid():
+        raise UserError(f"{root} belongs to another user: choose another weights.transport.tmpfs")
+    for other in sorted(root.parent.glob(f"{_path_part(output_dir)}*")):
+        if other != root:
+            logger.warning(
+                "%s holds weights of an earlier run in %s: remove it unless that is at work", other, output_dir
+            )
+
+
+def clean_memory(root: Path, used: Collection[str]) -> None:
+    """Remove what a dead trainer left in the run's directory: half-written versions, and those that no manifest names."""
+    clean_stages(root)
+    for step in list_steps(root):
+        directory = root / f"step_{step}"
+        if str(directory) not in used:
+            prune(directory)
+
+
+def remove_in_memory(memory: InMemory | None, output_dir: Path, run: str | None) -> None:
+    """Remove a version's tensors from memory. Those of a run that this one is a copy of are left alone."""
+    if memory is not None and _is_own(memory, output_dir, run):
+        prune(Path(memory.directory))
+
+
+def remove_memory(output_dir: Path, run: str | None) -> None:
+    """Remove all that a run whose processes have ended holds in memory: what its versions name, and what lies beside it."""
+    weights = output_dir / "weights"
+    for memory in [memory_of(weights / f"step_{step}") for step in list_steps(weights)]:
+        if memory is not None and _is_own(memory, output_dir, run):
+            shutil.rmtree(Path(memory.directory).parent, ignore_errors=True)
+
+
+def _is_own(memory: InMemory, output_dir: Path, run: str | None) -> bool:
+    return run is not None and Path(memory.directory).parent.name == _name(output_dir, run)
+
+
+def memory_of(version: Path) -> InMemory | None:
+    """Where the tensors of a version lie in memory; None where they do not, or the version is damaged or gone."""
+    try:
+        return read_in_memory(read_manifest(version).extra)
+    except (CommitError, TypeError):
+        return None
+
+
+def check_memory(version: Path, memory: InMemory) -> None:
+    """The directory in memory is the one that the version's manifest names.
+
+    Raises:
+        CommitError: it is not, or cannot be seen from here.
+    """
+    directory = Path(memory.directory)
+    if not directory.is_dir():
+        why = "they are gone" if memory.gone else "weights.transport.tmpfs is for servers on that host"
+        raise CommitError(f"{version}: its tensors lie in memory of {memory.host}, and {directory} is not there: {why}")
+    if read_manifest(directory).nonce != memory.nonce:
+        raise CommitError(f"{version}: {directory} holds the tensors of another version")

@@ -1,0 +1,119 @@
+"""Every transport of weights with a real server: the same versions by the same hashes, and what is damaged leaves the old weights in place."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from test_inference import TOLERANCE, difference, identity, sample, served, update
+
+from conftest import InferenceServer
+from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import find_model
+from prime_rl.trainer.weights import InTmpfs, Versions
+from prime_rl.transport.weights import weights_manifest
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "filesystem": {},
+    "tmpfs": {"memory": True},
+    "delta": {"anchor_every": 4},
+    "delta in tmpfs": {"memory": True, "anchor_every": 4},
+}
+
+
+@dataclass
+class Training:
+    """A trainer's versions beside a server, which may read them."""
+
+    versions: Versions
+    policy: Policy
+    root: Path
+
+    def step(self, version: int) -> Path:
+        """Train a little and commit it. Returns its place."""
+        with torch.no_grad():
+            for parameter in self.policy.parameters():
+                parameter.to_local().view(-1)[version::11].mul_(1.2)
+        self.versions.commit(version)
+        self.versions.settle()
+        return self.root / "weights" / f"step_{version}"
+
+    def as_model(self, place: Path) -> Path:
+        """The weights as they are, in full, for transformers."""
+        versions = self.versions
+        staging = Staging(self.policy, versions.world, torch.float32)
+        write_version(staging, staging.copy(), versions.source, versions.world, place, version=9, incarnation=0)
+        return place
+
+
+@pytest.fixture(params=[*TRANSPORTS])
+def training(
+    request: pytest.FixtureRequest,
+    inference_server: InferenceServer,
+    world: World,
+    make_policy: Callable[..., Policy],
+) -> Iterator[Training]:
+    inference_server.reset()
+    options = dict(TRANSPORTS[request.param])
+    root = inference_server.weights_root / f"transport {request.param}"
+    if options.pop("memory", False):
+        (root / "tmpfs").mkdir(parents=True)
+        options["memory"] = InTmpfs(root / "tmpfs", 9, "of this test")
+    model = inference_server.model
+    policy = make_policy(model)
+    with closing(Versions(root, policy, find_model(str(model)), world, torch.float32, timeout=60, **options)) as made:
+        made.open(0)
+        yield Training(made, policy, root)
+    inference_server.reset()
+
+
+def flip_a_bit(directory: Path) -> tuple[Path, bytes]:
+    """In what holds the tensors, or their changes. Returns the file, and what it was."""
+    files = weights_manifest(directory).files
+    path = next(path for path in sorted(files.iterdir()) if path.suffix in (".safetensors", ".delta"))
+    before = path.read_bytes()
+    data = bytearray(before)
+    data[-100] ^= 1
+    path.write_bytes(data)
+    return path, before
+
+
+def test_versions_are_served_however_they_come(
+    training: Training, inference_server: InferenceServer, chat_prompt: list[int], tmp_path: Path
+) -> None:
+    """Contract: the server serves each version by its hash and computes what its weights compute, also after it has missed one; a version with a
+    flipped bit is refused while the old weights go on, and the next one is right."""
+    server = inference_server
+
+    def take(version: int, directory: Path) -> httpx.Response:
+        taken = update(server, directory, version)
+        assert taken.status_code == 200, taken.text
+        assert identity(taken) == {"version": version, "hash": weights_manifest(directory).hash}
+        return taken
+
+    for version in (1, 2):
+        assert take(version, training.step(version)).json()["place"] == "host"
+    assert difference(server, chat_prompt, training.as_model(tmp_path / "two")) <= TOLERANCE
+    training.step(3)  # missed
+    take(4, training.step(4))
+    assert difference(server, chat_prompt, training.as_model(tmp_path / "four")) <= TOLERANCE
+
+    before = sample(server, chat_prompt, temperature=0.0)
+    damaged = training.step(6)
+    path, content = flip_a_bit(damaged)
+    refused = update(server, damaged, 6)
+    assert refused.status_code == 400
+    assert "the previous weights go on" in refused.text
+    assert (served(server)["version"], sample(server, chat_prompt, temperature=0.0)) == (4, before)
+    path.write_bytes(content)
+    take(7, training.step(7))
+    assert difference(server, chat_prompt, training.as_model(tmp_path / "seven")) <= TOLERANCE
