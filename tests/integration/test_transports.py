@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from test_inference import TOLERANCE, difference, identity, sample, served, update
 
 from conftest import InferenceServer
 from prime_rl.trainer.export import Staging, write_version
@@ -19,6 +18,7 @@ from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weights import InTmpfs, Versions
 from prime_rl.transport.weights import weights_manifest
 from support import trainer as support
+from support.serving import TOLERANCE, difference, identity, sample, served, update
 
 world, make_policy = support.world, support.make_policy
 
