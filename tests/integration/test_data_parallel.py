@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from conftest import InferenceServer, LaunchServer, make_tiny_model
-from integration.test_inference import (
+from prime_rl import faults
+from support.serving import (
     TOLERANCE,
     Sampled,
     commit,
@@ -18,7 +19,6 @@ from integration.test_inference import (
     served,
     update,
 )
-from prime_rl import faults
 
 ENGINES = 2
 # No process of its own for each worker: a third of the time to start.
