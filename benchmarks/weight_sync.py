@@ -219,8 +219,13 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
     environment: dict[str, str] = {}
     if device == "cuda":
         gpus = torch.cuda.device_count()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or str(gpus - 1)
         settings["gpu_memory_utilization"] = 0.5 if gpus == 1 else 0.85
-        environment = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": str(gpus - 1)}
+        environment = {
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": visible.split(",")[-1],
+        }
     path = [*plugin_path(scratch / "site"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
     before = dict(os.environ)

@@ -11,7 +11,7 @@ mkdir -p "$2"
 out=$(realpath "$2")
 python=${PYTHON:-python3}
 work=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$work"' EXIT
+trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$work"' EXIT
 
 read -r torch include suffix < <("$python" -c "
 import os, sysconfig, torch
