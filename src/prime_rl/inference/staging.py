@@ -10,13 +10,15 @@ import threading
 import time
 import traceback
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import torch
 import xxhash
@@ -25,7 +27,18 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import TensorEntry, check_tensors, read_header, weights_manifest
+from prime_rl.transport.pairs import PairError
+from prime_rl.transport.weights import (
+    TensorEntry,
+    WeightsManifest,
+    check_tensors,
+    never_written,
+    read_header,
+    weights_manifest,
+)
+
+if TYPE_CHECKING:
+    from prime_rl.inference.receiving import Receiver
 
 Place = Literal["device", "host", "nowhere"]
 
@@ -75,6 +88,15 @@ class Sink(Protocol):
     def finish(self) -> None: ...
 
 
+class Source(Protocol):
+    """Where a version's bytes come from: `open` a part, and fill one block after the other with it, each from byte `at` of the part on."""
+
+    parts: list[Part]
+    at_once: int
+
+    def open(self, part: Part) -> AbstractContextManager[Callable[[memoryview, int], None]]: ...
+
+
 class Staging:
     """One version that a thread reads for this worker, from its construction on. `drop` it, or what it holds stays.
 
@@ -85,15 +107,18 @@ class Staging:
         keep: Whether to keep what is read, where there is room.
         verify: Whether to read it all the same where there is none. One worker of an engine does.
         sharing: Workers that share the host's memory.
+        receiver: Gets what was never written from the trainer; such a version has to be kept.
     """
 
     def __init__(
-        self, directory: Path, digest: str, device: torch.device, *, keep: bool = True, verify: bool = True, sharing: int = 1
+        self, directory: Path, digest: str, device: torch.device, *, keep: bool = True, verify: bool = True, sharing: int = 1,
+        receiver: "Receiver | None" = None,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
         self.place: Place = "nowhere"
         self.seconds = 0.0
         self._device, self._keep, self._verify, self._sharing = device, keep, verify, sharing
+        self._receiver = receiver
         self._dropped = threading.Event()
         self._tensors: list[tuple[str, Tensor]] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -103,11 +128,17 @@ class Staging:
         self._thread.shutdown(wait=False)
 
     def answer(self) -> dict[str, Any]:
-        """How far it is: `{"state": "reading"}`, `{"state": "failed", "why"}` or `{"state": "ready", "place", "seconds"}`."""
+        """How far it is: `{"state": "reading"}`, `{"state": "failed", "why", "unsent"}` or `{"state": "ready", "place", "seconds"}`.
+
+        `unsent`: it is the sender's doing, and may succeed another time."""
         if not self._done.done():
             return {"state": "reading"}
         if (error := self._done.exception(timeout=0)) is not None:
-            return {"state": "failed", "why": str(error) or type(error).__name__}
+            return {
+                "state": "failed",
+                "why": str(error) or type(error).__name__,
+                "unsent": isinstance(error, PairError),
+            }
         return {"state": "ready", "place": self.place, "seconds": self.seconds}
 
     def wait(self, seconds: float) -> None:
@@ -139,14 +170,17 @@ class Staging:
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
-        parts = lay_out(self.directory)
+        source = _Files(self.directory) if manifest.sender is None else self._sent(manifest)
+        parts = source.parts
         self.place = self._choose(sum(part.size for part in parts))
+        if self.place == "nowhere" and manifest.sender is not None:
+            raise UserError(f"{never_written(self.directory)}, and there is no memory here to receive them")
         if self.place == "nowhere" and not self._verify:
             return
         sinks = self._make_sinks(parts)
-        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+        threads = ThreadPoolExecutor(source.at_once, thread_name_prefix="stage")
         with threads:
-            found = list(threads.map(self._read_part, parts, sinks))
+            found = list(threads.map(partial(self._read_part, source), parts, sinks))
         check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
         tensors = [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
         self.seconds = time.perf_counter() - began
@@ -171,20 +205,22 @@ class Staging:
             return [_OnHost(part.size) for part in parts]
         return [_Nowhere() for _ in parts]
 
-    def _read_part(self, part: Part, sink: Sink) -> dict[str, TensorEntry]:
+    def _sent(self, manifest: WeightsManifest) -> "Source":
+        if self._receiver is None:
+            raise CommitError(never_written(self.directory))
+        return self._receiver.source(manifest)
+
+    def _read_part(self, source: "Source", part: Part, sink: Sink) -> dict[str, TensorEntry]:
         digests = [xxhash.xxh3_128() for _ in part.pieces]
-        descriptor = os.open(part.path, os.O_RDONLY)
-        try:
+        with source.open(part) as fill:
             for at in range(0, part.size, BLOCK_BYTES):
                 if self._dropped.is_set():
                     raise Dropped(f"{self.directory} is not wanted any more")
                 block = sink.block(at, min(BLOCK_BYTES, part.size - at))
-                _fill(block, descriptor, part.offset + at, part.path)
+                fill(block, at)
                 _hash(part.pieces, digests, block, at)
                 sink.filled(at, len(block))
             sink.finish()
-        finally:
-            os.close(descriptor)
         return {
             piece.name: TensorEntry(part.path.name, piece.dtype, piece.shape, digest.hexdigest())
             for piece, digest in zip(part.pieces, digests, strict=True)
@@ -254,6 +290,23 @@ class _OnDevice:
         for copied in self._copied:
             copied.synchronize()
         self._blocks = []
+
+
+class _Files:
+    """The files of a committed version."""
+
+    at_once = THREADS
+
+    def __init__(self, directory: Path) -> None:
+        self.parts = lay_out(directory)
+
+    @contextmanager
+    def open(self, part: Part) -> Iterator[Callable[[memoryview, int], None]]:
+        descriptor = os.open(part.path, os.O_RDONLY)
+        try:
+            yield lambda block, at: _fill(block, descriptor, part.offset + at, part.path)
+        finally:
+            os.close(descriptor)
 
 
 def lay_out(directory: Path) -> list[Part]:

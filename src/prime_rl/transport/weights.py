@@ -6,7 +6,7 @@ base model: a manifest with its hashes and its path, no copy. Nothing here needs
 
 import json
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,20 @@ class TensorEntry:
 
 
 @dataclass(frozen=True)
+class SenderAddress:
+    """Where the tensors of a version can be asked for that were never written (`transport/pairs.py`). `timeout` are seconds without progress."""
+
+    host: str
+    port: int
+    backend: str
+    token: str = field(repr=False)
+    timeout: float
+
+
+@dataclass(frozen=True)
 class WeightsManifest:
     """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None. `canary` is None where the trainer
-    scored none."""
+    scored none. Where there is a `sender` the tensors are in no file, and lie with it one after the other, in the order of `tensors`."""
 
     version: int
     incarnation: int
@@ -40,6 +51,7 @@ class WeightsManifest:
     base: str | None
     directory: Path
     canary: Canary | None = None
+    sender: SenderAddress | None = None
 
     @property
     def files(self) -> Path:
@@ -72,16 +84,22 @@ def manifest_extra(
     tensors: dict[str, TensorEntry],
     base: str | None = None,
     canary: Canary | None = None,
+    sender: SenderAddress | None = None,
 ) -> dict[str, Any]:
     """What a writer of weights puts into the manifest's `extra`."""
     scored = {} if canary is None else {"canary": canary.as_extra()}
-    return scored | {
-        "version": version,
-        "incarnation": incarnation,
-        "hash": version_hash(tensors),
-        "tensors": {name: vars(entry) for name, entry in tensors.items()},
-        "base": base,
-    }
+    sent = {} if sender is None else {"sender": vars(sender)}
+    return (
+        scored
+        | sent
+        | {
+            "version": version,
+            "incarnation": incarnation,
+            "hash": version_hash(tensors),
+            "tensors": {name: vars(entry) for name, entry in tensors.items()},
+            "base": base,
+        }
+    )
 
 
 def weights_manifest(directory: Path) -> WeightsManifest:
@@ -101,6 +119,7 @@ def weights_manifest(directory: Path) -> WeightsManifest:
             extra["base"],
             directory,
             read_canary(extra),
+            SenderAddress(**extra["sender"]) if "sender" in extra else None,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
@@ -113,8 +132,15 @@ def verify_weights(directory: Path) -> WeightsManifest:
         CommitError: naming the first tensor or file that differs, is missing or is not listed.
     """
     manifest = verify_small_files(directory)
+    if manifest.sender is not None:
+        raise CommitError(never_written(directory))
     check_tensors(manifest, hash_directory(manifest.files))
     return manifest
+
+
+def never_written(directory: Path) -> str:
+    """Says why a committed version has no tensors: to whoever looks for them."""
+    return f"{directory} holds no tensors: they were sent to the servers and never written (trainer.weights.transport process-group)"
 
 
 def verify_small_files(directory: Path) -> WeightsManifest:
