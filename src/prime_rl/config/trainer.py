@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from prime_rl.config.base import BaseConfig, Problem, Section, check
 from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig
 
 Attention = Literal["auto", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
@@ -93,6 +94,12 @@ class ExportConfig(Section):
     )
 
 
+class FilesystemTransport(Section):
+    """Servers read the files of each version, which are committed in the run directory."""
+
+    type: Literal["filesystem"] = Field(default="filesystem", description="How servers get the weights.")
+
+
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
 
@@ -101,6 +108,9 @@ class WeightsConfig(ExportConfig):
     )
     canary: bool = Field(
         default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
+    )
+    transport: FilesystemTransport | ProcessGroupTransport = Field(
+        default_factory=FilesystemTransport, discriminator="type", description="How servers get the weights."
     )
 
 

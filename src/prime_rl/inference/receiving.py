@@ -62,6 +62,7 @@ class Receiver:
                 block=staging.BLOCK_BYTES,
             )
             yield lambda block, at: pair.receive(block)
+            pair.end(part.size)
         except BaseException:
             pair.close()  # it may be anywhere within what it was asked for
             raise

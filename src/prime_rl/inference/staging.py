@@ -108,6 +108,10 @@ class Staging:
         verify: Whether to read it all the same where there is none. One worker of an engine does.
         sharing: Workers that share the host's memory.
         receiver: Gets what was never written from the trainer; such a version has to be kept.
+
+    Attributes:
+        place: Where it is kept.
+        received: Whether it was never written.
     """
 
     def __init__(
@@ -116,6 +120,7 @@ class Staging:
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
         self.place: Place = "nowhere"
+        self.received = False
         self.seconds = 0.0
         self._device, self._keep, self._verify, self._sharing = device, keep, verify, sharing
         self._receiver = receiver
@@ -170,11 +175,13 @@ class Staging:
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
-        source = _Files(self.directory) if manifest.sender is None else self._sent(manifest)
+        self.received = manifest.sender is not None
+        source = self._sent(manifest) if self.received else _Files(self.directory)
         parts = source.parts
         self.place = self._choose(sum(part.size for part in parts))
-        if self.place == "nowhere" and manifest.sender is not None:
-            raise UserError(f"{never_written(self.directory)}, and there is no memory here to receive them")
+        if self.place == "nowhere" and self.received:
+            why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
+            raise UserError(f"{never_written(self.directory)}, and {why}")
         if self.place == "nowhere" and not self._verify:
             return
         sinks = self._make_sinks(parts)

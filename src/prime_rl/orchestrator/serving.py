@@ -17,7 +17,7 @@ from prime_rl.monitor import Status, log
 from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
-from prime_rl.orchestrator.engine import EngineTrouble
+from prime_rl.orchestrator.engine import EngineTrouble, NotSent
 from prime_rl.orchestrator.fleet import Fleet, Replica, rest_seconds
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
@@ -60,6 +60,10 @@ class Shell(Protocol):
         """A task ended; its exception is the run's."""
 
 
+def _nothing_owed(version: int) -> bool:
+    return False
+
+
 class Serving:
     """What the servers serve. `begin` comes before `follow`.
 
@@ -84,6 +88,7 @@ class Serving:
         self._misread = (
             0  # updates in a row after which no server computed what the trainer did, whatever was loaded in between
         )
+        self._unsent_since: float | None = None  # when the trainer did not send a version, and none was loaded since
         self._shell = shell
         self.begun = False
         self._moving = False  # what is served is being changed
@@ -107,9 +112,10 @@ class Serving:
         """
         self.history.hold(first_lease(self.history.lease))
         await self._await_history(progress)
+        owed = owes
         while True:  # `_may_retry` raises after a few failures
             ready = await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
-            version, life = self._choose(owes), self.history.life.number
+            version, life = self._choose(owed), self.history.life.number
             self._lease_to_load(life, version)
             try:
                 failures = await self._check_bases(ready, version)
@@ -119,7 +125,10 @@ class Serving:
                 await self._may_retry(error, version)
                 continue
             if len(failures) == len(ready):
-                await self._may_retry(next(iter(failures.values())), version)
+                failure = next(iter(failures.values()))
+                if isinstance(failure, NotSent):
+                    owed = _nothing_owed  # it is not to be had any more: the newest is
+                await self._may_retry(failure, version)
                 continue
             for replica in ready:
                 if replica not in failures:
@@ -258,16 +267,19 @@ class Serving:
             if not await self._move(version) or self.core.must_go_back:
                 return
             self._count(time.monotonic() - began)
-            self.core.serve(version)
-            self._hold(self.core.life, version)
-            self.status.progress()
-            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self._where())
-            stale = self.core.stale()
-            for start in stale:
-                self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
-            self._give_up(stale)
+            self._note_served(version, began)
         self._shell.wake()
         await self._shell.serves(version)
+
+    def _note_served(self, version: int, began: float) -> None:
+        self.core.serve(version)
+        self._hold(self.core.life, version)
+        self.status.progress()
+        logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self._where())
+        stale = self.core.stale()
+        for start in stale:
+            self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
+        self._give_up(stale)
 
     def _count(self, seconds: float) -> None:
         self.seconds += seconds
@@ -347,7 +359,7 @@ class Serving:
                 async with self.shipping:
                     self._doubt(replica, "the server was started again")
         if len(failures) < len(replicas):
-            self._failures = 0
+            self._failures, self._unsent_since = 0, None
         faults.point(f"updated:v{version}")
         return failures
 
@@ -361,6 +373,9 @@ class Serving:
 
     async def _may_retry(self, error: LoadError, version: int) -> None:
         """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
+        if isinstance(error, NotSent):
+            await self._await_sender(error, version)
+            return
         self._failures += 1
         self.history.look()
         gone = not self.history.valid(version)  # removed while it was read: there is another one
@@ -368,6 +383,17 @@ class Serving:
             raise error
         logger.warning("version %d was not loaded, trying again: %s", version, error)
         await asyncio.sleep(_RETRY_SECONDS * self._failures)
+
+    async def _await_sender(self, error: NotSent, version: int) -> None:
+        """Servers go on as they are while the trainer owes them this version, a newer one or its next life: for at most `weights_timeout`."""
+        now, seconds = time.monotonic(), self.config.weights_timeout
+        if self._unsent_since is None:
+            self._unsent_since = now
+            logger.warning("version %d was not sent, waiting for the trainer: %s", version, error)
+        elif now - self._unsent_since > seconds:
+            raise error
+        self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
+        await asyncio.sleep(_RETRY_SECONDS)
 
     def _lease_to_load(self, life: int, version: int) -> None:
         assert self.history.lease is not None  # `start` has taken one
@@ -491,7 +517,8 @@ class Serving:
 
     async def _bring_the_only_one_back(self, replica: Replica) -> None:
         """The run depends on it: it is waited for, and after a few failures the run ends."""
-        for attempt in range(_ATTEMPTS):
+        attempt = 0
+        while attempt < _ATTEMPTS:  # bounded: the last attempt raises, and so does `_await_sender`
             await replica.engine.wait_ready(self.status.waiting)
             try:
                 while not await self._catch_up(
@@ -499,10 +526,13 @@ class Serving:
                 ):  # bounded: by the requests' deadlines; what is served changes rarely
                     await asyncio.sleep(POLL_SECONDS)
                 return
+            except NotSent as error:
+                await self._await_sender(error, self.core.version)
             except (UserError, CommitError):
-                if attempt == _ATTEMPTS - 1:
+                attempt += 1
+                if attempt == _ATTEMPTS:
                     raise
-            await asyncio.sleep(_RETRY_SECONDS * (attempt + 1))
+                await asyncio.sleep(_RETRY_SECONDS * attempt)
 
     async def _bring_back(self, replica: Replica) -> None:
         """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
@@ -582,10 +612,33 @@ class Serving:
         if not proven:
             await self._take_back(replica)
         if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
-            await self._load_again(replica)
+            try:
+                await self._load_again(replica)
+            except NotSent:
+                newest = self.history.newest
+                if not self.recovering or newest is None or newest <= version:
+                    raise
+                return await self._go_on_with(replica, newest)
         if self._moving or (version, life) != (self.core.version, self.core.life) or replica.tainted:
             return False
         self._admit(replica)
+        return True
+
+    async def _go_on_with(self, replica: Replica, version: int) -> bool:
+        """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version, on this server first."""
+        async with self.lock:
+            if not self.recovering or self.core.must_go_back or version <= self.core.version:
+                return False  # found while this waited for the lock
+            began, life = time.monotonic(), self.core.life
+            self.core.announce(version)
+            self._lease_to_load(life, version)
+            for error in (await self._load([replica], version)).values():
+                raise error
+            if self.core.must_go_back or life != self.core.life or replica.tainted:
+                return False
+            self._note_served(version, began)
+            self._admit(replica)
+        await self._shell.serves(version)
         return True
 
     async def _take_back(self, replica: Replica) -> None:

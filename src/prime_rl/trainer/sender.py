@@ -79,7 +79,7 @@ class Sender:
         self._offers: dict[int, Offer] = {}
         self._lock = threading.Lock()  # bounded: held for a message to a pipe, or the start of a process
         self._process: subprocess.Popen[bytes] | None = None
-        self._answered = threading.Condition()
+        self._answered = threading.Condition()  # bounded: held to note an answer
         self._order, self._last_answer = 0, 0
         self._ends: list[str] = []  # how those ended that were not asked to, since the last version
         self._closed = False
@@ -210,24 +210,24 @@ class _Offered:
     def __init__(self) -> None:
         self._offers: dict[int, Offer] = {}
         self._readers: dict[Offer, int] = {}
-        self._changed = threading.Condition()
+        self._readers_changed = threading.Condition()  # bounded: held for a look at who reads
 
     def add(self, offer: Offer) -> None:
-        with self._changed:
+        with self._readers_changed:
             self._offers[offer.start] = offer
 
     def retire(self, start: int) -> None:
         """Nobody begins to read it any more. Returns when nobody does, or after `GRACE_SECONDS`: then those who still do are to stop."""
-        with self._changed:
+        with self._readers_changed:
             offer = self._offers.pop(start, None)
             if offer is not None:
-                self._changed.wait_for(lambda: not self._readers.get(offer), timeout=GRACE_SECONDS)
+                self._readers_changed.wait_for(lambda: not self._readers.get(offer), timeout=GRACE_SECONDS)
                 self._readers.pop(offer, None)
 
     @contextmanager
     def reading(self, version: int, life: int, digest: str) -> Iterator[Offer]:
         """Raises `_Refused` where it is not there."""
-        with self._changed:
+        with self._readers_changed:
             asked = (version, life, digest)
             found = next((one for one in self._offers.values() if (one.version, one.life, one.hash) == asked), None)
             if found is None:
@@ -241,14 +241,14 @@ class _Offered:
         try:
             yield found
         finally:
-            with self._changed:
+            with self._readers_changed:
                 if found in self._readers:
                     self._readers[found] -= 1
-                self._changed.notify_all()
+                self._readers_changed.notify_all()
 
     def check(self, offer: Offer) -> None:
         """Raises `_Refused` where one who reads it is to stop."""
-        with self._changed:
+        with self._readers_changed:
             if offer not in self._readers:
                 raise _Refused(f"version {offer.version} is superseded: its memory is needed for a newer one")
 
@@ -277,7 +277,7 @@ class _Server:
         self.offered = _Offered()
 
     def accept(self, listening: socket.socket) -> NoReturn:
-        while True:  # bounded: it ends with the process
+        while True:
             connection, address = listening.accept()  # bounded: it ends with the process
             threading.Thread(target=self._serve, args=(connection, address[0]), daemon=True).start()
 
@@ -304,7 +304,7 @@ class _Server:
             self.answer({"said": f"{address}: {error}"})
             return
         try:
-            while True:  # bounded: until the other side closes the connection, or is found to be gone
+            while True:  # ends when the other side closes the connection, or is found to be gone
                 request = pair.line.hear(None)
                 try:
                     self._send(pair, request)
@@ -336,6 +336,8 @@ class _Server:
                 last = min(first + block, at + count)
                 pair.send(self._memory[offer.start + first : offer.start + last])
             pair.flush()
+            self.offered.check(offer)  # else what has gone may have been written over meanwhile
+        pair.line.tell(float(self._settings["timeout"]), done=count)
 
 
 def _serve(memory: int, size: int, listening: int, answering: int) -> None:

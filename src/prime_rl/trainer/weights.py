@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prime_rl import faults
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_version
 from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
+from prime_rl.trainer.sender import Sender
 from prime_rl.trainer.source import Source
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import clean_stages, give_up, list_steps, prune
 from prime_rl.transport.lives import Seen, next_life, open_life, read_lease, read_lives, read_versions, sparing_lives
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
-from prime_rl.transport.weights import version_dir, write_base_version
+from prime_rl.transport.weights import version_dir, weights_manifest, write_base_version
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
@@ -61,6 +63,8 @@ class Versions:
         timeout: Seconds that committing one may take.
         overlapping: Versions follow each other so fast that one may be copied while the one before it is still being written, where there is
             host memory for that.
+        transport: Versions that need not outlive this process are sent from its memory (None: all are written).
+        to_write: Whether a version is written all the same.
         canary: Scores what goes into each version's manifest for those who serve it (None: nobody compares).
         on_committed: Told, in the loop's thread, each version that was settled and the seconds that its parts took (`export_*`); `export` is
             what the loop waited for.
@@ -77,14 +81,22 @@ class Versions:
         timeout: float = 600.0,
         overlapping: bool = True,
         canary: CanaryScorer | None = None,
+        transport: ProcessGroupTransport | None = None,
+        to_write: Callable[[int], bool] = lambda version: True,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
+        if transport is not None and world.size > 1:
+            raise UserError(
+                f"trainer.weights.transport process-group sends from one rank, and this trainer has {world.size}: use filesystem"
+            )
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        self._staging = Staging(policy, world, dtype)
+        self._staging = Staging(policy, world, dtype, shared=None if transport is None else True)
+        self._transport, self._to_write = transport, to_write
+        self._sender: Sender | None = None
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
@@ -113,23 +125,34 @@ class Versions:
         self.life, base = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
         if self._overlapping and all(gather(self.world, self._staging.affords_two())):
             self._staging.buffers = 2
-        self._others.append(self._thread.submit(self._staging.allocate))
+        self._others.append(self._thread.submit(self._prepare))
         if start > 0:
             self.ensure(start)
         return self.life, base
 
     def ensure(self, version: int) -> None:
-        """Commit the policy's weights as `version`, unless this history has that version already, and wait for it."""
+        """Commit the policy's weights as `version`, unless this history has that version already, with its tensors, and wait for it."""
         self.settle()
-        if version not in on_main(self.world, lambda: list_steps(self.root)):
-            self.commit(version)
+        if not on_main(self.world, lambda: self._holds(version)):
+            self.commit(version, written=True)
             self.settle()
 
-    def commit(self, version: int, check: Callable[[], object] = lambda: None) -> None:
+    def _holds(self, version: int) -> bool:
+        """Whether a version stands there with its tensors; one without them is removed."""
+        if version not in list_steps(self.root):
+            return False
+        directory = version_dir(self.root, version)
+        if weights_manifest(directory).sender is None:
+            return True
+        prune(directory)
+        return False
+
+    def commit(self, version: int, check: Callable[[], object] = lambda: None, *, written: bool | None = None) -> None:
         """Let the policy's weights, as the device has them after what it is told so far, become `version`.
 
         Args:
             check: Called by the thread before it writes anything. What it raises keeps the version from being committed.
+            written: Whether its tensors are written (None: as `to_write` says).
 
         Raises:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
@@ -137,10 +160,15 @@ class Versions:
         self._settle(versions=self._staging.buffers - 1, prunes=1)
         began = time.perf_counter()
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
+        if self._sender is not None:
+            self._staging.retire(self._sender)
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
-        written = self._thread.submit(self._commit, version, self._copied, scored, check, before, list(self._prunes))
-        self._pending.append((version, written))
+        writes = self._to_write(version) if written is None else written
+        committed = self._thread.submit(
+            self._commit, version, self._copied, scored, check, before, list(self._prunes), writes
+        )
+        self._pending.append((version, committed))
         self._waited += time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -186,11 +214,17 @@ class Versions:
             if (late := self._late(after, prunes=None if after else 0)) is not None:
                 logger.error("%s", late)
                 self._staging.abandon()  # a buffer may still be read
+                self._close_sender()
                 return
+        self._close_sender()
         self._staging.close()
         left: list[Future[Any]] = [*self._others, *self._prunes, *(written for _, written in self._pending)]
         for failure in filter(None, (future.exception(timeout=0) for future in left)):
             logger.error("%s", failure)
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
 
     def _take_results(self, versions: int, prunes: int | None) -> tuple[int | None, Times]:
         """Those of one version at most."""
@@ -236,6 +270,7 @@ class Versions:
         check: Callable[[], object],
         before: "Future[Times | None] | None",
         prunes: Collection["Future[None]"],
+        writes: bool,
     ) -> Times | None:
         """In the thread. `before` is the version before this one, which the thread is done with; `prunes` are under way, on rank 0."""
         world = self._background
@@ -256,10 +291,17 @@ class Versions:
                 version=version,
                 incarnation=self.life,
                 canary=canary,
+                sender=None if writes else self._sender,
             )
         finally:
             cast, copy = copied.finish()
         return {f"time/export_{part}": seconds for part, seconds in {"cast": cast, "copy": copy, **times}.items()}
+
+    def _prepare(self) -> None:
+        """In the thread, before the first version."""
+        self._staging.allocate()
+        if self._transport is not None:
+            self._sender = self._staging.make_sender(self._transport)
 
     def _make_room(self, prunes: Collection["Future[None]"]) -> None:
         """Where there is none for one version more, let the older ones be gone before it is written."""
@@ -324,6 +366,8 @@ def make_versions(
     *,
     overlapping: bool,
     canary: bool = False,
+    transport: ProcessGroupTransport | None = None,
+    to_write: Callable[[int], bool] = lambda version: True,
 ) -> Versions:
     """The versions of a run. `tell` gets the step that made a version, and the times that committing it took. With `canary` each carries one."""
     dtype = export_dtype(config.weights.dtype, source)
@@ -343,5 +387,7 @@ def make_versions(
         timeout=config.dist_timeout,
         overlapping=overlapping,
         canary=scorer,
+        transport=transport,
+        to_write=to_write,
         on_committed=lambda version, times: tell(version - 1, times),
     )

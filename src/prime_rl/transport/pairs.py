@@ -69,7 +69,7 @@ class Line:
         """Raises PairError where it cannot be sent within so many seconds."""
         try:
             self._socket.settimeout(seconds)
-            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            self._socket.sendall(json.dumps(message).encode() + b"\n")  # bounded: by the time-out just set
         except OSError as error:
             raise PairError(f"the other side is gone ({error.strerror or error})") from error
 
@@ -81,7 +81,7 @@ class Line:
         """
         until = None if seconds is None else time.monotonic() + seconds
         try:
-            while b"\n" not in self._read:  # bounded: by `until`, or by the other side's end
+            while b"\n" not in self._read:
                 self._socket.settimeout(None if until is None else max(until - time.monotonic(), 1e-3))
                 data = self._socket.recv(4096)  # bounded: by the time-out just set, or by the other side's end
                 if not data:
@@ -162,18 +162,18 @@ class Pair:
         Raises:
             PairError: the sender ends the transfer, with its reason; or it is gone, or silent.
         """
-        message = self.line.hear(self._seconds)
-        if "error" in message:
-            raise PairError(str(message["error"]))
-        if message.get("block") != len(block):
-            raise PairError(f"the sender sends {message.get('block')} bytes where {len(block)} were asked for")
+        self._expect("block", len(block))
         data = torch.frombuffer(block, dtype=torch.uint8)
         with self._on_device():
             chunk = self._chunk(len(block))
             arriving = data if chunk is None else chunk
-            self._finish(self._try(lambda: self._group.recv([arriving], 0, 0)), arriving)
+            self._finish(self._try(lambda: self._group.recv([arriving], 0, 0)), arriving)  # bounded: `_finish`
             if chunk is not None:
                 data.copy_(chunk)
+
+    def end(self, count: int) -> None:
+        """After the last block: so many bytes were sent, and were what was asked for until they had gone. Raises PairError as `receive` does."""
+        self._expect("done", count)
 
     def close(self) -> None:
         """Not to be used again."""
@@ -181,6 +181,13 @@ class Pair:
         if self._stream is not None:
             with suppress(RuntimeError):  # whatever NCCL finds wrong with what is left
                 self._group.abort()
+
+    def _expect(self, what: str, count: int) -> None:
+        message = self.line.hear(self._seconds)
+        if "error" in message:
+            raise PairError(str(message["error"]))
+        if message.get(what) != count:
+            raise PairError(f"the sender says {message} where {what} {count} was expected")
 
     def _try(self, begin: Any) -> dist.Work:
         try:

@@ -82,9 +82,12 @@ def run(
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     ends.callback(data.close)
     served = fake is None  # else nobody reads the versions
+    transport = config.weights.transport
     versions = weights.make_versions(
-        config, policy, source, world, report.more_metrics, overlapping=served, canary=served and config.weights.canary
-    )
+        config, policy, source, world, report.more_metrics, overlapping=served, canary=served and config.weights.canary,
+        transport=transport if served and transport.type == "process-group" else None,
+        to_write=partial(must_be_written, config, checkpoints),
+    )  # fmt: skip
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:
@@ -159,6 +162,12 @@ def run(
         peer = perf.peer_flops(matmul, source.config, 1, config.seq_len)
         report.text(bench_table(report.history, world, peer))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
+
+
+def must_be_written(config: TrainerConfig, checkpoints: Checkpoints, version: int) -> bool:
+    """Whether a version has to outlive this process, however it is sent: the last one, and what a checkpoint needs (`protocol.prunable`)."""
+    needing = range(version, version + config.async_level + 1)
+    return version == config.max_steps or any(checkpoints.due(step) for step in needing)
 
 
 def means(loss_tokens: int, sums: list[float]) -> dict[str, float]:
