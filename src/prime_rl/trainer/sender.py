@@ -257,10 +257,23 @@ class _Refused(Exception):
     """What was asked for is not given; the message goes to who asked."""
 
 
+class _Answers:
+    """What the process says to the trainer."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._pipe = os.fdopen(descriptor, "wb")
+        self._writing = threading.Lock()  # bounded: held for a message to a pipe that a thread reads
+
+    def tell(self, **message: object) -> None:
+        with self._writing:
+            self._pipe.write(json.dumps(message).encode() + b"\n")
+            self._pipe.flush()
+
+
 class _Server:
     """Answers those who ask: a thread for each, which ends with the connection."""
 
-    def __init__(self, memory: int, size: int, settings: Mapping[str, Any], answers: BinaryIO) -> None:
+    def __init__(self, memory: int, size: int, settings: Mapping[str, Any], offered: _Offered, answers: _Answers) -> None:  # fmt: skip
         import torch  # the trainer's side needs nothing of it
 
         from prime_rl.transport.pairs import open_store
@@ -271,24 +284,13 @@ class _Server:
         if self._device.type == "cuda":  # else copying to the GPU waits for a copy on the host
             torch.cuda.set_device(self._device)
             torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
-        self._settings, self._answers = settings, answers
+        self._settings, self._offered, self._answers = settings, offered, answers
         self._store, self._store_port = open_store(settings["host"], settings["timeout"])
-        self._writing = threading.Lock()  # bounded: held for a message to a pipe that a thread reads
-        self.offered = _Offered()
 
-    def accept(self, listening: socket.socket) -> NoReturn:
+    def serve(self, listening: socket.socket) -> NoReturn:
         while True:
             connection, address = listening.accept()  # bounded: it ends with the process
             threading.Thread(target=self._serve, args=(connection, address[0]), daemon=True).start()
-
-    def answer(self, message: Mapping[str, object]) -> None:
-        with self._writing:
-            self._answers.write(json.dumps(message).encode() + b"\n")
-            self._answers.flush()
-
-    def retire(self, start: int, order: int) -> None:
-        self.offered.retire(start)
-        self.answer({"order": order})
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         from prime_rl.transport.pairs import Line, PairError, accept
@@ -301,7 +303,7 @@ class _Server:
             )  # fmt: skip
         except PairError as error:
             line.close()
-            self.answer({"said": f"{address}: {error}"})
+            self._answers.tell(said=f"{address}: {error}")
             return
         try:
             while True:  # ends when the other side closes the connection, or is found to be gone
@@ -326,17 +328,17 @@ class _Server:
             digest = str(request["hash"])
         except (KeyError, TypeError, ValueError) as error:
             raise _Refused(f"that is no question for weights ({error!r})") from error
-        with self.offered.reading(version, life, digest) as offer:
+        with self._offered.reading(version, life, digest) as offer:
             if at < 0 or count < 0 or at + count > offer.size or not 0 < block <= BLOCK_BYTES:
                 raise _Refused(
                     f"version {version} has {offer.size} bytes, not {at} to {at + count} in blocks of {block}"
                 )
             for first in range(at, at + count, block):
-                self.offered.check(offer)
+                self._offered.check(offer)
                 last = min(first + block, at + count)
                 pair.send(self._memory[offer.start + first : offer.start + last])
             pair.flush()
-            self.offered.check(offer)  # else what has gone may have been written over meanwhile
+            self._offered.check(offer)  # else what has gone may have been written over meanwhile
         pair.line.tell(float(self._settings["timeout"]), done=count)
 
 
@@ -348,14 +350,22 @@ def _serve(memory: int, size: int, listening: int, answering: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.excepthook = _end
     settings = json.loads(sys.stdin.buffer.readline())["settings"]
-    server = _Server(memory, size, settings, os.fdopen(answering, "wb"))
-    threading.Thread(target=server.accept, args=(socket.socket(fileno=listening),), daemon=True).start()
+    offered, answers = _Offered(), _Answers(answering)
+
+    def serve() -> None:  # it takes seconds to begin with: whatever is offered meanwhile is known by then
+        _Server(memory, size, settings, offered, answers).serve(socket.socket(fileno=listening))
+
+    def retire(start: int, order: int) -> None:
+        offered.retire(start)
+        answers.tell(order=order)
+
+    threading.Thread(target=serve, daemon=True).start()
     for line in sys.stdin.buffer:
         message = json.loads(line)
         if "offer" in message:
-            server.offered.add(Offer(**message["offer"]))
+            offered.add(Offer(**message["offer"]))
         else:
-            threading.Thread(target=server.retire, args=(message["retire"], message["order"]), daemon=True).start()
+            threading.Thread(target=retire, args=(message["retire"], message["order"]), daemon=True).start()
     os._exit(0)
 
 

@@ -13,24 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-import xxhash
 
 from prime_rl.errors import UserError
 from prime_rl.inference import staging
 from prime_rl.inference.receiving import Receiver, sent_parts
 from prime_rl.inference.staging import Staging
-from prime_rl.trainer.sender import Offer, Sender
-from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.commit import CommitError
 from prime_rl.transport.pairs import PairError
-from prime_rl.transport.weights import (
-    SenderAddress,
-    TensorEntry,
-    manifest_extra,
-    verify_weights,
-    version_dir,
-    weights_manifest,
-)
+from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from prime_rl.wait import wait
+from support.sending import SendingTrainer
 
 CPU = torch.device("cpu")
 SECONDS = 60.0
@@ -38,41 +30,19 @@ SIZE = 1 << 20  # of a buffer
 SHAPES = {"a.safetensors": {"embed": [500, 300], "empty": [0, 7]}, "b.safetensors": {"w": [123, 457], "norm": [1000]}}
 
 
-class Trainer:
-    """What a trainer has: memory that it shares with a sender, and a run directory."""
+class Trainer(SendingTrainer):
+    """Sends one version of random tensors after the other."""
 
     def __init__(self, root: Path, timeout: float = SECONDS, port: int = 0) -> None:
-        self.root, self.life, self.version = root, 0, 0
-        self.memory = os.memfd_create("test")
-        os.ftruncate(self.memory, 2 * SIZE)
-        self.sender = Sender(
-            self.memory, 2 * SIZE, host="127.0.0.1", port=port, backend="gloo", device="cpu", timeout=timeout
-        )
+        super().__init__(root, SIZE, timeout, port)
+        self.version = 0
 
-    def commit(self, address: SenderAddress | None = None, spoil: bool = False) -> Path:
-        """Offer the next version, of random bytes, and commit what describes it. `spoil`: other bytes than it says."""
+    def commit(self, **options: Any) -> Path:
+        """The next version."""
         self.version += 1
-        version, start, at = self.version, self.version % 2 * SIZE, 0
-        generator = torch.Generator().manual_seed(version)
-        tensors: dict[str, TensorEntry] = {}
-        self.sender.retire(start)
-        for file, shapes in SHAPES.items():
-            for name, shape in shapes.items():
-                data = torch.rand(shape, generator=generator).numpy().tobytes()
-                os.pwrite(self.memory, data, start + at)
-                tensors[name] = TensorEntry(file, "F32", shape, xxhash.xxh3_128(data).hexdigest())
-                at += len(data)
-        if spoil:
-            os.pwrite(self.memory, b"x", start + at - 10)
-        extra = manifest_extra(version, self.life, tensors, sender=address or self.sender.address)
-        self.sender.offer(Offer(version, self.life, extra["hash"], start, at))
-        with stage(version_dir(self.root, version), step=version, producer="trainer", extra=extra):
-            pass
-        return version_dir(self.root, version)
-
-    def close(self) -> None:
-        self.sender.close()
-        os.close(self.memory)
+        tensors = expected(self.version)
+        files = {file: {name: tensors[name] for name in shapes} for file, shapes in SHAPES.items()}
+        return self.send(self.version, files, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -286,7 +256,7 @@ def test_a_sender_that_hangs(
 
 def test_a_token_that_is_not_the_senders(trainer: Trainer, receiver: Receiver, heard: pytest.LogCaptureFixture) -> None:
     """Contract: who does not know the token gets nothing, the trainer's log says so, and no log holds the token."""
-    directory = trainer.commit(replace(trainer.sender.address, token="0" * 32))
+    directory = trainer.commit(address=replace(trainer.sender.address, token="0" * 32))
     fails(directory, receiver, "does not know this token")
     wait(lambda: "without knowing the token" in heard.text, subject="warning", owner="the trainer", seconds=SECONDS)
     assert trainer.sender.address.token not in heard.text + repr(trainer.sender.address)
