@@ -143,6 +143,15 @@ def never_written(directory: Path) -> str:
     return f"{directory} holds no tensors: they were sent to the servers and never written (trainer.weights.transport process-group)"
 
 
+def without_tensors(directory: Path) -> str:
+    """Says of a directory, which may be any, why no tensors are found there."""
+    try:
+        sent = weights_manifest(directory).sender is not None
+    except CommitError:
+        sent = False
+    return never_written(directory) if sent else f"{directory} holds no safetensors files (older formats are to be converted)"
+
+
 def verify_small_files(directory: Path) -> WeightsManifest:
     """Check all of a committed version but its tensors' bytes: the sizes of all files, and the hashes of those that hold no tensors.
 
@@ -181,7 +190,7 @@ def hash_directory(directory: Path) -> dict[str, TensorEntry]:
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise CommitError(f"{directory} holds no safetensors files")
+        raise CommitError(without_tensors(directory))
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         tensors |= hash_tensors(file)
