@@ -6,10 +6,12 @@ from pathlib import Path
 import torch
 import xxhash
 
-from prime_rl.trainer.export import DTYPE_NAMES
+from prime_rl.inference.staging import DTYPES
 from prime_rl.trainer.sender import Offer, Sender
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import SenderAddress, TensorEntry, manifest_extra, version_dir
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Files = dict[str, dict[str, torch.Tensor]]
 
@@ -37,7 +39,7 @@ class SendingTrainer:
                 data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
                 os.pwrite(self.memory, data, start + at)
                 digest = xxhash.xxh3_128(data).hexdigest()
-                tensors[name] = TensorEntry(file, DTYPE_NAMES[tensor.dtype], list(tensor.shape), digest)
+                tensors[name] = TensorEntry(file, NAMES[tensor.dtype], list(tensor.shape), digest)
                 at += len(data)
         assert at <= self.size
         if spoil:
