@@ -17,14 +17,15 @@ Files = dict[str, dict[str, torch.Tensor]]
 
 
 class SendingTrainer:
-    """Sends the last two versions of at most `size` bytes each."""
+    """Sends the last two versions of at most `size` bytes each: with gloo, or by way of a GPU with NCCL."""
 
-    def __init__(self, root: Path, size: int, timeout: float, port: int = 0) -> None:
+    def __init__(self, root: Path, size: int, timeout: float, port: int = 0, device: str = "cpu") -> None:
         self.root, self.size, self.life = root, size, 0
         self.memory = os.memfd_create("test")
         os.ftruncate(self.memory, 2 * size)
+        backend = "gloo" if device == "cpu" else "nccl"
         self.sender = Sender(
-            self.memory, 2 * size, host="127.0.0.1", port=port, backend="gloo", device="cpu", timeout=timeout
+            self.memory, 2 * size, host="127.0.0.1", port=port, backend=backend, device=device, timeout=timeout
         )
 
     def send(

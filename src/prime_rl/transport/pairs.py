@@ -211,6 +211,8 @@ class Pair:
             if not self.line.is_open():
                 raise PairError("the other side has closed the connection")
             time.sleep(_LOOK_SECONDS)
+        if not work.is_success():  # NCCL noticed that the other side is gone
+            raise PairError("the transfer failed within NCCL")
 
     def _chunk(self, size: int) -> Tensor | None:
         """On a GPU, memory there for one block, by turns."""

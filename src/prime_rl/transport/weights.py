@@ -149,7 +149,11 @@ def without_tensors(directory: Path) -> str:
         sent = weights_manifest(directory).sender is not None
     except CommitError:
         sent = False
-    return never_written(directory) if sent else f"{directory} holds no safetensors files (older formats are to be converted)"
+    return (
+        never_written(directory)
+        if sent
+        else f"{directory} holds no safetensors files (older formats are to be converted)"
+    )
 
 
 def verify_small_files(directory: Path) -> WeightsManifest:
