@@ -1,14 +1,17 @@
 """Receiving versions on a GPU: with gloo from a CPU, with NCCL from another GPU. (The protocol itself: tests/unit/inference/test_receiving.py.)"""
 
+import itertools
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from prime_rl.inference import staging
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.pairs import PairError
@@ -66,20 +69,23 @@ def test_what_is_received_is_what_was_sent(
             assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
 
 
-def test_the_sender_is_killed(trainer: SendingTrainer) -> None:
+def test_the_sender_is_killed_in_the_middle(trainer: SendingTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: this process lives on, hears one reason, and gets the version from the sender's successor."""
     with closing(Receiver(SERVER)) as receiver:
-        directory, pid = trainer.send(1, files(1)), trainer.sender.pid
-        assert pid is not None
+        directory = trainer.send(1, files(1))
         receive(directory, receiver)
-        os.kill(pid, signal.SIGKILL)
+        pid, hash_block, blocks = trainer.sender.pid, staging._hash, itertools.count()
+        assert pid is not None
+
+        def killing(*args: Any) -> None:
+            hash_block(*args)
+            if next(blocks) == 3:
+                os.kill(pid, signal.SIGKILL)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "_hash", killing)
+            with pytest.raises(PairError):
+                receive(directory, receiver)
+        assert torch.ones(1, device=SERVER).item() == 1.0
         wait(lambda: trainer.sender.pid not in (None, pid), subject="sender", owner="the trainer", seconds=SECONDS)
         receive(directory, receiver)
-        pid = trainer.sender.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-        read = Staging(directory, weights_manifest(directory).hash, SERVER, receiver=receiver)
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(PairError):
-            read.wait(SECONDS)
-        assert torch.ones(1, device=SERVER).item() == 1.0
