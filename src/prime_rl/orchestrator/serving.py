@@ -386,6 +386,7 @@ class Serving:
 
     async def _await_sender(self, error: NotSent, version: int) -> None:
         """Servers go on as they are while the trainer owes them this version, a newer one or its next life: for at most `weights_timeout`."""
+        self.history.look()
         now, seconds = time.monotonic(), self.config.weights_timeout
         if self._unsent_since is None:
             self._unsent_since = now

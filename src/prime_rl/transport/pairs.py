@@ -120,7 +120,6 @@ class Pair:
     """One side of a group of two: rank 0 sends, rank 1 receives.
 
     Args:
-        host: This side's address, for gloo.
         device: Where blocks lie while they travel: the CPU for gloo, a GPU for NCCL.
         seconds: That a block may take.
     """
