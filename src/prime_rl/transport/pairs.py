@@ -298,7 +298,7 @@ def _proof(token: str, challenge: str) -> str:
 
 
 def _gloo_group(store: dist.Store, rank: int, host: str, seconds: float) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # the public class makes no options of its own
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stubs call it Options, which it is not
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=seconds)
     return dist.ProcessGroupGloo(store, rank, 2, options)
