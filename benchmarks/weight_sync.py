@@ -32,10 +32,12 @@ from package import plugin_path
 from steps import model_source
 from tables import sync_lines, text_table
 
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer.export import Staging, write_version
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.sender import Sender
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import prune
 from prime_rl.transport.weights import version_dir
@@ -50,13 +52,14 @@ AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`."""
+    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`, or `0.6B by=nccl`: sent (nccl, gloo), not by files."""
 
     name: str
     model: str
     layers: int | None = None
     on: str = "disk"
     stage: bool = True
+    by: str = "files"
     in_flight: int = 64
     watched: int = 4  # of these, token by token
     tokens: int = 384  # of a request, at most
@@ -68,12 +71,16 @@ def parse_case(text: str) -> Case:
     model, *rest = text.split()
     given = dict(part.split("=", 1) for part in rest)
     stage = {"true": True, "false": False}[given.pop("stage", "true")]
-    on = given.pop("on", "disk")
-    if on not in ("disk", "tmpfs") or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs"}:
+    on, by = given.pop("on", "disk"), given.pop("by", "files")
+    if (
+        on not in ("disk", "tmpfs")
+        or by not in ("files", "gloo", "nccl")
+        or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs"}
+    ):
         raise ValueError(
-            f"{text!r}: on is disk or tmpfs; the others are layers, stage, in_flight, watched, tokens, syncs"
+            f"{text!r}: on is disk or tmpfs, by is files, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs"
         )
-    return Case(text, model, on=on, stage=stage, **{name: int(value) for name, value in given.items()})
+    return Case(text, model, on=on, stage=stage, by=by, **{name: int(value) for name, value in given.items()})
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,11 @@ class Writer:
         config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none")
         self.policy: Policy = build_policy(self.source, config, self.world)
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
-        self.staging = Staging(self.policy, self.world, torch.bfloat16)
+        self.staging = Staging(self.policy, self.world, torch.bfloat16, shared=None if case.by == "files" else True)
+        self.sender: Sender | None = None
+        if case.by != "files":
+            self.staging.buffers = 2
+            self.sender = self.staging.make_sender(ProcessGroupTransport(backend=case.by, host="127.0.0.1"))
         self._factor = 1.03125
 
     def step(self) -> float:
@@ -128,13 +139,20 @@ class Writer:
         return time.monotonic()
 
     def commit(self, directory: Path, version: int) -> dict[str, float]:
-        """As the trainer's thread does. Returns the seconds of its parts."""
+        """As the trainer's thread does. Returns the seconds of its parts; `write` also where it is sent."""
+        sender = self.sender if version else None  # the server starts with the first
+        if self.sender is not None:
+            self.staging.retire(self.sender)
         copied = self.staging.copy()
-        times = write_version(self.staging, copied, self.source, self.world, directory, version=version, incarnation=0)
+        times = write_version(
+            self.staging, copied, self.source, self.world, directory, version=version, incarnation=0, sender=sender
+        )
         cast, copy = copied.finish()
-        return {"cast": cast, "copy": copy, **times}
+        return {"cast": cast, "copy": copy, "write": times.pop("send", 0.0), **times}
 
     def close(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
         self.staging.close()
         close_world()
 

@@ -20,6 +20,8 @@ def on(process: str, *points: str, do: Kind = "kill", nth: int = 1) -> tuple[Fau
     )
 
 
+# Versions 1 and 3 are in no file; the trainer that dies after it has committed 3 goes on from 2.
+SENT = {"recovery_interval": 2, "trainer": {"weights": {"transport": {"type": "process-group", "host": "127.0.0.1"}}}}
 UNDISTURBED = Cell("none", "-", "-")
 CELLS = {
     "trainer killed": Cell(
@@ -41,6 +43,10 @@ CELLS = {
         on("environment", "result:*", do="drop", nth=3) + on("environment", "result:*", do="duplicate", nth=7)
         + on("trainer", "rename:weights/step_2", do="delay"),
         exact="nothing", settings={"orchestrator": {"rollout_timeout": 4.0}},
+    ),
+    "weights sent": Cell(
+        "kill", "trainer, inference", "several", on("trainer", "renamed:weights/step_3") + on("inference", "update-loaded:v2"),
+        exact="training", settings=SENT,
     ),
     "orchestrator stopped": Cell("stop", "orchestrator", "ledger:commit", on("orchestrator", "ledger:commit", do="stop", nth=4),
                                  settings=STOPPED),

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from prime_rl.transport.weights import (
     weights_manifest,
     write_base_version,
 )
+from support.sending import SendingTrainer
 from support.serving import (
     TOLERANCE,
     commit,
@@ -316,6 +319,45 @@ def test_a_load_from_memory_that_fails_is_undone(
     check_undone(server, chat_prompt, bad, 25)
     assert update(server, bad, 25).status_code == 200
     assert difference(server, chat_prompt, bad) <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_a_load_of_a_received_version_that_fails(
+    start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: what was served was received and is in no file, so that the server serves nothing and says so, until the next load makes it whole;
+    what is not sent, or is wrong, leaves it as it is."""
+    plan = tmp_path / "faults.json"
+    plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
+    monkeypatch.setenv(faults.ENV, str(plan))
+    server = start_server(make_tiny_model(tmp_path / "model"))
+    config = server.model / "config.json"
+    with closing(SendingTrainer(server.weights_root, 4 << 20, 60.0)) as trainer:
+        tensors = perturbed(server.model, seed=20)
+        good = trainer.send(20, {"model.safetensors": tensors}, config=config)
+        response = update(server, good, 20)
+        assert response.status_code == 200, response.text
+        assert response.json()["place"] == "host"
+        same = commit(tmp_path, 20, server.model, tensors)
+        assert difference(server, chat_prompt, same) <= TOLERANCE
+
+        was = served(server)
+        wrong = trainer.send(21, {"model.safetensors": tensors}, config=config, spoil=True)
+        assert update(server, wrong, 21).status_code == 400
+        stranger = replace(trainer.sender.address, token="0" * 32)
+        response = update(server, trainer.send(23, {"model.safetensors": tensors}, config=config, address=stranger), 23)
+        assert (response.status_code, served(server)) == (424, was)
+        assert "does not know this token" in response.json()["error"]["message"]
+        assert difference(server, chat_prompt, same) <= TOLERANCE
+
+        bad = trainer.send(25, {"model.safetensors": perturbed(server.model)}, config=config)
+        response = update(server, bad, 25)
+        assert response.status_code == 500, response.text
+        assert "is in no file" in response.json()["error"]["message"]
+        assert server.get("/weights").status_code == 500
+        response = update(server, bad, 25)
+        assert response.status_code == 200, response.text
+        assert difference(server, chat_prompt, commit(tmp_path, 25, server.model, perturbed(server.model))) <= TOLERANCE
 
 
 def check_undone(server: InferenceServer, chat_prompt: list[int], directory: Path, version: int) -> None:

@@ -119,6 +119,23 @@ def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_pa
         assert set(names) <= set(row)
 
 
+def test_weights_that_are_sent(inference_server, tmp_path):
+    """`weights.transport` process-group: only the last version has tensors in files, the server serves each by its hash, and computes what the trainer
+    computed (mismatch KL, canary)."""
+    inference_server.reset()
+    run = Run(inference_server, tmp_path, async_level=0, trainer=["--weights.transport.type", "process-group"])
+    run.complete()
+    weights = tmp_path / "weights"
+    for step in range(1, STEPS):
+        assert list((weights / f"step_{step}").glob("*.safetensors")) == []
+    served = inference_server.get("/weights").json()
+    assert (served["version"], served["hash"]) == (STEPS, run.final_hash())
+    rows = run.metrics("trainer")
+    assert all(abs(row["mismatch_kl/mean"]) < 1e-3 for row in rows if "mismatch_kl/mean" in row)
+    assert sum("time/export_send" in row for row in rows) == STEPS - 1
+    assert sum("time/export_write" in row for row in rows) == 1
+
+
 def test_a_synchronous_run_trains_on_the_very_policy_that_sampled(inference_server, tmp_path, make_policy):
     """async_level 0: every sample comes from the version it updates, the mismatch KL stays below 1e-3, and the trainer's
     log-probabilities of the sampled tokens are the engine's to 1e-4, before and after updates (fp32 on CPU)."""

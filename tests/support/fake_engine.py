@@ -22,7 +22,7 @@ from aiohttp import web
 
 from prime_rl import faults, lifeline
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import hash_directory, verify_weights, version_hash, weights_manifest
+from prime_rl.transport.weights import WeightsManifest, hash_directory, verify_weights, version_hash, weights_manifest
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -181,6 +181,8 @@ class PolicyEngine(FakeEngine):
     differ within a group. The fault points of the real server stand here too (process `inference`), and `generate`; `error` there is a 500.
     """
 
+    _receiver: Any = None
+
     def _load_tokenizer(self) -> Any:
         return Tokens(self.model)
 
@@ -218,7 +220,10 @@ class PolicyEngine(FakeEngine):
                 return _error(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is not None and manifest.hash != self._base["hash"]:
                 return _error(400, f"{directory} describes another base model")
-            if manifest.base is None:
+            if manifest.sender is not None:
+                if (trouble := await asyncio.to_thread(self._receive, manifest)) is not None:
+                    return _error(424, trouble)
+            elif manifest.base is None:
                 verify_weights(directory)
         except (CommitError, OSError) as error:
             return _error(400, str(error))
@@ -229,6 +234,25 @@ class PolicyEngine(FakeEngine):
         if faults.point(f"update-answered:v{version}") == "error":
             return _error(500, "scripted failure")
         return answer
+
+    def _receive(self, manifest: WeightsManifest) -> str | None:
+        """As the real one does. Returns why it was not sent, if it was not."""
+        import torch  # takes a second, which only this needs
+
+        from prime_rl.inference.receiving import Receiver
+        from prime_rl.inference.staging import Staging
+        from prime_rl.transport.pairs import PairError
+
+        cpu = torch.device("cpu")
+        self._receiver = self._receiver or Receiver(cpu)
+        read = Staging(manifest.directory, manifest.hash, cpu, receiver=self._receiver)
+        try:
+            read.wait(60.0)
+        except PairError as error:
+            return str(error)
+        finally:
+            read.drop()
+        return None
 
     async def _reload(self, request: web.Request) -> web.Response:
         self._served = dict(self._base)

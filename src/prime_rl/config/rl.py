@@ -93,7 +93,7 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        check(self._samples_fit(), self._nothing_to_resume())
+        check(self._samples_fit(), self._nothing_to_resume(), self._weights_can_be_sent())
         return self
 
     def _samples_fit(self) -> Problem | None:
@@ -102,6 +102,18 @@ class RLConfig(BaseConfig):
             return None
         message = f"orchestrator.seq_len {longest} exceeds trainer.seq_len {room}: samples would not fit a micro-batch"
         return Problem(message, "orchestrator.seq_len", "trainer.seq_len")
+
+    def _weights_can_be_sent(self) -> Problem | None:
+        key, message = "trainer.weights.transport.type", "trainer.weights.transport process-group "
+        if self.trainer.weights.transport.type != "process-group":
+            return None
+        if self.share_gpus:
+            return Problem(message + "needs memory for a second copy beside the server, which share_gpus leaves none", key, "share_gpus")  # fmt: skip
+        if self.inference is not None and not self.inference.stage_weights:
+            return Problem(message + "needs servers that stage weights", key, "inference.stage_weights")
+        if self.trainer_ranks is not None and self.trainer_ranks > 1:
+            return Problem(message + f"sends from one rank, and trainer_ranks is {self.trainer_ranks}", key, "trainer_ranks")  # fmt: skip
+        return None
 
     def _nothing_to_resume(self) -> Problem | None:
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None

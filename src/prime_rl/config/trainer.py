@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from prime_rl.config.base import BaseConfig, Problem, Section, check
 from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig
 
 Attention = Literal["auto", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
@@ -127,15 +128,20 @@ class WeightsConfig(ExportConfig):
     canary: bool = Field(
         default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
     )
-    transport: FilesystemTransport | FilesystemDeltaTransport = Field(
+    transport: FilesystemTransport | FilesystemDeltaTransport | ProcessGroupTransport = Field(
         default_factory=FilesystemTransport, discriminator="type", description="How servers get them."
     )
 
+    @property
+    def tmpfs(self) -> Path | None:
+        """Directory in memory that versions lie in, if any."""
+        return self.transport.tmpfs if isinstance(self.transport, OnFilesystem) else None
+
     @model_validator(mode="after")
     def _memory_is_bounded(self) -> Self:
-        if self.keep is None and self.transport.tmpfs is not None:
+        if self.keep is None and self.tmpfs is not None:
             raise Problem(
-                f"keep None keeps all versions, which {self.transport.tmpfs} has no room for: say how many",
+                f"keep None keeps all versions, which {self.tmpfs} has no room for: say how many",
                 "keep",
                 "transport.tmpfs",
             )

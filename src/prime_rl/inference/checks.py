@@ -13,7 +13,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference.compat import Engine
 from prime_rl.monitor import log
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import read_header
+from prime_rl.transport.weights import read_header, without_tensors
 
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
@@ -69,7 +69,7 @@ def check_model(model: Path, needs_weights: bool = True) -> None:
             raise UserError(f"{model}: {missing[0]} is missing, though the index lists it")
     files = sorted(model.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{model} holds no safetensors files")
+        raise UserError(without_tensors(model))
     for file in files:
         try:
             read_header(file)

@@ -12,11 +12,11 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.arguments import guarded_host, is_loopback
 from prime_rl.monitor import log
+from prime_rl.transport.addresses import outward_address
 from prime_rl.transport.members import BEAT_SECONDS, Member, publish, withdraw
 
 logger = log.get(__name__)
 
-_ELSEWHERE = "192.0.2.1"  # RFC 5737: an address that nobody has; it is not sent to, only routed to
 _WRITE_SECONDS = 30.0  # for a network file system
 _LAST_SECONDS = 2.0  # … at the end of the server
 
@@ -110,7 +110,7 @@ def published_address(config: InferenceConfig) -> str:
         return config.server.advertise.rstrip("/").removesuffix("/v1")
     host = guarded_host(config)
     if _is_wildcard(host):
-        host = _outward(socket.AF_INET6 if ":" in host else socket.AF_INET) or socket.gethostname()
+        host = outward_address(socket.AF_INET6 if ":" in host else socket.AF_INET) or socket.gethostname()
         if is_loopback(host):
             raise UserError(
                 "server.register_dir: this host has no address that others could use: say by server.advertise where it is reached"
@@ -123,13 +123,3 @@ def _is_wildcard(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def _outward(family: socket.AddressFamily) -> str | None:
-    """This host's address on the way to others; None where there is no such way. Nothing is sent."""
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((_ELSEWHERE if family == socket.AF_INET else "2001:db8::1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:
-            return None

@@ -32,6 +32,7 @@ LOCK_SECONDS = 60.0  # to wait for another change
 LOAD_SECONDS = 900.0  # for a call that loads weights
 PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to go on
 DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
+UNSENT = 424  # HTTP's "failed dependency": the trainer's sender did not give what was asked for
 ANSWER_SECONDS = 10.0  # for a call that only asks
 _PLACES = ("device", "host", "nowhere")  # where workers keep what they read, the best first
 STAGED_POLL_SECONDS = 0.02  # between two looks at what the workers read: each takes the engine a millisecond or so
@@ -335,7 +336,7 @@ class WeightService:
         """Have every worker read and hash the version while generation goes on.
 
         Raises:
-            Refused: it is not what its manifest says (400), or is not read in time (503).
+            Refused: it is not what its manifest says (400), is not read in time (503), or its sender does not give it (424).
         """
         with parts.measure("stage"):
             self._staged = True
@@ -350,8 +351,10 @@ class WeightService:
                 raise Refused(503, f"{directory} could not be read within {LOAD_SECONDS:.0f} s") from error
             except Exception as error:  # whatever vLLM raises for an engine that fails
                 raise Refused(503, f"the engine did not read {directory}: {error!r}") from error
-        if failed := next((answer["why"] for answer in answers if answer["state"] == "failed"), None):
-            raise Refused(400, f"{directory} could not be read, the previous weights go on: {failed}")
+        if failed := [answer for answer in answers if answer["state"] == "failed"]:
+            worst = min(failed, key=lambda answer: answer["unsent"])  # what another attempt will not mend
+            status, how = (UNSENT, "received") if worst["unsent"] else (400, "read")
+            raise Refused(status, f"{directory} could not be {how}, the previous weights go on: {worst['why']}")
         parts.place = max((answer["place"] for answer in answers), key=_PLACES.index)
         if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True

@@ -13,11 +13,12 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
+from prime_rl.transport.pairs import PairError
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
@@ -35,10 +37,14 @@ from prime_rl.transport.weights import (
     chain,
     check_tensors,
     hash_version,
+    never_written,
     read_files,
     read_header,
     weights_manifest,
 )
+
+if TYPE_CHECKING:
+    from prime_rl.inference.receiving import Receiver
 
 T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
@@ -114,21 +120,26 @@ class Staging:
         verify: Whether to read it all the same where there is none. One worker of an engine does.
         sharing: Workers that share the host's memory.
         held: What the worker holds of the version before. It is this one's from now on, and worth nothing if that fails.
+        receiver: Gets what was never written from the trainer; such a version has to be kept.
 
     Attributes:
+        place: Where it is kept.
         held: What the worker may hold on to for the next version, once this one is read; None where no changes are told.
+        received: Whether it was never written.
     """
 
     def __init__(
         self, directory: Path, digest: str, device: torch.device, *, keep: bool = True, verify: bool = True, sharing: int = 1,
-        held: Held | None = None,
+        held: Held | None = None, receiver: "Receiver | None" = None,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
         self.place: Place = "nowhere"
+        self.received = False
         self.seconds = 0.0
         self._device, self._keep, self._verify, self._sharing = device, keep, verify, sharing
         self.held: Held | None = None
         self._before = held
+        self._receiver = receiver
         self._dropped = threading.Event()
         self._tensors: list[tuple[str, Tensor]] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -138,11 +149,17 @@ class Staging:
         self._thread.shutdown(wait=False)
 
     def answer(self) -> dict[str, Any]:
-        """How far it is: `{"state": "reading"}`, `{"state": "failed", "why"}` or `{"state": "ready", "place", "seconds"}`."""
+        """How far it is: `{"state": "reading"}`, `{"state": "failed", "why", "unsent"}` or `{"state": "ready", "place", "seconds"}`.
+
+        `unsent`: it is the sender's doing, and may succeed another time."""
         if not self._done.done():
             return {"state": "reading"}
         if (error := self._done.exception(timeout=0)) is not None:
-            return {"state": "failed", "why": str(error) or type(error).__name__}
+            return {
+                "state": "failed",
+                "why": str(error) or type(error).__name__,
+                "unsent": isinstance(error, PairError),
+            }
         return {"state": "ready", "place": self.place, "seconds": self.seconds}
 
     def wait(self, seconds: float) -> None:
@@ -174,7 +191,9 @@ class Staging:
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
-        if manifest.delta is None:
+        if manifest.sender is not None:
+            tensors = self._receive(manifest)
+        elif manifest.delta is None:
             self._before = None
             tensors = self._read_parts(manifest)
         else:
@@ -237,10 +256,27 @@ class Staging:
         self._go_on()
         apply_changes(changes, part.path.name, data, {piece.name: (piece.start, piece.end) for piece in part.pieces})
 
+    def _receive(self, manifest: WeightsManifest) -> list[tuple[str, Tensor]]:
+        """A version that was never written: from the trainer's sender."""
+        self._before, self.received = None, True
+        if self._receiver is None:
+            raise CommitError(never_written(self.directory))
+        sent = self._receiver.source(manifest)
+        self.place = self._choose(sum(part.size for part in sent.parts))
+        if self.place == "nowhere":
+            why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
+            raise UserError(f"{never_written(self.directory)}, and {why}")
+        return self._read_into(manifest, sent.parts, self._make_sinks(sent.parts), sent.sources, sent.at_once)
+
     def _read_into(
-        self, manifest: WeightsManifest, parts: Sequence[Part], sinks: "Sequence[Sink]", sources: "Sequence[Source]"
+        self,
+        manifest: WeightsManifest,
+        parts: Sequence[Part],
+        sinks: "Sequence[Sink]",
+        sources: "Sequence[Source]",
+        at_once: int = THREADS,
     ) -> list[tuple[str, Tensor]]:
-        found = _side_by_side(self._read_part, parts, sinks, sources)
+        found = _side_by_side(self._read_part, parts, sinks, sources, at_once=at_once)
         check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
         return [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
 
@@ -289,9 +325,9 @@ def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
         yield from _views(parts[file], torch.from_numpy(data[parts[file].offset :]))
 
 
-def _side_by_side(work: Callable[..., T], *items: Sequence[Any]) -> list[T]:
+def _side_by_side(work: Callable[..., T], *items: Sequence[Any], at_once: int = THREADS) -> list[T]:
     """`work` on each of the items, several at once."""
-    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+    threads = ThreadPoolExecutor(at_once, thread_name_prefix="stage")
     with threads:  # it ends: whoever waits for a version drops it in the end, and then each stops at its next block
         return list(threads.map(work, *items))
 
@@ -432,6 +468,23 @@ class _OnDevice:
         for copied in self._copied:
             copied.synchronize()
         self._blocks = []
+
+
+class _Files:
+    """The files of a committed version."""
+
+    at_once = THREADS
+
+    def __init__(self, directory: Path) -> None:
+        self.parts = lay_out(directory)
+
+    @contextmanager
+    def open(self, part: Part) -> Iterator[Callable[[memoryview, int], None]]:
+        descriptor = os.open(part.path, os.O_RDONLY)
+        try:
+            yield lambda block, at: _fill(block, descriptor, part.offset + at, part.path)
+        finally:
+            os.close(descriptor)
 
 
 def lay_out(directory: Path) -> list[Part]:

@@ -13,6 +13,7 @@ import torch
 from prime_rl import faults
 from prime_rl.inference import compat
 from prime_rl.inference.orphans import follow
+from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Held, Staging, tensors_of
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import weights_manifest
@@ -37,6 +38,8 @@ class WeightsExtension:
     prime_next: tuple[str, Identity] | None = None
     prime_staging: Staging | None = None
     prime_held: Held | None = None  # of the version that was read last, where the next may tell its changes
+    prime_receiver: Receiver | None = None
+    prime_received = False  # what is served is in no file
 
     def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1) -> None:
         """Begin to read a committed version that must have this hash, in a thread: generation goes on. `prime_staged` tells how far it is.
@@ -46,6 +49,8 @@ class WeightsExtension:
             servers_on_host: How many engines do so at the same time: vLLM tells those of a dense model nothing of each other.
         """
         self.prime_unstage()
+        if self.prime_receiver is None:
+            self.prime_receiver = Receiver(self.device)
         self.prime_staging = Staging(
             Path(directory),
             digest,
@@ -54,13 +59,16 @@ class WeightsExtension:
             verify=self.rank == 0,
             sharing=servers_on_host * self.vllm_config.parallel_config.world_size,
             held=self.prime_held,
+            receiver=self.prime_receiver,
         )
         self.prime_held = None  # until it is read: it is being changed
 
     def prime_staged(self) -> dict[str, Any]:
         """How far reading is: see `Staging.answer`."""
         return (
-            {"state": "failed", "why": "nothing is read"} if self.prime_staging is None else self.prime_staging.answer()
+            {"state": "failed", "why": "nothing is read", "unsent": False}
+            if self.prime_staging is None
+            else self.prime_staging.answer()
         )
 
     def prime_unstage(self) -> None:
@@ -97,15 +105,22 @@ class WeightsExtension:
         if self.prime_next is None:
             raise RuntimeError("nothing was loaded that could be committed")
         self.prime_directory, self.prime_identity = self.prime_next
+        self.prime_received = self.prime_staging is not None and self.prime_staging.received
         self.prime_next = None
         self.prime_unstage()
 
     def prime_restore(self) -> None:
-        """Some rank failed: go back to what was served before the load, here too."""
+        """Some rank failed: go back to what was served before the load, here too.
+
+        Raises:
+            RuntimeError: that was received, so that no file holds it: the next load that succeeds makes the model usable again.
+        """
         self.prime_next = None
         self.prime_unstage()
         if self.prime_directory is not None:
             compat.settle_reload(self.model_runner.get_model(), self.model_config)
+            if self.prime_received:
+                raise RuntimeError(f"{self.prime_directory} was received and is in no file: load a version again")
             self.prime_reload(self.prime_directory)
 
     def prime_served(self) -> Identity | None:

@@ -105,7 +105,7 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
         for server in servers
     ]
     found = servers or _running_already(config)
-    return Plan((*serving, *processes), configs, found, config.output_dir, config.trainer.weights.transport.tmpfs)
+    return Plan((*serving, *processes), configs, found, config.output_dir, config.trainer.weights.tmpfs)
 
 
 def trainer_ranks(config: RLConfig, gpus: Sequence[str]) -> int:
@@ -157,7 +157,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
         sections[server.name] = config.inference.model_copy(
             update={
                 "weights_root": config.inference.weights_root or config.output_dir / "weights",
-                "weights_tmpfs": config.inference.weights_tmpfs or config.trainer.weights.transport.tmpfs,
+                "weights_tmpfs": config.inference.weights_tmpfs or config.trainer.weights.tmpfs,
                 "server": config.inference.server.model_copy(update={"port": server.port}),
                 "replica": number,
                 "servers_on_host": len(servers),

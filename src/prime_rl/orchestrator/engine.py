@@ -25,10 +25,15 @@ _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
 _PROOF_TIMEOUT_SECONDS = 60.0  # for a server that is busy; who takes longer proves nothing
 _SAY_WAIT_AFTER_SECONDS = 0.5
+_UNSENT = 424  # `inference.service.UNSENT`
 
 
 class EngineTrouble(UserError):
     """The server did not answer, or answered that something went wrong on its side: worth another attempt."""
+
+
+class NotSent(EngineTrouble):
+    """The trainer's sender did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
 
 
 class CannotScore(UserError):
@@ -247,6 +252,8 @@ class Engine:
             raise UserError(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
         if response.status_code == 404:
             raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
+        if response.status_code == _UNSENT:
+            raise NotSent(f"the inference server at {self.root}: {_message(response)}")
         if response.status_code >= 500:
             raise EngineTrouble(f"the inference server at {self.root} failed {method} {path}: {_message(response)}")
         if not response.is_success:

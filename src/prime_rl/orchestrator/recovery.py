@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from prime_rl.errors import UserError
 from prime_rl.monitor import Status, log
+from prime_rl.orchestrator.engine import NotSent
 from prime_rl.orchestrator.fleet import Replica, rest_seconds
 from prime_rl.orchestrator.serving import POLL_SECONDS, Serving
 from prime_rl.transport.commit import CommitError
@@ -138,16 +139,20 @@ class Recovery:
 
     async def _bring_the_only_one_back(self, replica: Replica) -> None:
         """The run depends on it: it is waited for, and after a few failures the run ends."""
-        for attempt in range(_ATTEMPTS):
+        attempt = 0
+        while attempt < _ATTEMPTS:  # bounded: the last attempt raises, and so does `await_sender`
             await replica.engine.wait_ready(self._status.waiting)
             try:
                 while not await self._catch_up(replica):  # bounded: by the requests' deadlines
                     await asyncio.sleep(POLL_SECONDS)
                 return
+            except NotSent as error:
+                await self._serving.await_sender(error, self._serving.core.version)
             except (UserError, CommitError):
-                if attempt == _ATTEMPTS - 1:
+                attempt += 1
+                if attempt == _ATTEMPTS:
                     raise
-            await asyncio.sleep(_RETRY_SECONDS * (attempt + 1))
+                await asyncio.sleep(_RETRY_SECONDS * attempt)
 
     async def _bring_back(self, replica: Replica) -> None:
         """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
@@ -230,7 +235,13 @@ class Recovery:
         if not proven:
             await self._take_back(replica)
         if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
-            await serving.load_again(replica)
+            try:
+                await serving.load_again(replica)
+            except NotSent:
+                newest = serving.history.newest
+                if not serving.recovering or newest is None or newest <= version:
+                    raise
+                return await serving.go_on_with(replica, newest, lambda: self._admit(replica))
         if serving.moving or (version, life) != (serving.core.version, serving.core.life) or replica.tainted:
             return False
         self._admit(replica)

@@ -17,7 +17,7 @@ from prime_rl.monitor import Status, log
 from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
-from prime_rl.orchestrator.engine import EngineTrouble
+from prime_rl.orchestrator.engine import EngineTrouble, NotSent
 from prime_rl.orchestrator.fleet import Fleet, Replica
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
@@ -56,6 +56,10 @@ class Shell(Protocol):
         """Something may start now."""
 
 
+def _nothing_owed(version: int) -> bool:
+    return False
+
+
 class Serving:
     """What the servers serve. `begin` comes before `follow`.
 
@@ -81,6 +85,7 @@ class Serving:
         self._misread = (
             0  # updates in a row after which no server computed what the trainer did, whatever was loaded in between
         )
+        self._unsent_since: float | None = None  # when the trainer did not send a version, and none was loaded since
         self._shell = shell
         self._moving = False  # what is served is being changed
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
@@ -108,9 +113,10 @@ class Serving:
         """
         self.history.hold(first_lease(self.history.lease))
         await self._await_history(progress)
+        owed = owes
         while True:  # `_may_retry` raises after a few failures
             ready = await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
-            version, life = self._choose(owes), self.history.life.number
+            version, life = self._choose(owed), self.history.life.number
             self._lease_to_load(life, version)
             try:
                 failures = await self._check_bases(ready, version)
@@ -120,7 +126,10 @@ class Serving:
                 await self._may_retry(error, version)
                 continue
             if len(failures) == len(ready):
-                await self._may_retry(next(iter(failures.values())), version)
+                failure = next(iter(failures.values()))
+                if isinstance(failure, NotSent):
+                    owed = _nothing_owed  # it is not to be had any more: the newest is
+                await self._may_retry(failure, version)
                 continue
             for replica in ready:
                 if replica not in failures:
@@ -246,6 +255,28 @@ class Serving:
                 self._hold(life.number, version)
         self._shell.wake()
 
+    async def go_on_with(self, replica: Replica, version: int, admit: Callable[[], None]) -> bool:
+        """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version, on this server first. Returns
+        whether it does; then `admit` has been called.
+
+        Raises:
+            UserError, CommitError: it was not loaded.
+        """
+        async with self.lock:
+            if not self.recovering or self.core.must_go_back or version <= self.core.version:
+                return False  # found while this waited for the lock
+            began, life = time.monotonic(), self.core.life
+            self.core.announce(version)
+            self._lease_to_load(life, version)
+            for error in (await self._load([replica], version)).values():
+                raise error
+            if self.core.must_go_back or life != self.core.life or replica.tainted:
+                return False
+            self._note_served(version, began)
+            admit()
+        await self._shell.serves(version)
+        return True
+
     async def _serve(self, version: int) -> None:
         async with self.lock:
             if self.recovering or self.core.must_go_back:
@@ -256,16 +287,19 @@ class Serving:
             if not await self._move(version) or self.core.must_go_back:
                 return
             self._count(time.monotonic() - began)
-            self.core.serve(version)
-            self._hold(self.core.life, version)
-            self.status.progress()
-            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.fleet.where())
-            stale = self.core.stale()
-            for start in stale:
-                self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
-            self._give_up(stale)
+            self._note_served(version, began)
         self._shell.wake()
         await self._shell.serves(version)
+
+    def _note_served(self, version: int, began: float) -> None:
+        self.core.serve(version)
+        self._hold(self.core.life, version)
+        self.status.progress()
+        logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.fleet.where())
+        stale = self.core.stale()
+        for start in stale:
+            self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
+        self._give_up(stale)
 
     def _count(self, seconds: float) -> None:
         self.seconds += seconds
@@ -345,7 +379,7 @@ class Serving:
                 async with self.shipping:
                     self.doubt(replica, "the server was started again")
         if len(failures) < len(replicas):
-            self._failures = 0
+            self._failures, self._unsent_since = 0, None
         faults.point(f"updated:v{version}")
         return failures
 
@@ -376,6 +410,9 @@ class Serving:
 
     async def _may_retry(self, error: LoadError, version: int) -> None:
         """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
+        if isinstance(error, NotSent):
+            await self.await_sender(error, version)
+            return
         self._failures += 1
         self.history.look()
         gone = not self.history.valid(version)  # removed while it was read: there is another one
@@ -383,6 +420,18 @@ class Serving:
             raise error
         logger.warning("version %d was not loaded, trying again: %s", version, error)
         await asyncio.sleep(_RETRY_SECONDS * self._failures)
+
+    async def await_sender(self, error: NotSent, version: int) -> None:
+        """Servers go on as they are while the trainer owes them this version, a newer one or its next life: for at most `weights_timeout`."""
+        self.history.look()
+        now, seconds = time.monotonic(), self.config.weights_timeout
+        if self._unsent_since is None:
+            self._unsent_since = now
+            logger.warning("version %d was not sent, waiting for the trainer: %s", version, error)
+        elif now - self._unsent_since > seconds:
+            raise error
+        self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
+        await asyncio.sleep(_RETRY_SECONDS)
 
     def _lease_to_load(self, life: int, version: int) -> None:
         assert self.history.lease is not None  # `start` has taken one

@@ -141,9 +141,10 @@ class Checkpoints:
             return "recovery checkpoint"
         return None
 
-    def will_need(self, version: int, async_level: int) -> bool:
-        """Whether a checkpoint that is due then needs this version (`protocol.prunable`)."""
-        return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
+    def will_need(self, version: int, async_level: int, *, recovery: bool) -> bool:
+        """Whether a checkpoint that is due then needs this version (`protocol.prunable`), or with `recovery` a recovery checkpoint."""
+        kinds: set[Kind | None] = {"checkpoint", "recovery checkpoint"} if recovery else {"checkpoint"}
+        return any(self.due(step) in kinds for step in range(version, version + async_level + 1))
 
     def save(self, progress: Progress, kind: Kind = "checkpoint") -> None:
         """Commit the training state, in the background where that is asked for: then this returns once a copy of it is made.

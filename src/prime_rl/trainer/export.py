@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
@@ -39,7 +40,9 @@ from prime_rl.trainer.row_files import (
     write_held_rows,
     write_rows,
 )
+from prime_rl.trainer.sender import Offer, Sender
 from prime_rl.trainer.source import Source
+from prime_rl.transport.addresses import own_address
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import Stage, disk_errors, prune
 from prime_rl.transport.delta import WORD_BYTES
@@ -164,11 +167,16 @@ class Staging:
                 return
             self._locked.append(buffer)
 
+    @property
+    def next_buffer(self) -> int:
+        """The buffer that `copy` fills next."""
+        return self._copies % self.buffers
+
     @torch.no_grad()
     def copy(self) -> "Copy":
         """Copy the weights as they are now. On a GPU this only enqueues: see `Copy.before_update`."""
         self.allocate()
-        index = self._copies % self.buffers
+        index = self.next_buffer
         buffer = self._filled[index]
         if self.world.device.type != "cuda":
             began = time.perf_counter()
@@ -232,6 +240,45 @@ class Staging:
         if how is not None:
             return write_held_rows(buffer, directory, files, lambda end: None, self._held, how)
         return write_rows(buffer, directory, files, arrived=lambda end: None, hashing=hashing)
+
+    def hash_staged(self, copied: "Copy") -> dict[str, str]:
+        """The hash of every tensor's rows of this rank as they arrive. Nothing is written."""
+        assert self.writer is not None, "only what is shared is sent"
+        rows = [row for rows in self.files.values() for row in rows]
+        return self.writer.hash_rows(
+            rows, lambda: copied.arrivals(self.dtype.itemsize), first=copied.buffer * self._stride
+        )
+
+    def make_sender(self, transport: ProcessGroupTransport) -> Sender:
+        """A process that sends what the buffers hold.
+
+        Raises:
+            UserError: it cannot listen where it is to.
+        """
+        self.allocate()
+        assert self._memory is not None, "only what is shared is sent"
+        backend = transport.backend
+        if backend == "auto":
+            backend = "nccl" if self.world.device.type == "cuda" else "gloo"
+        if backend == "nccl" and self.world.device.type != "cuda":
+            raise UserError("trainer.weights.transport.backend nccl needs a trainer on a GPU: use gloo")
+        return Sender(
+            self._memory,
+            self.buffers * self._stride,
+            host=transport.host or own_address(),
+            port=transport.port,
+            backend=backend,
+            device=str(self.world.device) if backend == "nccl" else "cpu",
+            timeout=transport.timeout,
+        )
+
+    def offer(self, sender: Sender, copied: "Copy", version: int, life: int, digest: str) -> None:
+        """Let servers ask for what this copy has staged, which is all there."""
+        sender.offer(Offer(version, life, digest, copied.buffer * self._stride, self.file_bytes))
+
+    def retire(self, sender: Sender) -> None:
+        """Let nobody ask any more for what the next `copy` writes over."""
+        sender.retire(self.next_buffer * self._stride)
 
     def hash(self, directory: Path, tensors: Sequence[str]) -> dict[str, str]:
         """The hashes of whole tensors, as they lie in the files."""
@@ -338,6 +385,7 @@ def write_version(
     memory: Path | None = None,
     anchor_every: int | None = None,
     full: bool = True,
+    sender: Sender | None = None,
 ) -> dict[str, float]:
     """Commit what is staged as `final`, with config and tokenizer of the source. Every rank calls it, perhaps in a thread.
 
@@ -348,9 +396,10 @@ def write_version(
         anchor_every: Hold the rows, and tell what has changed since the version before: at least one version in so many is there in full. For a
             single rank (None: every version is there in full, nothing is held).
         full: This one must be.
+        sender: Servers ask it for the tensors, which are not written (a single rank's). None: they are written.
 
     Returns:
-        Seconds of writing (and of waiting for what is written), hashing and committing.
+        Seconds of writing (and of waiting for what is written; `send` where it is offered to be sent instead), hashing and committing.
 
     Raises:
         UserError: the disk is full (on any rank); nothing is left under the final name.
@@ -371,7 +420,7 @@ def write_version(
             written = _write_changes(staging, copied, directory, how._replace(since=before.rows))
         if written is None:
             before = None
-            written = _write_rows(staging, copied, world, directory, how)
+            written = staging.hash_staged(copied) if sender else _write_rows(staging, copied, world, directory, how)
         wrote = time.perf_counter()
         hashes = written if world.size == 1 else _read_back(staging, world, directory)
         hashed = time.perf_counter()
@@ -380,11 +429,13 @@ def write_version(
         tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
         on = BuildsOn(None, None) if before is None else BuildsOn(before.version, before.hash)
         delta = None if how is None else on
-        extra = manifest_extra(version, incarnation, tensors, canary=canary, delta=delta)
-        files: dict[str, dict[str, TensorEntry]] = {}
-        for name, entry in tensors.items():
-            files.setdefault(entry.file, {})[name] = entry
-        known = {file: version_hash(entries) for file, entries in files.items()}
+        address = None if sender is None else sender.address
+        extra = manifest_extra(version, incarnation, tensors, canary=canary, delta=delta, sender=address)
+        known: dict[str, str] = {}
+        if sender is None:
+            known = _file_hashes(tensors)
+        else:  # before anybody knows of it
+            staging.offer(sender, copied, version, incarnation, extra["hash"])
         on_main(world, lambda: _commit(stage, tensor_stage, version, extra, known))
         if how is not None:
             staging.written = Written(version, extra["hash"], nonce, 0 if before is None else before.changes + 1)
@@ -392,7 +443,8 @@ def write_version(
         stage.abort()
         tensor_stage.abort()
         raise
-    return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
+    first = "write" if sender is None else "send"
+    return {first: wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
 
 
 def _commit(stage: Stage, tensor_stage: Stage, version: int, extra: dict[str, Any], known: dict[str, str]) -> None:
@@ -496,6 +548,14 @@ def _read_back(staging: Staging, world: World, directory: Path) -> dict[str, str
 
     hashes = gather(world, agree(world, hash_share))
     return {name: value for part in hashes for name, value in part.items()}
+
+
+def _file_hashes(tensors: dict[str, TensorEntry]) -> dict[str, str]:
+    """A file's hash is that of its tensors' hashes."""
+    files: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in tensors.items():
+        files.setdefault(entry.file, {})[name] = entry
+    return {file: version_hash(entries) for file, entries in files.items()}
 
 
 def _write_index(directory: Path, slots: dict[str, Slot]) -> None:

@@ -15,6 +15,7 @@ from transformers import (
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.parallel import World, agree, on_main
+from prime_rl.transport.weights import without_tensors
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainerModel
@@ -107,7 +108,7 @@ def _find(name: str, trust_remote_code: bool, random_weights: bool) -> Source:
         raise UserError(f"{directory}/config.json cannot be used: {one_line(error)}") from error
     has_weights = any(directory.glob("*.safetensors"))
     if not has_weights and not random_weights:
-        raise UserError(f"model directory {directory} has no *.safetensors (older formats must be converted first)")
+        raise UserError(f"model directory {without_tensors(directory)}")
     return Source(name, config, directory if has_weights else None, trust_remote_code)
 
 

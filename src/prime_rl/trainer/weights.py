@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from prime_rl import faults
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
@@ -20,6 +21,7 @@ from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_version
 from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
+from prime_rl.trainer.sender import Sender
 from prime_rl.trainer.source import Source
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, clean_stages, give_up, list_steps, prune
@@ -85,6 +87,7 @@ class Versions:
         timeout: Seconds that committing one may take.
         overlapping: Versions follow each other so fast that one may be copied while the one before it is still being written, where there is
             host memory for that.
+        transport: Versions that need not last are sent from the memory that they are staged in (None: all are written).
         canary: Scores what goes into each version's manifest for those who serve it (None: nobody compares).
         memory: For the tensors of versions that nobody needs after a crash of the host (None: all lie on the disk).
         anchor_every: Versions tell what has changed since the one before, but for one in so many (None: each is there in full).
@@ -105,18 +108,25 @@ class Versions:
         canary: CanaryScorer | None = None,
         memory: InTmpfs | None = None,
         anchor_every: int | None = None,
+        transport: ProcessGroupTransport | None = None,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
         if anchor_every is not None and world.size > 1:
             raise UserError("weights.transport.type filesystem-delta is for a trainer of one rank: take filesystem")
+        if transport is not None and world.size > 1:
+            raise UserError(
+                f"trainer.weights.transport process-group sends from one rank, and this trainer has {world.size}: use filesystem"
+            )
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        self._staging = Staging(policy, world, dtype)
+        self._staging = Staging(policy, world, dtype, shared=None if transport is None else True)
         self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
+        self._transport = transport
+        self._sender: Sender | None = None
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
@@ -148,7 +158,7 @@ class Versions:
         self._memory = None if memory is None else Path(memory)
         if self._overlapping and all(gather(self.world, self._staging.affords_two())):
             self._staging.buffers = 2
-        self._others.append(self._thread.submit(self._staging.allocate))
+        self._others.append(self._thread.submit(self._prepare))
         if start > 0:
             self.ensure(start)
         return self.life, base
@@ -171,7 +181,7 @@ class Versions:
 
         Args:
             check: Called by the thread before it writes anything. What it raises keeps the version from being committed.
-            lasting: It must outlive this host's memory.
+            lasting: It must outlive this process and this host's memory: its tensors are written, to the disk.
 
         Raises:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
@@ -179,12 +189,14 @@ class Versions:
         self._settle(versions=self._staging.buffers - 1, prunes=1)
         began = time.perf_counter()
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
+        if self._sender is not None:
+            self._staging.retire(self._sender)
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
-        written = self._thread.submit(
+        committed = self._thread.submit(
             self._commit, version, lasting, self._copied, scored, check, before, list(self._prunes)
         )
-        self._pending.append((version, written))
+        self._pending.append((version, committed))
         self._waited += time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -230,11 +242,17 @@ class Versions:
             if (late := self._late(after, prunes=None if after else 0)) is not None:
                 logger.error("%s", late)
                 self._staging.abandon()  # a buffer may still be read
+                self._close_sender()
                 return
+        self._close_sender()
         self._staging.close()
         left: list[Future[Any]] = [*self._others, *self._prunes, *(written for _, written in self._pending)]
         for failure in filter(None, (future.exception(timeout=0) for future in left)):
             logger.error("%s", failure)
+
+    def _close_sender(self) -> None:
+        if self._sender is not None:
+            self._sender.close()
 
     def _take_results(self, versions: int, prunes: int | None) -> tuple[int | None, Times]:
         """Those of one version at most."""
@@ -305,10 +323,17 @@ class Versions:
                 memory=memory,
                 anchor_every=self._anchor_every,
                 full=lasting,
+                sender=None if lasting else self._sender,
             )
         finally:
             cast, copy = copied.finish()
         return {f"time/export_{part}": seconds for part, seconds in {"cast": cast, "copy": copy, **times}.items()}
+
+    def _prepare(self) -> None:
+        """In the thread, before the first version."""
+        self._staging.allocate()
+        if self._transport is not None:
+            self._sender = self._staging.make_sender(self._transport)
 
     def _make_room(self, place: Path, prunes: Collection["Future[None]"]) -> None:
         """Where there is none for one version more, let the older ones be gone before it is written."""
@@ -424,7 +449,7 @@ def _is_committed(written: "Future[Times | None]") -> bool:
 
 def in_tmpfs(config: "TrainerConfig") -> InTmpfs | None:
     """What the settings ask for. One version more than is kept (`protocol.prunable`) is there while it is being written."""
-    tmpfs, keep = config.weights.transport.tmpfs, config.weights.keep
+    tmpfs, keep = config.weights.tmpfs, config.weights.keep
     if tmpfs is None or keep is None:
         return None
     arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
@@ -452,6 +477,7 @@ def make_versions(
     canary: bool = False,
     memory: InTmpfs | None = None,
     anchor_every: int | None = None,
+    transport: ProcessGroupTransport | None = None,
 ) -> Versions:
     """The versions of a run. `tell` gets the step that made a version, and the times that committing it took. With `canary` each carries one."""
     dtype = export_dtype(config.weights.dtype, source)
@@ -473,5 +499,6 @@ def make_versions(
         canary=scorer,
         memory=memory,
         anchor_every=anchor_every,
+        transport=transport,
         on_committed=lambda version, times: tell(version - 1, times),
     )

@@ -5,7 +5,15 @@ import shutil
 from pathlib import Path
 
 from prime_rl import faults
-from prime_rl.transport.commit import disk_errors, hash_file, read_manifest, replace_manifest, subject_of, sync
+from prime_rl.transport.commit import (
+    CommitError,
+    disk_errors,
+    hash_file,
+    read_manifest,
+    replace_manifest,
+    subject_of,
+    sync,
+)
 from prime_rl.transport.delta import DELTA_SUFFIX
 from prime_rl.transport.weights import (
     INDEX,
@@ -14,6 +22,7 @@ from prime_rl.transport.weights import (
     chain,
     check_tensors,
     hash_directory,
+    never_written,
     read_files,
     weights_manifest,
 )
@@ -36,6 +45,8 @@ def make_lasting(directory: Path) -> bool:
         UserError: the disk is full; the version is what it was.
     """
     manifest = weights_manifest(directory)
+    if manifest.sender is not None:
+        raise CommitError(never_written(directory))
     if manifest.memory is None and manifest.builds_on is None:
         return False
     aside = directory / _ASIDE

@@ -7,7 +7,7 @@ base model: a manifest with its hashes and its path, no copy. Nothing here needs
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,21 @@ class BuildsOn:
 
 
 @dataclass(frozen=True)
+class SenderAddress:
+    """Where the tensors of a version can be asked for that were never written (`transport/pairs.py`). `timeout` are seconds without progress."""
+
+    host: str
+    port: int
+    backend: str
+    token: str = field(repr=False)
+    timeout: float
+
+
+@dataclass(frozen=True)
 class WeightsManifest:
     """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None. `canary` is None where the trainer
-    scored none, `memory` where the tensors lie on a disk, `delta` where no version tells changes."""
+    scored none, `memory` where the tensors lie on a disk, `delta` where no version tells changes. Where there is a `sender` the tensors are in no file,
+    and lie with it one after the other, in the order of `tensors`."""
 
     version: int
     incarnation: int
@@ -55,6 +67,7 @@ class WeightsManifest:
     canary: Canary | None = None
     memory: InMemory | None = None
     delta: BuildsOn | None = None
+    sender: SenderAddress | None = None
 
     @property
     def builds_on(self) -> int | None:
@@ -95,13 +108,16 @@ def manifest_extra(
     base: str | None = None,
     canary: Canary | None = None,
     delta: BuildsOn | None = None,
+    sender: SenderAddress | None = None,
 ) -> dict[str, Any]:
     """What a writer of weights puts into the manifest's `extra`."""
     scored = {} if canary is None else {"canary": canary.as_extra()}
     changes = {} if delta is None else {"delta": vars(delta)}
+    sent = {} if sender is None else {"sender": vars(sender)}
     return (
         scored
         | changes
+        | sent
         | {
             "version": version,
             "incarnation": incarnation,
@@ -131,6 +147,7 @@ def weights_manifest(directory: Path) -> WeightsManifest:
             read_canary(extra),
             read_in_memory(extra),
             None if extra.get("delta") is None else BuildsOn(**extra["delta"]),
+            SenderAddress(**extra["sender"]) if "sender" in extra else None,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
@@ -143,10 +160,30 @@ def verify_weights(directory: Path) -> WeightsManifest:
         CommitError: naming the first tensor or file that differs, is missing or is not listed.
     """
     manifest = verify_small_files(directory)
+    if manifest.sender is not None:
+        raise CommitError(never_written(directory))
     for link in chain(manifest)[1:]:
         verify_small_files(link.directory)
     check_tensors(manifest, hash_version(manifest))
     return manifest
+
+
+def never_written(directory: Path) -> str:
+    """Says why a committed version has no tensors: to whoever looks for them."""
+    return f"{directory} holds no tensors: they were sent to the servers and never written (trainer.weights.transport process-group)"
+
+
+def without_tensors(directory: Path) -> str:
+    """Says of a directory, which may be any, why no tensors are found there."""
+    try:
+        sent = weights_manifest(directory).sender is not None
+    except CommitError:
+        sent = False
+    return (
+        never_written(directory)
+        if sent
+        else f"{directory} holds no safetensors files (older formats are to be converted)"
+    )
 
 
 def verify_small_files(directory: Path) -> WeightsManifest:
@@ -260,7 +297,7 @@ def hash_directory(directory: Path) -> dict[str, TensorEntry]:
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise CommitError(f"{directory} holds no safetensors files")
+        raise CommitError(without_tensors(directory))
     tensors: dict[str, TensorEntry] = {}
     for file in files:
         tensors |= hash_tensors(file)

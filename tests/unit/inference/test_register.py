@@ -29,15 +29,15 @@ def test_where_others_reach_it(monkeypatch):
     assert address(host="::1", port=81) == "http://[::1]:81"
     assert address("key", host="node-7") == "http://node-7:8000"
     assert address(advertise="https://gate/infer/v1/") == "https://gate/infer"
-    monkeypatch.setattr(register, "_outward", lambda family: "10.1.2.3")
+    monkeypatch.setattr(register, "outward_address", lambda family: "10.1.2.3")
     assert address("key") == address("key", host="0.0.0.0") == "http://10.1.2.3:8000"
-    monkeypatch.setattr(register, "_outward", lambda family: None)
+    monkeypatch.setattr(register, "outward_address", lambda family: None)
     monkeypatch.setattr(register.socket, "gethostname", lambda: "node-7")
     assert address("key", host="::") == "http://node-7:8000"
 
 
 def test_no_address_that_others_could_use(monkeypatch):
-    monkeypatch.setattr(register, "_outward", lambda family: "127.0.0.1")
+    monkeypatch.setattr(register, "outward_address", lambda family: "127.0.0.1")
     with pytest.raises(UserError, match="server.advertise"):
         address("key")
 

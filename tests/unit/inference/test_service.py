@@ -193,12 +193,35 @@ async def test_what_cannot_be_read_never_pauses_the_engine(
     engine, root = FakeEngine(), tmp_path / "weights"
     service = make(engine, base, root)
     before = await service.served()
-    engine.staging = [{"state": "reading"}] * (1000 if late else 1) + [{"state": "failed", "why": "tensor a is wrong"}]
+    failed = {"state": "failed", "why": "tensor a is wrong", "unsent": False}
+    engine.staging = [{"state": "reading"}] * (1000 if late else 1) + [failed]
     with pytest.raises(Refused, match="within" if late else "tensor a is wrong") as error:
         await service.update(str(commit(root, 1)), 1)
     assert error.value.status == (503 if late else 400)
     assert engine.calls == ["prime_stage", "prime_unstage"]
     assert await service.served() == before
+
+
+async def test_what_the_sender_does_not_give_may_be_asked_for_again(base: Path, tmp_path: Path) -> None:
+    """Contract: a version that the trainer's sender does not give is told apart (424) from one that is wrong; wrong for one worker is wrong."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    directory, unsent = commit(root, 1), {"state": "failed", "why": "version 1 is superseded", "unsent": True}
+    engine.staging = [unsent]
+    with pytest.raises(Refused, match="previous weights go on: version 1 is superseded") as error:
+        await service.update(str(directory), 1)
+    assert error.value.status == 424
+    assert engine.calls == ["prime_stage", "prime_unstage"]
+    answer = engine.collective_rpc
+
+    async def rpc(method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        wrong = {"state": "failed", "why": "tensor a is wrong", "unsent": False}
+        return [unsent, wrong] if method == "prime_staged" else await answer(method, timeout, args)
+
+    engine.collective_rpc = rpc  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="tensor a is wrong") as error:
+        await service.update(str(directory), 1)
+    assert error.value.status == 400
 
 
 async def test_a_failed_restore_leaves_the_engine_paused(base: Path, tmp_path: Path) -> None:

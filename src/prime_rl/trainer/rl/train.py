@@ -82,6 +82,7 @@ def run(
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     ends.callback(data.close)
     served = fake is None  # else nobody reads the versions
+    transport = config.weights.transport
     versions = weights.make_versions(
         config,
         policy,
@@ -92,6 +93,7 @@ def run(
         canary=served and config.weights.canary,
         memory=weights.in_tmpfs(config),
         anchor_every=weights.anchor_every(config),
+        transport=transport if served and transport.type == "process-group" else None,
     )
     ends.callback(versions.close)
     report.open(given)
@@ -141,7 +143,10 @@ def run(
         rows.put(Row(outcome, moe.with_loads(partial(means, batch.loss_tokens), policy), known, batch.tokens, ideal))
 
         if fake is None:
-            lasting = checkpoints.will_need(step + 1, config.async_level) or step + 1 == config.max_steps
+            # What is in tmpfs is there for the next life; what is sent ends with this one.
+            sent = transport.type == "process-group"
+            needed = checkpoints.will_need(step + 1, config.async_level, recovery=sent)
+            lasting = needed or step + 1 == config.max_steps
             versions.commit(step + 1, outcome.read, lasting=lasting)
             versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
         if kind := checkpoints.due(step + 1):

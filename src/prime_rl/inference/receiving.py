@@ -1,0 +1,136 @@
+"""Receiving a version from the trainer's sender in place of reading its files: another source of bytes for the same memory (`staging.py`)."""
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from prime_rl.inference import staging
+from prime_rl.inference.staging import DTYPES, Part, Piece
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.pairs import Pair, connect
+from prime_rl.transport.weights import SenderAddress, WeightsManifest
+
+STREAMS = {
+    "gloo": 4,
+    "nccl": 2,
+}  # parts at once: hashing takes about as long as receiving. Every communicator takes memory of the GPU
+
+
+class Receiver:
+    """Connections to senders. Those to the present one are kept for the next version, while both sides live.
+
+    Args:
+        device: Of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._idle: list[tuple[SenderAddress, Pair]] = []
+        self._lock = threading.Lock()  # bounded: held for a look at a list
+
+    def source(self, manifest: WeightsManifest) -> "Sent":
+        """A version that was never written, to be staged. Asks nobody yet.
+
+        Raises:
+            CommitError: the manifest describes a tensor that cannot be.
+        """
+        return Sent(self, manifest)
+
+    @contextmanager
+    def part(self, manifest: WeightsManifest, part: Part) -> Iterator[Callable[[memoryview, int], None]]:
+        """Ask for a part of a version. Fill blocks with it, one after the other from its beginning to its end.
+
+        Raises:
+            PairError: the sender has this version no more, is gone, or is silent.
+        """
+        assert manifest.sender is not None
+        seconds = manifest.sender.timeout
+        pair = self._take(manifest.sender)
+        try:
+            pair.line.tell(
+                seconds,
+                version=manifest.version,
+                life=manifest.incarnation,
+                hash=manifest.hash,
+                start=part.offset,
+                count=part.size,
+                block=staging.BLOCK_BYTES,
+            )
+            yield lambda block, at: pair.receive(block)
+            pair.end(part.size)
+        except BaseException:
+            pair.close()  # it may be anywhere within what it was asked for
+            raise
+        with self._lock:
+            self._idle.append((manifest.sender, pair))
+
+    def close(self) -> None:
+        """Give all connections up that nobody uses at the moment."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for _, pair in idle:
+            pair.close()
+
+    def _take(self, sender: SenderAddress) -> Pair:
+        with self._lock:
+            of_others = [pair for address, pair in self._idle if address != sender]
+            ours = [pair for address, pair in self._idle if address == sender]
+            self._idle = []
+            while ours and not ours[-1].line.is_open():
+                of_others.append(ours.pop())
+            found = ours.pop() if ours else None
+            self._idle = [(sender, pair) for pair in ours]
+        for pair in of_others:
+            pair.close()
+        return found or connect(sender.host, sender.port, token=sender.token, device=self._device, seconds=sender.timeout)  # fmt: skip
+
+
+class Sent:
+    """The tensors of a version that lies with its sender: `parts`, each with its `staging.Source`, of which so many are asked for `at_once`."""
+
+    def __init__(self, receiver: Receiver, manifest: WeightsManifest) -> None:
+        assert manifest.sender is not None
+        self.parts = sent_parts(manifest)
+        self.at_once = STREAMS[manifest.sender.backend]
+        self.sources = [_OfSender(receiver.part(manifest, part)) for part in self.parts]
+
+
+class _OfSender:
+    """A part, which is asked for when it is entered."""
+
+    def __init__(self, asked: AbstractContextManager[Callable[[memoryview, int], None]]) -> None:
+        self._asked = asked
+
+    def __enter__(self) -> None:
+        self._fill = self._asked.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._asked.__exit__(*exc)
+
+    def fill(self, block: memoryview, at: int) -> None:
+        self._fill(block, at)
+
+
+def sent_parts(manifest: WeightsManifest) -> list[Part]:
+    """What lies where in the sender's memory, cut as its files would be: `offset` is a part's place there.
+
+    Raises:
+        CommitError: the manifest describes a tensor that cannot be.
+    """
+    files: dict[str, list[Piece]] = {}
+    for name, entry in manifest.tensors.items():
+        pieces = files.setdefault(entry.file, [])
+        if entry.dtype not in DTYPES:
+            raise CommitError(f"{manifest.directory}: tensor {name} is of type {entry.dtype}, which cannot be loaded")
+        start, size = pieces[-1].end if pieces else 0, math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        pieces.append(Piece(name, entry.dtype, entry.shape, start, start + size))
+    parts, offset = [], 0
+    for file, pieces in files.items():
+        parts.append(Part(Path(manifest.directory / file), offset, pieces[-1].end, pieces))
+        offset += pieces[-1].end
+    return parts

@@ -1,0 +1,91 @@
+"""Receiving versions on a GPU: with gloo from a CPU, with NCCL from another GPU. (The protocol itself: tests/unit/inference/test_receiving.py.)"""
+
+import itertools
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.inference import staging
+from prime_rl.inference.receiving import Receiver
+from prime_rl.inference.staging import Staging
+from prime_rl.transport.pairs import PairError
+from prime_rl.transport.weights import weights_manifest
+from prime_rl.wait import wait
+from support.sending import Files, SendingTrainer
+
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+SECONDS = 120.0
+SIZE = 256 << 20
+TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL speaks to another GPU")
+SERVER = torch.device("cuda:0")
+
+
+def files(version: int) -> Files:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        f"model-{number}.safetensors": {
+            f"{number}.{name}": torch.randn(rows, 1024, generator=generator).bfloat16()
+            for name, rows in (("a", 20_000), ("b", 1), ("c", 3_333))
+        }
+        for number in range(5)
+    }
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda:1", marks=TWO)])
+def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SendingTrainer]:
+    with closing(SendingTrainer(tmp_path, SIZE, SECONDS, device=request.param)) as made:
+        yield made
+
+
+def receive(directory: Path, receiver: Receiver, place: str = "device") -> dict[str, torch.Tensor]:
+    read = Staging(directory, weights_manifest(directory).hash, SERVER, receiver=receiver)
+    read.wait(SECONDS)
+    assert read.place == place
+    return dict(read.tensors())
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+def test_what_is_received_is_what_was_sent(
+    trainer: SendingTrainer, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """Contract: bit by bit, version after version, over the same connections."""
+    if place == "host":
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
+    with closing(Receiver(SERVER)) as receiver:
+        for version in (1, 2, 3):
+            sent = files(version)
+            found = receive(trainer.send(version, sent), receiver, place)
+            expected = {name: tensor for held in sent.values() for name, tensor in held.items()}
+            assert found.keys() == expected.keys()
+            assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_the_sender_is_killed_in_the_middle(trainer: SendingTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: this process lives on, hears one reason, and gets the version from the sender's successor."""
+    with closing(Receiver(SERVER)) as receiver:
+        directory = trainer.send(1, files(1))
+        receive(directory, receiver)
+        pid, hash_block, blocks = trainer.sender.pid, staging._hash, itertools.count()
+        assert pid is not None
+
+        def killing(*args: Any) -> None:
+            hash_block(*args)
+            if next(blocks) == 3:
+                os.kill(pid, signal.SIGKILL)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "_hash", killing)
+            with pytest.raises(PairError):
+                receive(directory, receiver)
+        assert torch.ones(1, device=SERVER).item() == 1.0
+        wait(lambda: trainer.sender.pid not in (None, pid), subject="sender", owner="the trainer", seconds=SECONDS)
+        receive(directory, receiver)

@@ -1,0 +1,354 @@
+"""Versions that are sent through a process group: real processes over gloo, no engine. What arrives is what was offered, or one clear reason."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.errors import UserError
+from prime_rl.inference import staging
+from prime_rl.inference.receiving import Receiver, sent_parts
+from prime_rl.inference.staging import Staging
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.pairs import PairError
+from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
+from prime_rl.wait import wait
+from support.sending import SendingTrainer
+
+CPU = torch.device("cpu")
+SECONDS = 60.0
+SIZE = 1 << 20  # of a buffer
+SHAPES = {"a.safetensors": {"embed": [500, 300], "empty": [0, 7]}, "b.safetensors": {"w": [123, 457], "norm": [1000]}}
+
+
+class Trainer(SendingTrainer):
+    """Sends one version of random tensors after the other."""
+
+    def __init__(self, root: Path, timeout: float = SECONDS, port: int = 0) -> None:
+        super().__init__(root, SIZE, timeout, port)
+        self.version = 0
+
+    def commit(self, **options: Any) -> Path:
+        """The next version."""
+        self.version += 1
+        tensors = expected(self.version)
+        files = {file: {name: tensors[name] for name in shapes} for file, shapes in SHAPES.items()}
+        return self.send(self.version, files, **options)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors begin, end and lie within blocks."""
+    monkeypatch.setattr(staging, "BLOCK_BYTES", 50_000)
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """One for all tests that leave its sender alone: a process takes seconds to start."""
+    made = Trainer(tmp_path_factory.mktemp("run") / "weights")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def start_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+    """Start trainers whose senders may come to harm, all with the same run directory."""
+    made: list[Trainer] = []
+
+    def start(**options: Any) -> Trainer:
+        made.append(Trainer(tmp_path / "weights", **options))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver(CPU)
+    yield made
+    made.close()
+
+
+def begin(directory: Path, receiver: Receiver | None, **options: Any) -> Staging:
+    return Staging(directory, weights_manifest(directory).hash, CPU, receiver=receiver, **options)
+
+
+def receive(directory: Path, receiver: Receiver | None) -> dict[str, torch.Tensor]:
+    read = begin(directory, receiver)
+    read.wait(SECONDS)
+    return dict(read.tensors())
+
+
+def expected(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {
+        name: torch.rand(shape, generator=generator) for shapes in SHAPES.values() for name, shape in shapes.items()
+    }
+
+
+def assert_same(found: dict[str, torch.Tensor], directory: Path) -> None:
+    wanted = expected(weights_manifest(directory).version)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_what_is_received_is_what_was_offered(trainer: Trainer, receiver: Receiver) -> None:
+    """Contract: every version arrives bit by bit, also the one before the newest; connections are kept in between."""
+    directories = [trainer.commit() for _ in range(2)]
+    for directory in (*directories, directories[0]):
+        assert_same(receive(directory, receiver), directory)
+    kept = {id(pair) for _, pair in receiver._idle}
+    assert_same(receive(directory := trainer.commit(), receiver), directory)
+    assert {id(pair) for _, pair in receiver._idle} == kept
+
+
+def fails(directory: Path, receiver: Receiver | None, says: str, kind: type[Exception] = PairError) -> None:
+    read = begin(directory, receiver)
+    with pytest.raises(kind, match=says):
+        read.wait(SECONDS)
+    assert read.answer()["state"] == "failed"
+    assert read.answer()["unsent"] == (kind is PairError)
+    assert list(read.tensors()) == []
+
+
+def at_block(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Have `act` called once, when so many blocks of a version were received."""
+    blocks, lock, hash_block = 0, threading.Lock(), staging._hash
+
+    def counting(*args: Any) -> None:
+        nonlocal blocks
+        hash_block(*args)
+        with lock:
+            blocks += 1
+            due = blocks == number
+        if due:
+            act()
+
+    monkeypatch.setattr(staging, "_hash", counting)
+
+
+ASK = """
+import os, sys, torch
+from pathlib import Path
+from prime_rl.inference.receiving import sent_parts
+from prime_rl.transport.pairs import connect
+from prime_rl.transport.weights import weights_manifest
+manifest = weights_manifest(Path(sys.argv[1]))
+sender, part = manifest.sender, sent_parts(manifest)[0]
+pair = connect(sender.host, sender.port, token=sender.token, device=torch.device("cpu"), seconds=20)
+pair.line.tell(20, version=manifest.version, life=0, hash=manifest.hash, start=0, count=part.size, block=10_000)
+pair.receive(memoryview(bytearray(10_000)))
+print("in the middle", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Iterator[Callable[[Path], "subprocess.Popen[str]"]]:
+    """Start processes that have received one block of many and go no further."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(directory: Path) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", ASK, str(directory)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the middle\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait(SECONDS)
+
+
+def test_several_receive_at_the_same_time(trainer: Trainer) -> None:
+    """Contract: servers and workers do not wait for each other, nor know of each other."""
+    directory = trainer.commit()
+    receivers = [Receiver(CPU) for _ in range(3)]
+    reads = [begin(directory, receiver) for receiver in receivers]
+    for read in reads:
+        read.wait(SECONDS)
+        assert_same(dict(read.tensors()), directory)
+    for receiver in receivers:
+        receiver.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_one_that_is_gone_or_hangs_holds_nobody_up(
+    trainer: Trainer, receiver: Receiver, reader: Callable[[Path], "subprocess.Popen[str]"], how: signal.Signals
+) -> None:
+    """Contract: a receiver that is killed or stopped in the middle costs the others nothing, and the trainer no more than the moment it gives."""
+    directory, pid = trainer.commit(), trainer.sender.pid
+    reader(directory).send_signal(how)
+    assert_same(receive(directory, receiver), directory)
+    trainer.commit()
+    later = trainer.commit()  # into the memory that the other one is reading
+    assert_same(receive(later, receiver), later)
+    assert trainer.sender.pid == pid
+
+
+def test_the_sender_is_killed_in_the_middle(
+    start_trainer: Callable[..., Trainer], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: that ends the transfer with one reason; another process takes its place, and the next attempt gets all of it."""
+    trainer = start_trainer()
+    directory, pid = trainer.commit(), trainer.sender.pid
+    assert pid is not None
+    receive(
+        directory, receiver
+    )  # from now on it has its connections: one that is being made ends with the time-out only
+    with monkeypatch.context() as patch:
+        at_block(patch, 3, lambda: os.kill(pid, signal.SIGKILL))
+        fails(directory, receiver, "the transfer failed|the other side")
+    wait(lambda: trainer.sender.pid not in (None, pid), subject="other process", owner="the trainer", seconds=SECONDS)
+    assert_same(receive(directory, receiver), directory)
+
+
+def test_a_sender_that_ends_whenever_it_is_started(start_trainer: Callable[..., Trainer]) -> None:
+    """Contract: it is not started for ever, and the trainer hears of it with the next version."""
+    trainer, killed = start_trainer(), set()
+    trainer.commit()
+
+    def ended() -> bool:
+        if (pid := trainer.sender.pid) is not None and pid not in killed:
+            killed.add(pid)
+            os.kill(pid, signal.SIGKILL)
+        return trainer.sender.pid is None and len(killed) == 3
+
+    wait(ended, subject="end", owner="the trainer", seconds=SECONDS)
+    with pytest.raises(UserError, match="has ended .*killed by SIGKILL.*version 2"):
+        trainer.commit()
+
+
+def test_a_sender_that_hangs(
+    start_trainer: Callable[..., Trainer], receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: the receiver gives up after the time-out, the trainer replaces it when it wants its memory, and all goes on."""
+    trainer = start_trainer(timeout=2.0)
+    directory, pid = trainer.commit(), trainer.sender.pid
+    assert pid is not None
+
+    def arrives() -> bool:  # it takes longer to start than this time-out
+        try:
+            assert_same(receive(directory, receiver), directory)
+        except PairError:
+            return False
+        return True
+
+    wait(arrives, subject="version 1", owner="the sender", seconds=SECONDS)
+    with monkeypatch.context() as patch:
+        at_block(patch, 3, lambda: os.kill(pid, signal.SIGSTOP))
+        fails(directory, receiver, "Timed out|said nothing|no gloo group|closed")
+    trainer.commit()
+    directory = trainer.commit()
+    wait(lambda: trainer.sender.pid not in (None, pid), subject="other process", owner="the trainer", seconds=SECONDS)
+    wait(arrives, subject="version 3", owner="the sender", seconds=SECONDS)
+
+
+def test_a_token_that_is_not_the_senders(trainer: Trainer, receiver: Receiver, heard: pytest.LogCaptureFixture) -> None:
+    """Contract: who does not know the token gets nothing, the trainer's log says so, and no log holds the token."""
+    directory = trainer.commit(address=replace(trainer.sender.address, token="0" * 32))
+    fails(directory, receiver, "does not know this token")
+    wait(lambda: "without knowing the token" in heard.text, subject="warning", owner="the trainer", seconds=SECONDS)
+    assert trainer.sender.address.token not in heard.text + repr(trainer.sender.address)
+
+
+def test_what_is_no_question_for_weights(trainer: Trainer, receiver: Receiver) -> None:
+    """Contract: strangers that speak anything else are passed over; a question beyond the version's end is refused."""
+    directory = trainer.commit()
+    with socket.create_connection(("127.0.0.1", trainer.sender.address.port), SECONDS) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert_same(receive(directory, receiver), directory)
+    manifest = weights_manifest(directory)
+    part = sent_parts(manifest)[-1]
+    with (
+        pytest.raises(PairError, match="bytes, not"),
+        receiver.part(manifest, replace(part, size=part.size + 1)) as fill,
+    ):
+        fill(memoryview(bytearray(10)), 0)
+
+
+@pytest.mark.parametrize("what", ["a version before the last two", "another life", "another hash"])
+def test_what_is_not_there(trainer: Trainer, receiver: Receiver, what: str) -> None:
+    """Contract: a version that is superseded, or is of another history, is not given, and the answer says what is there."""
+    manifest = weights_manifest(trainer.commit())
+    if what == "another life":
+        manifest = replace(manifest, incarnation=1)
+    elif what == "another hash":
+        manifest = replace(manifest, hash="0" * 32)
+    else:
+        trainer.commit()
+        trainer.commit()
+    with (
+        pytest.raises(PairError, match="not there any more: superseded .there is: "),
+        receiver.part(manifest, sent_parts(manifest)[0]) as fill,
+    ):
+        fill(memoryview(bytearray(staging.BLOCK_BYTES)), 0)
+
+
+def test_superseded_in_the_middle(trainer: Trainer, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: who is slow is told that its version is superseded; what it has is given to nobody, and the next version arrives."""
+    directory = trainer.commit()
+    trainer.commit()
+    with monkeypatch.context() as patch:
+        at_block(patch, 3, trainer.commit)
+        fails(directory, receiver, "is superseded: its memory is needed for a newer one")
+    directory = version_dir(trainer.root, trainer.version)
+    assert_same(receive(directory, receiver), directory)
+
+
+def test_a_trainer_that_starts_again(start_trainer: Callable[..., Trainer], receiver: Receiver) -> None:
+    """Contract: what the manifest says is asked, not who was asked before: at the same address, with another token."""
+    first = start_trainer()
+    directory = first.commit()
+    assert_same(receive(directory, receiver), directory)
+    first.sender.close()
+    fails(directory, receiver, "no sender of weights answers")
+    again = start_trainer(port=first.sender.address.port)
+    again.life, again.version = 1, 1
+    assert_same(receive(directory := again.commit(), receiver), directory)
+
+
+def test_wrong_bytes_are_refused(trainer: Trainer, receiver: Receiver) -> None:
+    """Contract: what arrives is hashed against the manifest, tensor by tensor, as files are."""
+    fails(trainer.commit(spoil=True), receiver, "tensor norm is not the one its manifest describes", CommitError)
+
+
+def test_who_cannot_receive_says_so(trainer: Trainer, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: whoever looks for tensors that were never written says that, in one line."""
+    directory = trainer.commit()
+    fails(directory, None, "never written", CommitError)
+    with pytest.raises(CommitError, match="never written"):
+        verify_weights(directory)
+    monkeypatch.setattr(staging, "available_bytes", lambda: 0)
+    fails(directory, receiver, "no memory here to receive them", UserError)
+
+
+def test_what_is_not_wanted_any_more(trainer: Trainer, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: dropping ends the transfer, and a connection that is within it is not used for the next."""
+    directory = trainer.commit()
+    with monkeypatch.context() as patch:
+        at_block(patch, 2, lambda: read.drop())
+        read = begin(directory, receiver)
+        with pytest.raises(staging.Dropped):
+            read.wait(SECONDS)
+    assert_same(receive(directory := trainer.commit(), receiver), directory)
+
+
+def test_a_port_that_is_taken(trainer: Trainer, start_trainer: Callable[..., Trainer]) -> None:
+    """Contract: one line, before anything is trained."""
+    with pytest.raises(UserError, match=f"cannot listen at 127.0.0.1:{trainer.sender.address.port}"):
+        start_trainer(port=trainer.sender.address.port)

@@ -1,0 +1,144 @@
+"""Versions that the trainer sends, and that are not to be had at some moment: nothing spins, nothing is lost, and the run goes on with what there is."""
+
+import asyncio
+
+import pytest
+
+from prime_rl.orchestrator import serving
+from prime_rl.orchestrator.engine import NotSent, Served
+from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
+
+
+class Receiving(ScriptedEngine):
+    """`unsent`: versions that the trainer does not send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsent: set[int] = set()
+        self.refused: list[int] = []
+
+    async def update(self, weights) -> Served:
+        if weights.version in self.unsent:
+            self.refused.append(weights.version)
+            raise NotSent(f"version {weights.version} is superseded")
+        return await super().update(weights)
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch: pytest.MonkeyPatch) -> World:
+    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    world = World(tmp_path, async_level=1, max_steps=4)
+    world.engine = Receiving()
+    world.pool = ScriptedPool(world.engine)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    return world
+
+
+async def finish(world: World, run: "asyncio.Task[None]", first: int = 0) -> None:
+    for step in range(first, 4):
+        await until(has_batch(world, step), run=run)
+        world.trainer.commit(step + 1)
+    async with asyncio.timeout(20):
+        await run
+
+
+def check(world: World) -> None:
+    """What was trained was sampled by a version that its lineage names, within the bounds."""
+    for step in range(4):
+        assert world.really_sampled(step) <= set(world.versions(step))
+        assert min(world.versions(step)) >= step - 1
+
+
+async def test_servers_go_on_until_the_version_is_sent(world: World) -> None:
+    """Contract: however often a version is not sent, the servers sample on, and load it once it is."""
+    world.engine.unsent = {1}
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await until(lambda: world.engine.refused.count(1) > 2 * serving._ATTEMPTS, run=run)
+    await until(has_batch(world, 1), run=run)  # on version 0, as the async level allows
+    assert world.engine.updates == [(0, 0)]
+    world.engine.unsent = set()
+    await until(lambda: (1, 0) in world.engine.updates, run=run)
+    await finish(world, run, first=1)
+    check(world)
+    orchestrator.core.check_conservation()
+
+
+async def test_a_version_that_is_never_sent(world: World) -> None:
+    """Contract: the trainer is waited for as long as for any version, then the run ends and says why."""
+    world.config.weights_timeout = 0.3
+    world.engine.unsent = {1}
+    run = asyncio.create_task(world.orchestrator().run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    with pytest.raises(NotSent, match="version 1 is superseded"):
+        async with asyncio.timeout(20):
+            await run
+
+
+async def test_a_server_that_starts_again_after_its_version_is_superseded(world: World) -> None:
+    """Contract: it gets the newest version, and the run goes on with that; what it had in flight is made again."""
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.engine.unsent = {1}
+    world.trainer.commit(1)
+    await until(lambda: bool(world.engine.refused), run=run)
+    await until(has_batch(world, 1), run=run)
+    world.engine.unsent = {0, 1}
+    world.engine.base()
+    world.engine.now = Served(7, "of nobody", str(world.engine.boots))
+    orchestrator.serving.recover(orchestrator.fleet.replicas[0])
+    await until(lambda: 0 in world.engine.refused, run=run)
+    assert not orchestrator.fleet.serving
+    world.trainer.commit(2)
+    await until(lambda: (2, 0) in world.engine.updates, run=run)
+    await finish(world, run, first=2)
+    check(world)
+    orchestrator.core.check_conservation()
+
+
+async def test_a_trainer_that_starts_again_meanwhile(world: World) -> None:
+    """Contract: while a version is waited for, a new life of the trainer is noticed, and its version served."""
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.engine.unsent = {1}
+    world.trainer.commit(1)
+    await until(lambda: bool(world.engine.refused), run=run)
+    world.trainer.live(1, 0)  # nothing was saved: it starts over
+    world.engine.unsent = set()
+    world.trainer.commit(1, life=1)
+    await until(lambda: (1, 1) in world.engine.updates, run=run)
+    for step in range(1, 4):
+        await until(has_batch(world, step), run=run)
+        world.trainer.commit(step + 1, life=1)
+    async with asyncio.timeout(20):
+        await run
+    check(world)
+    orchestrator.core.check_conservation()
+
+
+async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(world: World) -> None:
+    """Contract: an orchestrator that starts anew goes on with the newest version where the one that was served last is not to be had any more."""
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await until(lambda: (1, 0) in world.engine.updates, run=run)
+    await until(has_batch(world, 1), run=run)
+    run.cancel()
+    await asyncio.gather(run, return_exceptions=True)
+    world.trainer.commit(2)
+    world.engine.unsent = {0, 1}
+    world.config.recover = True
+    again = world.orchestrator()
+    again.evaluations.owed = lambda version: True
+    run = asyncio.create_task(again.run())
+    await until(lambda: (2, 0) in world.engine.updates, run=run)
+    assert world.engine.refused[-1] == 1
+    await finish(world, run, first=2)
+    check(world)

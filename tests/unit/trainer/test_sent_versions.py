@@ -1,0 +1,132 @@
+"""Versions that are sent: committed with their hashes, received as they were trained, and written where they have to outlive the trainer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from prime_rl.config.process_group import ProcessGroupTransport
+from prime_rl.errors import UserError
+from prime_rl.inference.receiving import Receiver
+from prime_rl.inference.staging import Staging
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.names import named_parameters
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import find_model
+from prime_rl.trainer.weights import Versions
+from prime_rl.transport.commit import CommitError, list_steps
+from prime_rl.transport.pairs import PairError
+from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
+from support import trainer as support
+
+world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
+
+CPU = torch.device("cpu")
+SECONDS = 120.0
+TRANSPORT = ProcessGroupTransport(host="127.0.0.1", timeout=60.0)
+
+
+@pytest.fixture
+def policy(make_policy: Callable[..., Policy], tied_model: Path) -> Policy:
+    return make_policy(tied_model)
+
+
+@pytest.fixture
+def versions(policy: Policy, world: World, tied_model: Path, tmp_path: Path) -> Iterator[Callable[..., Versions]]:
+    """One life of a trainer each call, all on the same run directory."""
+    made: list[Versions] = []
+
+    def make() -> Versions:
+        source = find_model(str(tied_model))
+        made.append(Versions(tmp_path, policy, source, world, torch.bfloat16, timeout=60, transport=TRANSPORT))
+        return made[-1]
+
+    yield make
+    for life in made:
+        life.close()
+
+
+def receive(directory: Path) -> dict[str, torch.Tensor]:
+    receiver = Receiver(CPU)
+    read = Staging(directory, weights_manifest(directory).hash, CPU, receiver=receiver)
+    read.wait(SECONDS)
+    receiver.close()
+    return dict(read.tensors())
+
+
+def trained(policy: Policy) -> dict[str, torch.Tensor]:
+    return {name: p.full_tensor().detach().to(torch.bfloat16).clone() for name, p in named_parameters(policy)}
+
+
+def change(policy: Policy) -> None:
+    with torch.no_grad():
+        for _, p in named_parameters(policy):
+            p.to_local().add_(0.01)
+
+
+def test_what_is_received_is_what_was_trained(
+    versions: Callable[..., Versions], policy: Policy, tmp_path: Path
+) -> None:
+    """Contract: the last two versions can be had bit by bit, none of their tensors is in a file, and what is in the directory is as ever."""
+    told: dict[int, dict[str, float]] = {}
+    life = versions()
+    life._on_committed = lambda version, times: told.update({version: times})
+    life.open(0)
+    expected = {}
+    for version in (1, 2, 3):
+        change(policy)
+        expected[version] = trained(policy)
+        life.commit(version, lasting=version == 1)
+    life.settle()
+    root = tmp_path / "weights"
+    assert verify_weights(version_dir(root, 1)).sender is None  # it was to be written
+    assert "time/export_write" in told[1]
+    assert "time/export_send" in told[2]
+    assert "time/export_write" not in told[2]
+    for version in (2, 3):
+        directory = version_dir(root, version)
+        assert list(directory.glob("*.safetensors*")) == []
+        assert (directory / "config.json").exists()
+        with pytest.raises(CommitError, match="never written"):
+            verify_weights(directory)
+        found = receive(directory)
+        assert found.keys() == expected[version].keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected[version].items())
+    life.commit(4)
+    life.settle()
+    with pytest.raises(PairError, match="superseded .there is: 3, 4"):
+        receive(version_dir(root, 2))
+
+
+def test_what_outlives_the_trainer_is_written(
+    versions: Callable[..., Versions], policy: Policy, tmp_path: Path
+) -> None:
+    """Contract: the version that a life starts from, and the one that it ends with, have files, also where they were only sent before; their hash
+    stays."""
+    root = tmp_path / "weights"
+    first = versions()
+    first.open(0)
+    for version in (1, 2):
+        change(policy)
+        first.commit(version)
+    first.settle()
+    before = weights_manifest(version_dir(root, 2))
+    first.close()
+    second = versions()
+    second.open(2)
+    assert list_steps(root) == [0, 1, 2]
+    after = verify_weights(version_dir(root, 2))
+    assert (after.hash, after.incarnation, after.sender) == (before.hash, 1, None)
+    second.commit(3)
+    second.ensure(3)
+    assert verify_weights(version_dir(root, 3)).sender is None
+
+
+def test_several_ranks_are_refused(policy: Policy, world: World, tied_model: Path, tmp_path: Path) -> None:
+    """Contract: one clear line at the start, not a version that lacks rows."""
+    with pytest.raises(UserError, match="sends from one rank, and this trainer has 2: use filesystem"):
+        Versions(
+            tmp_path, policy, find_model(str(tied_model)), replace(world, size=2), torch.float32, transport=TRANSPORT
+        )
