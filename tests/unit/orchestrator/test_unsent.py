@@ -91,7 +91,7 @@ async def test_a_server_that_starts_again_after_its_version_is_superseded(world:
     world.engine.unsent = {0, 1}
     world.engine.base()
     world.engine.now = Served(7, "of nobody", str(world.engine.boots))
-    orchestrator.serving.recover(orchestrator.fleet.replicas[0])
+    orchestrator.recovery.recover(orchestrator.fleet.replicas[0])
     await until(lambda: 0 in world.engine.refused, run=run)
     assert not orchestrator.fleet.serving
     world.trainer.commit(2)

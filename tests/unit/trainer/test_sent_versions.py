@@ -11,6 +11,7 @@ from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
+from prime_rl.trainer.ckpt import Checkpoints
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
@@ -130,3 +131,17 @@ def test_several_ranks_are_refused(policy: Policy, world: World, tied_model: Pat
         Versions(
             tmp_path, policy, find_model(str(tied_model)), replace(world, size=2), torch.float32, transport=TRANSPORT
         )
+
+
+class _Every:
+    """A checkpoint every twenty steps, a recovery checkpoint every ten."""
+
+    def due(self, step: int) -> str | None:
+        return None if step % 10 else "recovery checkpoint" if step % 20 else "checkpoint"
+
+
+@pytest.mark.parametrize(("recovery", "needed"), [(True, [8, 9, 10, 18, 19, 20]), (False, [18, 19, 20])])
+def test_which_versions_checkpoints_need(recovery: bool, needed: list[int]) -> None:
+    """Contract: those that `prunable` keeps for a checkpoint; what is sent ends with the trainer, so that recovery checkpoints need files, too."""
+    found = [v for v in range(1, 26) if Checkpoints.will_need(_Every(), v, 2, recovery=recovery)]  # type: ignore[arg-type]
+    assert found == needed
