@@ -211,7 +211,9 @@ class Pair:
                 raise PairError("the other side has closed the connection")
             time.sleep(_LOOK_SECONDS)
         try:
-            work.wait(timedelta(seconds=self._seconds))  # it has ended: this raises what NCCL found wrong, if it says so; the hashes see the rest
+            work.wait(
+                timedelta(seconds=self._seconds)
+            )  # it has ended: this raises what NCCL found wrong, if it says so; the hashes see the rest
         except RuntimeError as error:
             raise PairError(f"the transfer failed within NCCL ({_brief(error)})") from error
 
