@@ -107,7 +107,7 @@ def whole_life(run: Run) -> None:
     life.prune(0, 0, lambda: [2])
     life.settle()
     life.ensure(4)
-    life.leave_memory()
+    life.leave_memory(0, 0, lambda: [2])
 
 
 def go_on(run: Run, start: int) -> None:

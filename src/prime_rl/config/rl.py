@@ -111,8 +111,6 @@ class RLConfig(BaseConfig):
             return Problem(message + "needs memory for a second copy beside the server, which share_gpus leaves none", key, "share_gpus")  # fmt: skip
         if self.inference is not None and not self.inference.stage_weights:
             return Problem(message + "needs servers that stage weights", key, "inference.stage_weights")
-        if self.trainer_ranks is not None and self.trainer_ranks > 1:
-            return Problem(message + f"sends from one rank, and trainer_ranks is {self.trainer_ranks}", key, "trainer_ranks")  # fmt: skip
         return None
 
     def _nothing_to_resume(self) -> Problem | None:

@@ -104,11 +104,13 @@ def check_cache(model: Path, config: InferenceConfig) -> None:
     text = text.get("text_config", text)
     whole = set(text.get("layer_types") or ["full_attention"]) == {"full_attention"}
     special = text.get("kv_lora_rank") or (text.get("sliding_window") and text.get("use_sliding_window", True))
-    if config.max_model_len is None or config.vllm or special or not whole or "num_hidden_layers" not in text:
+    special = special or any(key.startswith(("mamba", "attn_layer", "hybrid", "ssm", "multi_query")) for key in text)
+    known = text.keys() >= {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
+    if config.max_model_len is None or config.vllm or special or not whole or not known:
         return
     heads = text["num_attention_heads"]
     head = text.get("head_dim") or text["hidden_size"] // heads
-    values = 2 * text["num_hidden_layers"] * (text.get("num_key_value_heads") or heads) * head
+    values = 2 * text["num_hidden_layers"] * (text["num_key_value_heads"] or heads) * head
     size = 2 if config.model.dtype in ("bfloat16", "float16", "half") else 4
     needed = values * size * config.max_model_len / (config.tensor_parallel_size * config.pipeline_parallel_size)
     there = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or config.cpu.kvcache_gib)

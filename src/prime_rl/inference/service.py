@@ -287,6 +287,10 @@ class WeightService:
         try:
             await self._stage(directory, manifest.hash, parts)
             return await self._swap(directory, target, parts, stamp)
+        except Refused as refusal:
+            if refusal.status == 400 and await _changed(directory, stamp):
+                raise Refused(503, f"{refusal.message} (its place was changed meanwhile)") from refusal
+            raise
         finally:
             await self._unstage()
 
@@ -304,10 +308,13 @@ class WeightService:
                 raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is not None:
                 return manifest, stamp
-            for link in await _read(lambda _: chain(manifest), directory):
+            whole = manifest.builds_on is None
+            for link in [manifest] if whole else await _read(lambda _: chain(manifest), directory):
                 if link.memory is not None:
                     self._places.check_memory(link.directory, link.memory)
-                self._places.check_files(link.directory, [MANIFEST, *read_manifest(link.directory).files])
+                if link.directory != directory:
+                    files = (await _read(read_manifest, link.directory)).files
+                    self._places.check_files(link.directory, [MANIFEST, *files])
             manifest = await _read(verify_small_files, directory)
             check_index(manifest)
         except (CommitError, OSError) as error:
@@ -464,6 +471,8 @@ class WeightService:
                 await self._engine.resume_generation()
         except TimeoutError as error:
             raise Refused(503, f"the engine did not resume within {PAUSE_SECONDS:.0f} s") from error
+        except Exception as error:  # whatever vLLM raises: several engines do not resume while one is still pausing
+            raise Refused(503, f"the engine did not resume: {error!r}") from error
 
     async def _base_hashes(self) -> dict[str, TensorEntry]:
         try:
@@ -483,6 +492,14 @@ class WeightService:
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)  # bounded: every step of a change has a deadline
+
+
+async def _changed(directory: Path, stamp: bytes) -> bool:
+    """Whether the version stands there otherwise than it did: the trainer brings what lies in memory to the disk."""
+    try:
+        return await _read(_stamp, directory) != stamp
+    except (CommitError, OSError):  # gone: whoever asked for it sees that, too
+        return False
 
 
 def _stamp(directory: Path) -> bytes:

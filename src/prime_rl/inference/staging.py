@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -468,23 +467,6 @@ class _OnDevice:
         for copied in self._copied:
             copied.synchronize()
         self._blocks = []
-
-
-class _Files:
-    """The files of a committed version."""
-
-    at_once = THREADS
-
-    def __init__(self, directory: Path) -> None:
-        self.parts = lay_out(directory)
-
-    @contextmanager
-    def open(self, part: Part) -> Iterator[Callable[[memoryview, int], None]]:
-        descriptor = os.open(part.path, os.O_RDONLY)
-        try:
-            yield lambda block, at: _fill(block, descriptor, part.offset + at, part.path)
-        finally:
-            os.close(descriptor)
 
 
 def lay_out(directory: Path) -> list[Part]:

@@ -150,9 +150,9 @@ class WeightsExtension:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             if self.device.type == "cpu":
                 forget_packed_experts(model)
-            source, told = source_of(Path(directory))
-            if tensors is not None or told is not None:
-                self.model_runner.reload_weights(weights_iterator=told if tensors is None else tensors)
+            source, told = (None, tensors) if tensors is not None else source_of(Path(directory))
+            if told is not None:
+                self.model_runner.reload_weights(weights_iterator=told)
             else:
                 self.model_runner.reload_weights(weights_path=str(source))
             if self.device.type == "cpu":

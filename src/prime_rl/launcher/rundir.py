@@ -38,7 +38,7 @@ _ASIDE = ("given_up_*_step_*", ".given_up_*")  # what a new life of the trainer 
 _REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "rollouts": _COMMITTED,
-    "weights": (*_COMMITTED, *_ASIDE),
+    "weights": (*_COMMITTED, *_ASIDE, *_REPLACED),
     "checkpoints": (*_COMMITTED, *_ASIDE),
     "recovery": (*_COMMITTED, *_ASIDE),
     "incarnations": ("*",),

@@ -235,13 +235,7 @@ class Recovery:
         if not proven:
             await self._take_back(replica)
         if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
-            try:
-                await serving.load_again(replica)
-            except NotSent:
-                newest = serving.history.newest
-                if not serving.recovering or newest is None or newest <= version:
-                    raise
-                return await serving.go_on_with(replica, newest, lambda: self._admit(replica))
+            await serving.load_again(replica)
         if serving.moving or (version, life) != (serving.core.version, serving.core.life) or replica.tainted:
             return False
         self._admit(replica)

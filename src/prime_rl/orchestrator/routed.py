@@ -49,6 +49,7 @@ class Routed:
         self._router, self._parts = router, parts
         self._update: asyncio.Future[None] | None = None  # under way: parts may differ meanwhile
         self._said_unchecked, self._said_different = False, ""
+        self._passes = False  # it is known to pass token routes on
 
     @property
     def root(self) -> str:
@@ -61,11 +62,17 @@ class Routed:
             UserError: one of them did not come up in time, or the router passes no token route on.
         """
         await _all(each.wait_ready(on_wait) for each in (*self._parts, self._router))
-        statuses = [await self._router.status(path) for path in TOKEN_ROUTES]
+        if self._passes:
+            return
+        try:
+            statuses = [await self._router.status(path) for path in TOKEN_ROUTES]
+        except EngineTrouble:  # it was healthy just now: asked again when it is waited for again
+            return
         if all(status in _NO_SUCH_ROUTE for status in statuses):
             raise UserError(
                 f"the router at {self.root} passes neither {' nor '.join(TOKEN_ROUTES)} on: rollouts need tokens"
             )
+        self._passes = True
 
     async def answers(self) -> bool:
         """Whether all of them are healthy now."""

@@ -56,6 +56,15 @@ class Shell(Protocol):
         """Something may start now."""
 
 
+def _worst(errors: Iterable[LoadError]) -> LoadError:
+    """The one that decides: a refusal, which another attempt will not mend, before what the trainer owes, before trouble."""
+
+    def weight(error: LoadError) -> int:
+        return 1 if isinstance(error, NotSent) else 2 if isinstance(error, EngineTrouble | CommitError) else 0
+
+    return min(errors, key=weight)
+
+
 def _nothing_owed(version: int) -> bool:
     return False
 
@@ -85,7 +94,11 @@ class Serving:
         self._misread = (
             0  # updates in a row after which no server computed what the trainer did, whatever was loaded in between
         )
-        self._unsent_since: float | None = None  # when the trainer did not send a version, and none was loaded since
+        self._unsent: tuple[int, float] | None = (
+            None  # a version that was not sent, since when; none as new was loaded since
+        )
+        self._wanted: int | None = None  # the version that a server that comes back was not sent last
+        self._failed = (0, 0)  # a version that all servers were lost over, and how often in a row
         self._shell = shell
         self._moving = False  # what is served is being changed
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
@@ -126,8 +139,8 @@ class Serving:
                 await self._may_retry(error, version)
                 continue
             if len(failures) == len(ready):
-                failure = next(iter(failures.values()))
-                if isinstance(failure, NotSent):
+                failure = _worst(failures.values())
+                if any(isinstance(error, NotSent) for error in failures.values()):
                     owed = _nothing_owed  # it is not to be had any more: the newest is
                 await self._may_retry(failure, version)
                 continue
@@ -214,7 +227,9 @@ class Serving:
             async with self.shipping:
                 self.notice_life()
             newest = self.history.newest
-            if not self.recovering:
+            if newest is not None and self._is_superseded(newest):
+                await self._go_on_with(newest)
+            elif not self.recovering:
                 if self.core.must_go_back:
                     await self._go_back()
                 elif newest is not None and newest > self.core.version:
@@ -255,31 +270,27 @@ class Serving:
                 self._hold(life.number, version)
         self._shell.wake()
 
-    async def go_on_with(self, replica: Replica, version: int, admit: Callable[[], None]) -> bool:
-        """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version, on this server first. Returns
-        whether it does; then `admit` has been called.
-
-        Raises:
-            UserError, CommitError: it was not loaded.
-        """
+    async def _go_on_with(self, version: int) -> None:
+        """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version. Servers that come back are given
+        that; until then nothing starts."""
         async with self.lock:
-            if not self.recovering or self.core.must_go_back or version <= self.core.version:
-                return False  # found while this waited for the lock
-            began, life = time.monotonic(), self.core.life
+            if not self._is_superseded(version):
+                return  # found while this waited for the lock
+            logger.warning(
+                "version %d cannot be had any more: the run goes on with version %d", self.core.version, version
+            )
             self.core.announce(version)
-            self._lease_to_load(life, version)
-            for error in (await self._load([replica], version)).values():
-                raise error
-            if self.core.must_go_back or life != self.core.life or replica.tainted:
-                return False
-            self._note_served(version, began)
-            admit()
+            self._lease_to_load(self.core.life, version)
+            self._note_served(version)
         await self._shell.serves(version)
-        return True
+
+    def _is_superseded(self, newest: int | None) -> bool:
+        lost = self.recovering and not self.core.must_go_back and self._unsent is not None
+        return lost and newest is not None and newest > self.core.version == self._wanted
 
     async def _serve(self, version: int) -> None:
         async with self.lock:
-            if self.recovering or self.core.must_go_back:
+            if self.recovering or self.core.must_go_back or version <= self.core.version:
                 return  # found while this waited for the lock
             began = time.monotonic()
             self.core.announce(version)
@@ -287,15 +298,15 @@ class Serving:
             if not await self._move(version) or self.core.must_go_back:
                 return
             self._count(time.monotonic() - began)
-            self._note_served(version, began)
+            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.fleet.where())
+            self._note_served(version)
         self._shell.wake()
         await self._shell.serves(version)
 
-    def _note_served(self, version: int, began: float) -> None:
+    def _note_served(self, version: int) -> None:
         self.core.serve(version)
         self._hold(self.core.life, version)
         self.status.progress()
-        logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.fleet.where())
         stale = self.core.stale()
         for start in stale:
             self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
@@ -340,9 +351,21 @@ class Serving:
         for replica in list(failures):
             if not await replica.proven():
                 self._shell.lost(replica)
-        if self.fleet.serving:
-            await self._may_retry(next(iter(failures.values())), version)
+        worst = _worst(failures.values())
+        lost = isinstance(worst, EngineTrouble | CommitError) and not isinstance(worst, NotSent)
+        if self.fleet.serving or not lost:
+            await self._may_retry(worst, version)
+        else:
+            self._count_failed(worst, version)
         return False
+
+    def _count_failed(self, error: LoadError, version: int) -> None:
+        """Servers that are lost over a version come back with the one before it and are given this one once more, but not for ever."""
+        times = self._failed[1] + 1 if self._failed[0] == version else 1
+        self._failed = (version, times)
+        if times >= 2 * _ATTEMPTS:
+            raise error
+        logger.warning("version %d was not loaded: %s", version, error)
 
     def _count_misread(self, errors: Iterable[LoadError], version: int) -> None:
         """Servers that fail a canary go back to the earlier version and are given this one once more, but not for ever."""
@@ -379,7 +402,9 @@ class Serving:
                 async with self.shipping:
                     self.doubt(replica, "the server was started again")
         if len(failures) < len(replicas):
-            self._failures, self._unsent_since = 0, None
+            self._failures = 0
+            if self._unsent is not None and version >= self._unsent[0]:
+                self._unsent = None
         faults.point(f"updated:v{version}")
         return failures
 
@@ -395,6 +420,10 @@ class Serving:
         try:
             for error in (await self._load([replica], version)).values():
                 raise error
+        except NotSent:
+            self._wanted = version
+            self._note_unsent(version)
+            raise
         finally:
             del self._reading[replica]
             if not (self._moving or self.core.must_go_back):
@@ -424,14 +453,19 @@ class Serving:
     async def await_sender(self, error: NotSent, version: int) -> None:
         """Servers go on as they are while the trainer owes them this version, a newer one or its next life: for at most `weights_timeout`."""
         self.history.look()
-        now, seconds = time.monotonic(), self.config.weights_timeout
-        if self._unsent_since is None:
-            self._unsent_since = now
+        seconds = self.config.weights_timeout
+        if self._unsent is None:
             logger.warning("version %d was not sent, waiting for the trainer: %s", version, error)
-        elif now - self._unsent_since > seconds:
+        if time.monotonic() - self._note_unsent(version) > seconds:
             raise error
         self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
         await asyncio.sleep(_RETRY_SECONDS)
+
+    def _note_unsent(self, version: int) -> float:
+        """Returns since when."""
+        before, since = self._unsent or (version, time.monotonic())
+        self._unsent = (max(before, version), since)
+        return since
 
     def _lease_to_load(self, life: int, version: int) -> None:
         assert self.history.lease is not None  # `start` has taken one

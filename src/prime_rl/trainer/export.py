@@ -529,6 +529,8 @@ def _write_changes(staging: Staging, copied: Copy, directory: Path, how: Holding
         with disk_errors(directory):
             written = staging.write(copied, directory, hashing=True, how=how)
     except NotHeld:
+        for path in directory.iterdir():  # of a process that was killed at it
+            path.unlink()
         return None
     files = list(directory.iterdir())
     if sum(path.stat().st_size for path in files) < staging.file_bytes:

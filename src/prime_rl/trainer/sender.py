@@ -326,7 +326,7 @@ class _Server:
                 int(request[key]) for key in ("version", "life", "start", "count", "block")
             )
             digest = str(request["hash"])
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _Refused(f"that is no question for weights ({error!r})") from error
         with self._offered.reading(version, life, digest) as offer:
             if at < 0 or count < 0 or at + count > offer.size or not 0 < block <= BLOCK_BYTES:

@@ -38,9 +38,17 @@ from prime_rl.transport.lives import (
     run_id,
     sparing_lives,
 )
-from prime_rl.transport.memory import check_room, clean_memory, memory_dir, memory_of, open_memory, remove_in_memory
+from prime_rl.transport.memory import (
+    check_room,
+    clean_memory,
+    memory_dir,
+    memory_of,
+    note_memory,
+    open_memory,
+    remove_in_memory,
+)
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
-from prime_rl.transport.weights import version_dir, write_base_version
+from prime_rl.transport.weights import version_dir, weights_manifest, write_base_version
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
@@ -125,6 +133,7 @@ class Versions:
         self._staging = Staging(policy, world, dtype, shared=None if transport is None else True)
         self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
+        self._had_memory = True  # some version may lie in memory
         self._transport = transport
         self._sender: Sender | None = None
         self._background = background_world(world, timeout)
@@ -170,11 +179,11 @@ class Versions:
             self.commit(version, lasting=True)
             self.settle()
 
-    def leave_memory(self) -> None:
-        """Bring what lies in memory to the disk: nobody is there any more who would prune it."""
+    def leave_memory(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
+        """Bring what lies in memory and is kept for its own sake (`prune`) to the disk, and remove the rest: nobody is there any more who would."""
         self.settle()
-        if self._memory is not None:
-            on_main(self.world, self._leave_memory)
+        if self._memory is not None and keep is not None:
+            on_main(self.world, lambda: self._leave_memory(async_level, keep, checkpoints))
 
     def commit(self, version: int, check: Callable[[], object] = lambda: None, *, lasting: bool = False) -> None:
         """Let the policy's weights, as the device has them after what it is told so far, become `version`.
@@ -377,6 +386,8 @@ class Versions:
             prune(version_dir(self.root, version))
         self._set_aside(life)
         memory = self._open_memory()
+        held = [memory_of(version_dir(self.root, version)) for version in list_steps(self.root)]
+        self._had_memory = memory is not None or any(place is not None for place in held)
         return life, base, None if memory is None else str(memory)
 
     def _check_room(self) -> None:
@@ -392,6 +403,7 @@ class Versions:
         run = run_id(self.output_dir)
         assert run is not None, "each life file holds it"
         root = memory_dir(self._in_tmpfs.tmpfs, self.output_dir, run)
+        note_memory(root, self.output_dir)
         open_memory(root, self.output_dir)
         held = (memory_of(version_dir(self.root, version)) for version in list_steps(self.root))
         clean_memory(root, {memory.directory for memory in held if memory is not None})
@@ -416,23 +428,33 @@ class Versions:
             remove_in_memory(memory, self.output_dir, run_id(self.output_dir))
         return True
 
-    def _leave_memory(self) -> None:
-        for version in list_steps(self.root):
+    def _leave_memory(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> None:
+        versions, lives, lease = (
+            read_versions(self.root, self._seen),
+            read_lives(self.output_dir),
+            read_lease(self.output_dir),
+        )
+        needed = checkpoints()
+        dropped = prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
+        for version in sorted(set(list_steps(self.root)).difference(dropped), reverse=True):
             if memory_of(version_dir(self.root, version)) is not None:
                 self._make_lasting(version)
+        self._prune(None, async_level, keep, checkpoints)  # nothing builds on the others any more
         if self._memory is not None and not any(self._memory.iterdir()):
             self._memory.rmdir()
 
     def _remove(self, version: int) -> None:
         """The tensors first: a version without them counts as not there."""
         directory = version_dir(self.root, version)
-        remove_in_memory(memory_of(directory), self.output_dir, run_id(self.output_dir))
+        if self._had_memory:  # reading a manifest of many tensors takes the interpreter from the loop
+            remove_in_memory(memory_of(directory), self.output_dir, run_id(self.output_dir))
         prune(directory)
 
     def _set_aside(self, life: int) -> None:
         versions = read_versions(self.root)
         given_up = to_set_aside(versions, read_lives(self.output_dir))
-        kept = spared({version: versions[version] for version in given_up}, sparing_lives(self.output_dir))
+        there = [version for version in given_up if weights_manifest(version_dir(self.root, version)).sender is None]
+        kept = spared({version: versions[version] for version in there}, sparing_lives(self.output_dir))
         if kept is not None and not self._make_lasting(kept):  # while what it builds on is there
             kept = None
         for version in given_up:  # ascending, so that after a crash the newest is still there to be kept

@@ -4,10 +4,12 @@ Each is a committed directory of its own there. `weights/step_v` says in its man
 not outlive the machine. A version whose tensors are gone counts as not there.
 """
 
+import json
 import os
 import shutil
 import socket
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,19 @@ import xxhash
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.monitor.process import boot_id
-from prime_rl.transport.commit import CommitError, clean_stages, disk_errors, list_steps, prune, read_manifest
+from prime_rl.transport.commit import (
+    CommitError,
+    clean_stages,
+    disk_errors,
+    list_steps,
+    prune,
+    read_manifest,
+    write_atomically,
+)
 
 logger = log.get(__name__)
 
+NOTE = "memory.json"  # beside the versions: where in memory the run has its place
 _PREFIX = "prime-rl-"
 
 
@@ -86,7 +97,7 @@ def check_room(root: Path, versions: int, version_bytes: int, arithmetic: str, a
     tmpfs = root.parent
     if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
         raise UserError(f"weights.transport.tmpfs: {tmpfs} is no directory that can be written to")
-    held = sum(path.stat().st_size for path in root.glob("*/*.safetensors"))
+    held = sum(path.stat().st_size for path in root.glob("*/*"))
     free = held + min(shutil.disk_usage(tmpfs).free, available)
     if (needed := versions * version_bytes) > free:
         raise UserError(
@@ -112,6 +123,12 @@ def open_memory(root: Path, output_dir: Path) -> None:
             )
 
 
+def note_memory(root: Path, output_dir: Path) -> None:
+    """Leave word in the run directory of where in memory it has its place: before there is a version that says so."""
+    with disk_errors(output_dir):
+        write_atomically(output_dir / "weights" / NOTE, json.dumps({"root": str(root)}).encode())
+
+
 def clean_memory(root: Path, used: Collection[str]) -> None:
     """Remove what a dead trainer left in the run's directory: half-written versions, and those that no manifest names."""
     clean_stages(root)
@@ -130,9 +147,13 @@ def remove_in_memory(memory: InMemory | None, output_dir: Path, run: str | None)
 def remove_memory(output_dir: Path, run: str | None) -> None:
     """Remove all that a run whose processes have ended holds in memory: what its versions name, and what lies beside it."""
     weights = output_dir / "weights"
-    for memory in [memory_of(weights / f"step_{step}") for step in list_steps(weights)]:
-        if memory is not None and _is_own(memory, output_dir, run):
-            shutil.rmtree(Path(memory.directory).parent, ignore_errors=True)
+    named = [memory_of(weights / f"step_{step}") for step in list_steps(weights)]
+    roots = {Path(memory.directory).parent for memory in named if memory is not None}
+    with suppress(OSError, ValueError, KeyError, TypeError):  # none, or none of ours: a run that had no place in memory
+        roots.add(Path(json.loads((weights / NOTE).read_bytes())["root"]))
+    for root in roots:
+        if run is not None and root.name == _name(output_dir, run):
+            shutil.rmtree(root, ignore_errors=True)
 
 
 def _is_own(memory: InMemory, output_dir: Path, run: str | None) -> bool:

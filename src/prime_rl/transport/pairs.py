@@ -95,7 +95,7 @@ class Line:
             raise PairError(f"the other side said nothing for {seconds:.0f} s") from error
         except OSError as error:
             raise PairError(f"the other side is gone ({error.strerror or error})") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PairError("the other side does not speak this protocol") from error
         if not isinstance(message, dict):
             raise PairError("the other side does not speak this protocol")
@@ -103,7 +103,9 @@ class Line:
 
     def is_open(self) -> bool:
         """Whether the other side is there, as far as can be seen at once."""
-        if self._read or not select.select([self._socket], [], [], 0)[0]:
+        look = select.poll()  # not `select`, which knows no descriptors above 1,023
+        look.register(self._socket, select.POLLIN)
+        if self._read or not look.poll(0):
             return True
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))  # bounded: there is something to be read, or the end
@@ -245,7 +247,7 @@ def accept(line: Line, store: dist.Store, store_port: int, *, token: str, backen
     challenge, name = secrets.token_hex(16), secrets.token_hex(16)
     line.tell(seconds, protocol=PROTOCOL, challenge=challenge, backend=backend)
     answer = line.hear(seconds)
-    if not hmac.compare_digest(str(answer.get("proof")).encode(), _proof(token, challenge).encode()):
+    if not hmac.compare_digest(str(answer.get("proof")).encode(errors="replace"), _proof(token, challenge).encode()):
         line.tell(seconds, error="the sender does not know this token")
         raise PairError("somebody asked for weights without knowing the token")
     line.tell(seconds, store=store_port, group=name)

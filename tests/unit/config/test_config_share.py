@@ -393,7 +393,6 @@ def test_an_older_spelling_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     ("also", "other"),
     [
         (["--share-gpus"], "share_gpus"),
-        (["--trainer-ranks", "2"], "trainer_ranks"),
         (["--no-inference.stage-weights"], "inference.stage_weights"),
     ],
 )

@@ -174,6 +174,7 @@ async def test_a_router_without_a_token_route_is_refused(servers, routed):
     """Contract: chat alone would have to be tokenized again: refused before anything starts. One of the routes is enough."""
     routed._router.statuses["/v1/sample"] = 404
     await routed.wait_ready(nothing)
+    routed = Routed(routed._router, routed._parts)
     routed._router.statuses["/inference/v1/generate"] = 405
     with pytest.raises(UserError, match="passes neither /v1/sample nor /inference/v1/generate on"):
         await routed.wait_ready(nothing)

@@ -128,7 +128,7 @@ async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(w
     run = asyncio.create_task(orchestrator.run())
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
-    await until(lambda: (1, 0) in world.engine.updates, run=run)
+    await until(lambda: orchestrator.core.version == 1, run=run)
     await until(has_batch(world, 1), run=run)
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)

@@ -133,7 +133,7 @@ def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
     assert load(run, 2) is not None
     life.ensure(4)
     life.prune(1, 0, list)
-    life.leave_memory()
+    life.leave_memory(1, 0, list)
     assert run.held() == []
     assert {3, 4} <= {*list_steps(run.weights)} <= {0, 2, 3, 4}
     for version in (3, 4):

@@ -168,7 +168,7 @@ def run(
         if step > 0:
             versions.ensure(step)  # on fake data it is the only one
         versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
-        versions.leave_memory()
+        versions.leave_memory(config.async_level, config.weights.keep, checkpoints.needed)
     if config.bench and world.is_main:  # it alone keeps the rows
         peer = perf.peer_flops(matmul, source.config, 1, config.seq_len)
         report.text(bench_table(report.history, world, peer))
