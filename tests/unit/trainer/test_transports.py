@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -285,7 +284,9 @@ def test_after_a_version_that_failed_the_next_is_there_in_full(changes: Run) -> 
 def test_the_process_that_writes_holds_the_rows(shared: bool, changes: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: threads and the process beside a GPU tell the same changes; a process that was killed has lost the rows: then the version is there
     in full."""
-    monkeypatch.setattr("prime_rl.trainer.weights.Staging", partial(Staging, shared=shared))
+    monkeypatch.setattr(
+        "prime_rl.trainer.weights.Staging", lambda *given, **named: Staging(*given, **named | {"shared": shared})
+    )
     life = changes.life()
     changes.train(life, range(1, 3))
     if (writer := life._staging.writer) is not None:
@@ -348,7 +349,7 @@ def test_room_is_checked_before_anything_is_begun(in_memory: Run, monkeypatch: p
     """Contract: a run that may not fit is refused, with the arithmetic; one that fits exactly is not. What the run holds there already counts."""
     life = in_memory.life()
     in_memory.train(life, range(1, 4))
-    held = sum(path.stat().st_size for path in in_memory.tmpfs.glob("*/*/*.safetensors"))
+    held = sum(path.stat().st_size for path in in_memory.tmpfs.glob("*/*/*"))
     needed = 9 * life._staging.file_bytes
     for missing in (0, 1):
         monkeypatch.setattr("prime_rl.trainer.weights.available_bytes", lambda left=needed - held - missing: left)
@@ -358,7 +359,7 @@ def test_room_is_checked_before_anything_is_begun(in_memory: Run, monkeypatch: p
         else:
             in_memory.life(3)
             in_memory.train(in_memory.lives[-1], range(4, 5))
-            held = sum(path.stat().st_size for path in in_memory.tmpfs.glob("*/*/*.safetensors"))
+            held = sum(path.stat().st_size for path in in_memory.tmpfs.glob("*/*/*"))
     assert len(list((in_memory.root / "run" / "incarnations").iterdir())) == 2
 
 
