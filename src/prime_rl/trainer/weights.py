@@ -130,7 +130,9 @@ class Versions:
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        self._staging = Staging(policy, world, dtype, shared=None if transport is None else True)
+        self._staging = (
+            Staging(policy, world, dtype) if transport is None else Staging(policy, world, dtype, shared=True)
+        )
         self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
         self._had_memory = True  # some version may lie in memory

@@ -284,9 +284,7 @@ def test_after_a_version_that_failed_the_next_is_there_in_full(changes: Run) -> 
 def test_the_process_that_writes_holds_the_rows(shared: bool, changes: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: threads and the process beside a GPU tell the same changes; a process that was killed has lost the rows: then the version is there
     in full."""
-    monkeypatch.setattr(
-        "prime_rl.trainer.weights.Staging", lambda *given, **named: Staging(*given, **named | {"shared": shared})
-    )
+    monkeypatch.setattr("prime_rl.trainer.weights.Staging", partial(Staging, shared=shared))
     life = changes.life()
     changes.train(life, range(1, 3))
     if (writer := life._staging.writer) is not None:
