@@ -172,7 +172,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (lambda d: (d / "config.json").unlink(), "no config.json"),
     "config is not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json cannot be used"),
     "unknown architecture": (lambda d: (d / "config.json").write_text('{"model_type": "x"}'), "cannot be used"),
-    "no weights": (lambda d: (d / "model.safetensors").unlink(), r"no \*.safetensors"),
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "holds no safetensors files"),
     "truncated": (lambda d: (d / "model.safetensors").write_bytes(b"\1\0\0"), "damaged or unreadable"),
     "missing tensor": (
         lambda d: retensor(d, lambda t: t.pop("model.norm.weight")),
