@@ -141,11 +141,11 @@ def prunable(
         floor = min(floor, lease.version)
     needed = {version for step in checkpoints for version in range(serve_floor(step, async_level), step + 1)}
     kept = [version for version in versions if version >= floor or version in needed]
-    needed |= _foundations(kept, builds_on or {})
+    needed |= foundations(kept, builds_on or {})
     return [version for version in valid_now if BASE < version < floor and version not in needed]
 
 
-def _foundations(versions: Collection[int], builds_on: Mapping[int, int]) -> set[int]:
+def foundations(versions: Collection[int], builds_on: Mapping[int, int]) -> set[int]:
     """All that `versions` build on, near or far. A version builds on earlier ones only."""
     found: set[int] = set()
     for version in versions:

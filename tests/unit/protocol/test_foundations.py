@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.transport.protocol import Lease, _foundations, prunable
+from prime_rl.transport.protocol import Lease, foundations, prunable
 
 
 @st.composite
@@ -14,7 +14,7 @@ def histories(draw: st.DrawFn) -> tuple[dict[int, int], dict[int, int]]:
     chain = {version: version - 1 for version in range(2, last + 1) if version not in full}
     gone = draw(st.sets(st.integers(1, last - 1))) if last > 1 else set()
     kept = set(range(1, last + 1)) - gone
-    kept |= _foundations(kept, chain)
+    kept |= foundations(kept, chain)
     return dict.fromkeys(kept, 0), {version: chain[version] for version in kept if version in chain}
 
 
@@ -47,9 +47,9 @@ def test_what_stays_can_be_read(
 
     gone, without = pruned(chain), pruned({})
     kept = versions.keys() - gone
-    assert _foundations(kept, chain) <= kept
+    assert foundations(kept, chain) <= kept
     assert gone <= without
-    assert without - gone <= _foundations(versions.keys() - without, chain)
+    assert without - gone <= foundations(versions.keys() - without, chain)
 
 
 def test_a_chain_goes_as_a_whole() -> None:
