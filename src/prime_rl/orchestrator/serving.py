@@ -227,7 +227,7 @@ class Serving:
             async with self.shipping:
                 self.notice_life()
             newest = self.history.newest
-            if newest is not None and self._is_superseded(newest):
+            if newest is not None and self._is_superseded(newest):  # none serves
                 await self._go_on_with(newest)
             elif not self.recovering:
                 if self.core.must_go_back:
@@ -284,9 +284,9 @@ class Serving:
             self._note_served(version)
         await self._shell.serves(version)
 
-    def _is_superseded(self, newest: int | None) -> bool:
+    def _is_superseded(self, newest: int) -> bool:
         lost = self.recovering and not self.core.must_go_back and self._unsent is not None
-        return lost and newest is not None and newest > self.core.version == self._wanted
+        return lost and newest > self.core.version == self._wanted
 
     async def _serve(self, version: int) -> None:
         async with self.lock:
@@ -345,7 +345,7 @@ class Serving:
                     "%s did not load version %d, the run goes on without it: %s", replica.name, version, error
                 )
                 self._shell.lost(replica)
-            self._misread = 0
+            self._misread, self._failed = 0, (0, 0)
             return True
         self._count_misread(failures.values(), version)
         for replica in list(failures):
@@ -420,9 +420,9 @@ class Serving:
         try:
             for error in (await self._load([replica], version)).values():
                 raise error
-        except NotSent:
+        except NotSent as error:
             self._wanted = version
-            self._note_unsent(version)
+            self._note_unsent(version, error)
             raise
         finally:
             del self._reading[replica]
@@ -454,15 +454,15 @@ class Serving:
         """Servers go on as they are while the trainer owes them this version, a newer one or its next life: for at most `weights_timeout`."""
         self.history.look()
         seconds = self.config.weights_timeout
-        if self._unsent is None:
-            logger.warning("version %d was not sent, waiting for the trainer: %s", version, error)
-        if time.monotonic() - self._note_unsent(version) > seconds:
+        if time.monotonic() - self._note_unsent(version, error) > seconds:
             raise error
         self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
         await asyncio.sleep(_RETRY_SECONDS)
 
-    def _note_unsent(self, version: int) -> float:
+    def _note_unsent(self, version: int, error: NotSent) -> float:
         """Returns since when."""
+        if self._unsent is None:
+            logger.warning("version %d was not sent, waiting for the trainer: %s", version, error)
         before, since = self._unsent or (version, time.monotonic())
         self._unsent = (max(before, version), since)
         return since
