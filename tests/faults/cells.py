@@ -18,6 +18,8 @@ APPLICABLE: dict[str, tuple[Kind, ...]] = {
     "prune": ("kill", "stop", "delay"),
     "pruned": ("kill", "stop"),
     "life": ("kill", "stop"),
+    "lasting": ("kill", "stop", "enospc"),
+    "lasts": ("kill", "stop"),
     "saved-copy": ("kill", "stop"),
     "join": ("kill", "stop", "enospc"),
     "joined": ("kill", "stop"),
@@ -66,12 +68,18 @@ def points() -> list[Point]:
     """Every point of every process, each at one telling place of the run of four steps."""
     keeps_one: Settings = {"ckpt": {"keep": 1}}
     asynchronous: Settings = {"ckpt": {"save_async": True}}
+    # What is kept of it is brought to the disk in the end: version 3, since 2 and 4 go with checkpoints, and so have been there from the beginning.
+    in_memory: Settings = {
+        "recovery_interval": 2,
+        "trainer": {"weights": {"keep": 2, "transport": {"type": "filesystem-delta", "tmpfs": "/dev/shm"}}},
+    }
     return [
         Point("trainer", "life:*"),
         *(Point("trainer", f"{boundary}:incarnations/0.json") for boundary in ("rename", "renamed")),
         *(Point("trainer", f"{boundary}:weights/step_0") for boundary in COMMIT),
         *(Point("trainer", f"{boundary}:weights/step_2") for boundary in COMMIT),
         *(Point("trainer", f"{boundary}:weights/step_1") for boundary in ("prune", "pruned")),
+        *(Point("trainer", f"{boundary}:weights/step_3", settings=in_memory) for boundary in ("lasting", "lasts")),
         *(Point("trainer", f"{boundary}:checkpoints/step_2/trainer") for boundary in COMMIT),
         Point("trainer", "saved-copy:step_2", settings=asynchronous),
         *(Point("trainer", f"{boundary}:recovery/step_1") for boundary in COMMIT),

@@ -300,7 +300,7 @@ class Staging:
             except torch.OutOfMemoryError:  # somebody else took it
                 self.place = "host"
         if self.place == "host":
-            return [_OnHost(part.size) for part in parts]
+            return [_InPlace(np.empty(part.size, np.uint8)) for part in parts]
         return [_Nowhere() for _ in parts]
 
     def _read_part(self, part: Part, sink: Sink, source: "Source") -> dict[str, TensorEntry]:
@@ -388,26 +388,11 @@ class _OfMemory:
 
 
 class _InPlace:
-    """What stays where it is."""
+    """Memory of the host, which may hold the bytes already."""
 
     def __init__(self, data: Bytes) -> None:
         self.buffer: Tensor | None = torch.from_numpy(data)
         self._bytes = data.data
-
-    def block(self, at: int, count: int) -> memoryview:
-        return self._bytes[at : at + count]
-
-    def filled(self, at: int, count: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _OnHost:
-    def __init__(self, size: int) -> None:
-        self.buffer: Tensor | None = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._bytes = self.buffer.numpy().data
 
     def block(self, at: int, count: int) -> memoryview:
         return self._bytes[at : at + count]

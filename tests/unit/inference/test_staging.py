@@ -133,15 +133,13 @@ def no_collection() -> Iterator[None]:
 def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
     """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
     arrays: list[weakref.ref[np.ndarray]] = []
-    on_host = staging._OnHost
+    in_place = staging._InPlace
 
-    def noted(size: int) -> Any:
-        sink, array = on_host(size), np.empty(size, np.uint8)
-        sink.buffer, sink._bytes = torch.from_numpy(array), array.data
+    def noted(array: np.ndarray) -> Any:
         arrays.append(weakref.ref(array))
-        return sink
+        return in_place(array)
 
-    monkeypatch.setattr(staging, "_OnHost", noted)
+    monkeypatch.setattr(staging, "_InPlace", noted)
     directory = commit(tmp_path)
     if damaged:
         _flip(directory)
