@@ -273,7 +273,7 @@ class Staging:
         parts: Sequence[Part],
         sinks: "Sequence[Sink]",
         sources: "Sequence[Source]",
-        at_once: int = THREADS,
+        at_once: int | None = None,
     ) -> list[tuple[str, Tensor]]:
         found = _side_by_side(self._read_part, parts, sinks, sources, at_once=at_once)
         check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
@@ -324,9 +324,9 @@ def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
         yield from _views(parts[file], torch.from_numpy(data[parts[file].offset :]))
 
 
-def _side_by_side(work: Callable[..., T], *items: Sequence[Any], at_once: int = THREADS) -> list[T]:
+def _side_by_side(work: Callable[..., T], *items: Sequence[Any], at_once: int | None = None) -> list[T]:
     """`work` on each of the items, several at once."""
-    threads = ThreadPoolExecutor(at_once, thread_name_prefix="stage")
+    threads = ThreadPoolExecutor(at_once or THREADS, thread_name_prefix="stage")
     with threads:  # it ends: whoever waits for a version drops it in the end, and then each stops at its next block
         return list(threads.map(work, *items))
 
