@@ -1,4 +1,4 @@
-"""Receiving versions on a GPU: with gloo from a CPU, with NCCL from another GPU. (The protocol itself: tests/unit/inference/test_receiving.py.)"""
+"""Receiving versions on a GPU: with gloo and from the host's memory, with NCCL from another GPU. (The protocol itself: tests/unit/inference/test_receiving.py.)"""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ import torch
 from prime_rl.inference import staging
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
-from prime_rl.transport.pairs import PairError
+from prime_rl.transport.line import PairError
 from prime_rl.transport.weights import weights_manifest
 from prime_rl.wait import wait
 from support.sending import Files, SendingTrainer
@@ -40,9 +40,10 @@ def files(version: int) -> Files:
     }
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda:1", marks=TWO)])
+@pytest.fixture(params=["gloo", "shared-memory", pytest.param("nccl", marks=TWO)])
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SendingTrainer]:
-    with closing(SendingTrainer(tmp_path, SIZE, SECONDS, device=request.param)) as made:
+    device = "cuda:1" if request.param == "nccl" else "cpu"
+    with closing(SendingTrainer(tmp_path, SIZE, SECONDS, backends=(request.param,), device=device)) as made:
         yield made
 
 

@@ -241,7 +241,7 @@ class PolicyEngine(FakeEngine):
 
         from prime_rl.inference.receiving import Receiver
         from prime_rl.inference.staging import Staging
-        from prime_rl.transport.pairs import PairError
+        from prime_rl.transport.line import PairError
 
         cpu = torch.device("cpu")
         self._receiver = self._receiver or Receiver(cpu)

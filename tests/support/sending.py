@@ -1,6 +1,7 @@
 """What a trainer that sends its weights has: memory that it shares with a sender, and a run directory. Tensors are the test's own."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,15 +18,16 @@ Files = dict[str, dict[str, torch.Tensor]]
 
 
 class SendingTrainer:
-    """Sends the last two versions of at most `size` bytes each: with gloo, or by way of a GPU with NCCL."""
+    """Sends the last two versions of at most `size` bytes each."""
 
-    def __init__(self, root: Path, size: int, timeout: float, port: int = 0, device: str = "cpu") -> None:
+    def __init__(
+        self, root: Path, size: int, timeout: float, port: int = 0, backends: Sequence[str] = ("gloo",), device: str = "cpu"
+    ) -> None:  # fmt: skip
         self.root, self.size, self.life = root, size, 0
         self.memory = os.memfd_create("test")
         os.ftruncate(self.memory, 2 * size)
-        backend = "gloo" if device == "cpu" else "nccl"
         self.sender = Sender(
-            self.memory, 2 * size, host="127.0.0.1", port=port, backend=backend, device=device, timeout=timeout
+            self.memory, 2 * size, host="127.0.0.1", port=port, backends=backends, device=device, timeout=timeout
         )
 
     def send(

@@ -80,6 +80,10 @@ class InferenceConfig(BaseConfig):
     stage_weights: bool = Field(
         default=True, description="Read new weights into memory before generation pauses, where there is room for it."
     )
+    stage_on_device: bool = Field(
+        default=True,
+        description="Whether that may be the GPU's memory (`rl --share-gpus` says no), or the host's only.",
+    )
     device: Device = Field(default="auto", description="Where to serve (auto: CUDA where there is a GPU).")
     max_model_len: PositiveInt | None = Field(
         default=None, description="Most tokens of prompt and reply (None: the model's own)."

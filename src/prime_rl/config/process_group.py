@@ -1,4 +1,4 @@
-"""Settings of weights that are sent to servers through process groups."""
+"""Settings of weights that are sent to servers."""
 
 from typing import Literal
 
@@ -11,8 +11,9 @@ class ProcessGroupTransport(Section):
     """Servers get each version from the trainer's memory; only what has to outlive the trainer is written."""
 
     type: Literal["process-group"] = Field(default="process-group", description="How servers get the weights.")
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto", description="Kind of process group (auto: nccl from a GPU, gloo from a CPU)."
+    backend: Literal["auto", "shared-memory", "gloo", "nccl"] = Field(
+        default="auto",
+        description="How (auto: the memory of one host where it is one, else nccl from a GPU, gloo from a CPU).",
     )
     host: str | None = Field(
         default=None,

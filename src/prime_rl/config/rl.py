@@ -107,8 +107,6 @@ class RLConfig(BaseConfig):
         key, message = "trainer.weights.transport.type", "trainer.weights.transport process-group "
         if self.trainer.weights.transport.type != "process-group":
             return None
-        if self.share_gpus:
-            return Problem(message + "needs memory for a second copy beside the server, which share_gpus leaves none", key, "share_gpus")  # fmt: skip
         if self.inference is not None and not self.inference.stage_weights:
             return Problem(message + "needs servers that stage weights", key, "inference.stage_weights")
         return None

@@ -1,8 +1,9 @@
 """Receiving a version from the trainer's sender in place of reading its files: another source of bytes for the same memory (`staging.py`)."""
 
 import math
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ import torch
 from prime_rl.inference import staging
 from prime_rl.inference.staging import DTYPES, Part, Piece
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.pairs import Pair, connect
+from prime_rl.transport.line import Line, PairError, introduce
+from prime_rl.transport.pairs import Pair, join
+from prime_rl.transport.shared import BACKEND as SHARED
+from prime_rl.transport.shared import Borrower, map_memory
 from prime_rl.transport.weights import SenderAddress, WeightsManifest
 
-STREAMS = {
-    "gloo": 4,
-    "nccl": 2,
-}  # parts at once: hashing takes about as long as receiving. Every communicator takes memory of the GPU
+STREAMS = {SHARED: 4, "gloo": 4, "nccl": 2}
+"""Parts at once: hashing takes about as long as receiving. Every communicator of NCCL takes memory of the GPU."""
 
 
 class Receiver:
@@ -30,16 +32,23 @@ class Receiver:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._idle: list[tuple[SenderAddress, Pair]] = []
+        self._idle: list[tuple[SenderAddress, Pair | Borrower]] = []
         self._lock = threading.Lock()  # bounded: held for a look at a list
 
     def source(self, manifest: WeightsManifest) -> "Sent":
-        """A version that was never written, to be staged. Asks nobody yet.
+        """A version that was never written, to be staged. Nothing of it is asked for yet.
 
         Raises:
             CommitError: the manifest describes a tensor that cannot be.
+            PairError: there is no sender, it refuses, or is silent.
         """
         return Sent(self, manifest)
+
+    def streams(self, sender: SenderAddress) -> int:
+        """How many parts to ask for at once: that depends on how the two have come together."""
+        pair = self._take(sender)
+        self._put_back(sender, pair)
+        return STREAMS[pair.backend]
 
     @contextmanager
     def part(self, manifest: WeightsManifest, part: Part) -> Iterator[Callable[[memoryview, int], None]]:
@@ -66,8 +75,7 @@ class Receiver:
         except BaseException:
             pair.close()  # it may be anywhere within what it was asked for
             raise
-        with self._lock:
-            self._idle.append((manifest.sender, pair))
+        self._put_back(manifest.sender, pair)
 
     def close(self) -> None:
         """Give all connections up that nobody uses at the moment."""
@@ -76,7 +84,11 @@ class Receiver:
         for _, pair in idle:
             pair.close()
 
-    def _take(self, sender: SenderAddress) -> Pair:
+    def _put_back(self, sender: SenderAddress, pair: Pair | Borrower) -> None:
+        with self._lock:
+            self._idle.append((sender, pair))
+
+    def _take(self, sender: SenderAddress) -> Pair | Borrower:
         with self._lock:
             of_others = [pair for address, pair in self._idle if address != sender]
             ours = [pair for address, pair in self._idle if address == sender]
@@ -87,7 +99,45 @@ class Receiver:
             self._idle = [(sender, pair) for pair in ours]
         for pair in of_others:
             pair.close()
-        return found or connect(sender.host, sender.port, token=sender.token, device=self._device, seconds=sender.timeout)  # fmt: skip
+        return found or connect(sender, self._device)
+
+
+def connect(sender: SenderAddress, device: torch.device) -> Pair | Borrower:
+    """Come together with a sender: by its memory where that is on this host and the sender allows it, else in a process group. `device` is the model's.
+
+    Raises:
+        PairError: nobody is there, the sender refuses, is silent, or has no backend for this device.
+    """
+    host, port, seconds = sender.host, sender.port, sender.timeout
+    try:
+        line = Line(socket.create_connection((host, port), seconds))
+    except OSError as error:
+        raise PairError(f"no sender of weights answers at {host}:{port} ({error.strerror or error})") from error
+    memory = None
+
+    def choose(hello: Mapping[str, Any]) -> str:
+        nonlocal memory
+        offered = hello.get("backends")
+        offered = offered if isinstance(offered, list) else []
+        memory = map_memory(hello.get("memory")) if SHARED in offered else None
+        if memory is not None:
+            return SHARED
+        for backend in ("nccl", "gloo"):
+            if backend in offered and (backend == "gloo" or device.type == "cuda"):
+                return backend
+        raise PairError(
+            f"the sender at {host}:{port} offers {' and '.join(map(str, offered)) or 'nothing'}, which cannot be used here: set trainer.weights.transport.backend"
+        )
+
+    try:
+        backend = introduce(line, token=sender.token, choose=choose, seconds=seconds)
+        if memory is not None:
+            line.expect("welcome", seconds)
+            return Borrower(line, memory, seconds)
+        return join(line, host, backend="nccl" if backend == "nccl" else "gloo", device=device, seconds=seconds)
+    except PairError:
+        line.close()
+        raise
 
 
 class Sent:
@@ -96,7 +146,7 @@ class Sent:
     def __init__(self, receiver: Receiver, manifest: WeightsManifest) -> None:
         assert manifest.sender is not None
         self.parts = sent_parts(manifest)
-        self.at_once = STREAMS[manifest.sender.backend]
+        self.at_once = receiver.streams(manifest.sender)
         self.sources = [_OfSender(receiver.part(manifest, part)) for part in self.parts]
 
 

@@ -177,6 +177,7 @@ class PrimeRoutes:
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
             stage=settings.stage_weights,
+            on_device=settings.stage_on_device,
             servers_on_host=settings.servers_on_host * engines,
             engines=engines,
             fixed=EXPERTS_MOVE if args.enable_eplb else None,

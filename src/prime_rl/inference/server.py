@@ -97,6 +97,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         register_dir=register_dir,
         address=published_address(config) if register_dir else "",
         stage_weights=config.stage_weights,
+        stage_on_device=config.stage_on_device,
         servers_on_host=config.servers_on_host,
         server=os.getpid(),
         shared=shared,

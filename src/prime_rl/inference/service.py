@@ -176,6 +176,7 @@ class WeightService:
         tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
         status: Told of a change under way, which keeps the engine from answering, and of its deadline.
         stage: Whether the workers may keep new weights in memory before the engine pauses.
+        on_device: Whether that may be the device's.
         servers_on_host: How many servers do so on this host, at the same time; of one with several engines each of these counts.
         engines: Data-parallel engines behind this server. `engine` answers for all of them.
         fixed: Why this server keeps the weights that it started with; None for one that can be given others.
@@ -190,6 +191,7 @@ class WeightService:
         tied: bool = False,
         status: Status | None = None,
         stage: bool = True,
+        on_device: bool = True,
         servers_on_host: int = 1,
         engines: int = 1,
         fixed: str | None = None,
@@ -200,7 +202,7 @@ class WeightService:
         self._label = label
         self._tied = tied
         self._status = status
-        self._stage_weights, self._servers_on_host = stage, servers_on_host
+        self._stage_weights, self._stage_on_device, self._servers_on_host = stage, on_device, servers_on_host
         self._staged = False  # the workers may hold something
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_turn` takes it, with a deadline
@@ -349,9 +351,8 @@ class WeightService:
             self._staged = True
             try:
                 async with asyncio.timeout(LOAD_SECONDS):
-                    await self._engine.collective_rpc(
-                        "prime_stage", args=(str(directory), digest, self._stage_weights, self._servers_on_host)
-                    )
+                    how = (self._stage_weights, self._servers_on_host, self._stage_on_device)
+                    await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *how))
                     while _reading(answers := await self._engine.collective_rpc("prime_staged")):
                         await asyncio.sleep(STAGED_POLL_SECONDS)  # bounded: by the time-out around it
             except TimeoutError as error:

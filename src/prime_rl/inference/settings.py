@@ -31,6 +31,7 @@ class Settings:
     register_dir: Path | None
     address: str
     stage_weights: bool
+    stage_on_device: bool
     servers_on_host: int
     server: int
     shared: Path | None

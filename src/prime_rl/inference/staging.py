@@ -28,7 +28,7 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
-from prime_rl.transport.pairs import PairError
+from prime_rl.transport.line import PairError
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
@@ -116,6 +116,7 @@ class Staging:
         digest: The hash that it must have.
         device: Of the model.
         keep: Whether to keep what is read, where there is room.
+        on_device: Whether the device's memory may be used for that.
         verify: Whether to read it all the same where there is none. One worker of an engine does.
         sharing: Workers that share the host's memory.
         held: What the worker holds of the version before. It is this one's from now on, and worth nothing if that fails.
@@ -128,7 +129,7 @@ class Staging:
     """
 
     def __init__(
-        self, directory: Path, digest: str, device: torch.device, *, keep: bool = True, verify: bool = True, sharing: int = 1,
+        self, directory: Path, digest: str, device: torch.device, *, keep: bool = True, on_device: bool = True, verify: bool = True, sharing: int = 1,
         held: Held | None = None, receiver: "Receiver | None" = None,
     ) -> None:  # fmt: skip
         self.directory, self.digest = directory, digest
@@ -136,6 +137,7 @@ class Staging:
         self.received = False
         self.seconds = 0.0
         self._device, self._keep, self._verify, self._sharing = device, keep, verify, sharing
+        self._may_use_device = on_device and device.type == "cuda"
         self.held: Held | None = None
         self._before = held
         self._receiver = receiver
@@ -280,7 +282,7 @@ class Staging:
         return [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
 
     def _on_device(self, size: int) -> bool:
-        return self._device.type == "cuda" and SPARE * size <= torch.cuda.mem_get_info(self._device)[0]
+        return self._may_use_device and SPARE * size <= torch.cuda.mem_get_info(self._device)[0]
 
     def _go_on(self) -> None:
         if self._dropped.is_set():

@@ -41,11 +41,12 @@ class WeightsExtension:
     prime_receiver: Receiver | None = None
     prime_received = False  # what is served is in no file
 
-    def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1) -> None:
+    def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> None:  # fmt: skip
         """Begin to read a committed version that must have this hash, in a thread: generation goes on. `prime_staged` tells how far it is.
 
         Args:
             keep: Keep it in memory, where there is room.
+            on_device: Of the device rather than the host.
             servers_on_host: How many engines do so at the same time: vLLM tells those of a dense model nothing of each other.
         """
         self.prime_unstage()
@@ -56,6 +57,7 @@ class WeightsExtension:
             digest,
             self.device,
             keep=keep,
+            on_device=on_device,
             verify=self.rank == 0,
             sharing=servers_on_host * self.vllm_config.parallel_config.world_size,
             held=self.prime_held,

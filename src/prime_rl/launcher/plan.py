@@ -165,7 +165,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
                 **(
                     {}
                     if layout.split is None
-                    else {"gpu_memory_utilization": layout.split.serving, "stage_weights": False}
+                    else {"gpu_memory_utilization": layout.split.serving, "stage_on_device": False}
                 ),
             }
         )

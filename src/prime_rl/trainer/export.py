@@ -47,6 +47,7 @@ from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import Stage, disk_errors, prune
 from prime_rl.transport.delta import WORD_BYTES
 from prime_rl.transport.memory import in_memory
+from prime_rl.transport.shared import BACKEND as SHARED
 from prime_rl.transport.weights import BuildsOn, TensorEntry, manifest_extra, version_hash
 
 logger = log.get(__name__)
@@ -257,18 +258,19 @@ class Staging:
         """
         self.allocate()
         assert self._memory is not None, "only what is shared is sent"
-        backend = transport.backend
-        if backend == "auto":
-            backend = "nccl" if self.world.device.type == "cuda" else "gloo"
-        if backend == "nccl" and self.world.device.type != "cuda":
+        on_gpu = self.world.device.type == "cuda"
+        backends: tuple[str, ...] = (transport.backend,)
+        if transport.backend == "auto":
+            backends = (SHARED, "nccl" if on_gpu else "gloo")
+        if "nccl" in backends and not on_gpu:
             raise UserError("trainer.weights.transport.backend nccl needs a trainer on a GPU: use gloo")
         return Sender(
             self._memory,
             self.buffers * self._stride,
             host=transport.host or own_address(),
             port=transport.port,
-            backend=backend,
-            device=str(self.world.device) if backend == "nccl" else "cpu",
+            backends=backends,
+            device=str(self.world.device) if "nccl" in backends else "cpu",
             timeout=transport.timeout,
         )
 
@@ -521,6 +523,15 @@ def _write_rows(staging: Staging, copied: Copy, world: World, directory: Path, h
     written = agree(world, write)
     on_main(world, lambda: _write_index(directory, staging.slots))
     return written
+
+
+def write_staged(staging: Staging, copied: Copy, directory: Path) -> None:
+    """The files of a version that was sent, while nothing else was copied where it is staged. Of a single rank.
+
+    Raises:
+        UserError: the disk is full.
+    """
+    _write_rows(staging, copied, staging.world, directory, None)
 
 
 def _write_changes(staging: Staging, copied: Copy, directory: Path, how: Holding) -> dict[str, str] | None:

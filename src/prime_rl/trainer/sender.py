@@ -14,16 +14,22 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from prime_rl.errors import UserError
 from prime_rl.lifeline import wake_without_parent
 from prime_rl.monitor import log
+from prime_rl.transport.line import BLOCK_BYTES, Line, PairError, welcome
+from prime_rl.transport.shared import BACKEND as SHARED
+from prime_rl.transport.shared import Lender, describe
 from prime_rl.transport.weights import SenderAddress
+
+if TYPE_CHECKING:
+    from prime_rl.transport.pairs import Pair  # torch: only who sends through a group needs it
 
 logger = log.get(__name__)
 
@@ -54,7 +60,7 @@ class Sender:
     Args:
         memory: A file descriptor of the memory, of `size` bytes.
         host: This host's address to listen at; `port` 0: any.
-        backend: `gloo`, or `nccl` by way of `device`, a GPU.
+        backends: What servers may choose from: `shared-memory` on this host, `gloo`, or `nccl` by way of `device`, a GPU.
         timeout: Seconds without progress after which either side gives a transfer up.
 
     Raises:
@@ -62,10 +68,10 @@ class Sender:
     """
 
     def __init__(
-        self, memory: int, size: int, *, host: str, port: int, backend: str, device: str, timeout: float
+        self, memory: int, size: int, *, host: str, port: int, backends: Sequence[str], device: str, timeout: float
     ) -> None:
         self._memory, self._size = memory, size
-        self._settings = {"host": host, "backend": backend, "device": device, "timeout": timeout}
+        self._settings = {"host": host, "backends": [*backends], "device": device, "timeout": timeout}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             # Kept here: a process that takes the place of another one has the same address.
@@ -75,7 +81,7 @@ class Sender:
                 f"trainer.weights.transport: cannot listen at {host}:{port} ({error.strerror}): choose another host or port"
             ) from error
         port = int(self._listening.getsockname()[1])
-        self.address = SenderAddress(host, port, backend, secrets.token_hex(16), timeout)
+        self.address = SenderAddress(host, port, secrets.token_hex(16), timeout)
         self._offers: dict[int, Offer] = {}
         self._lock = threading.Lock()  # bounded: held for a message to a pipe, or the start of a process
         self._process: subprocess.Popen[bytes] | None = None
@@ -270,22 +276,33 @@ class _Answers:
             self._pipe.flush()
 
 
+class _Groups:
+    """What process groups need: torch, which takes seconds to import, the memory as a tensor, and a store."""
+
+    def __init__(self, memory: int, size: int, settings: Mapping[str, Any]) -> None:
+        import torch
+
+        from prime_rl.transport.pairs import open_store
+
+        self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+        self.device = torch.device(settings["device"])
+        if self.device.type == "cuda":  # else copying to the GPU waits for a copy on the host
+            torch.cuda.set_device(self.device)
+            torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0)
+        self.store, self.store_port = open_store(settings["host"], settings["timeout"])
+
+
 class _Server:
     """Answers those who ask: a thread for each, which ends with the connection."""
 
     def __init__(self, memory: int, size: int, settings: Mapping[str, Any], offered: _Offered, answers: _Answers) -> None:  # fmt: skip
-        import torch  # the trainer's side needs nothing of it
-
-        from prime_rl.transport.pairs import open_store
-
-        mapped = mmap.mmap(memory, size)
-        self._memory = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._device = torch.device(settings["device"])
-        if self._device.type == "cuda":  # else copying to the GPU waits for a copy on the host
-            torch.cuda.set_device(self._device)
-            torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
+        self._memory, self._size = memory, size
         self._settings, self._offered, self._answers = settings, offered, answers
-        self._store, self._store_port = open_store(settings["host"], settings["timeout"])
+        self._seconds = float(settings["timeout"])
+        self._groups: _Groups | None = None
+        self._making = threading.Lock()  # bounded: held while torch is imported, which waits for nobody
+        if SHARED not in settings["backends"]:
+            self._make_groups()
 
     def serve(self, listening: socket.socket) -> NoReturn:
         while True:
@@ -293,14 +310,9 @@ class _Server:
             threading.Thread(target=self._serve, args=(connection, address[0]), daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
-        from prime_rl.transport.pairs import Line, PairError, accept
-
-        line, seconds = Line(connection), float(self._settings["timeout"])
+        line = Line(connection)
         try:
-            pair = accept(
-                line, self._store, self._store_port,
-                token=self._settings["token"], backend=self._settings["backend"], device=self._device, seconds=seconds,
-            )  # fmt: skip
+            pair = self._begin(line)
         except PairError as error:
             line.close()
             self._answers.tell(said=f"{address}: {error}")
@@ -312,15 +324,35 @@ class _Server:
                     self._send(pair, request)
                 except _Refused as refusal:
                     pair.flush()
-                    pair.line.tell(seconds, error=str(refusal))
+                    pair.line.tell(self._seconds, error=str(refusal))
         except PairError:  # it is gone; it knows why
             pass
         finally:
             pair.close()
 
-    def _send(self, pair: Any, request: Mapping[str, Any]) -> None:
-        from prime_rl.transport.pairs import BLOCK_BYTES
+    def _begin(self, line: Line) -> "Lender | Pair":
+        backend = welcome(
+            line, token=self._settings["token"], backends=self._settings["backends"],
+            memory=describe(self._memory, self._size), seconds=self._seconds,
+        )  # fmt: skip
+        if backend == SHARED:
+            line.tell(self._seconds, welcome=True)
+            return Lender(line, self._seconds)
+        from prime_rl.transport.pairs import accept
 
+        groups = self._make_groups()
+        return accept(
+            line, groups.store, groups.store_port,
+            backend="nccl" if backend == "nccl" else "gloo", device=groups.device, seconds=self._seconds,
+        )  # fmt: skip
+
+    def _make_groups(self) -> _Groups:
+        with self._making:
+            if self._groups is None:
+                self._groups = _Groups(self._memory, self._size, self._settings)
+            return self._groups
+
+    def _send(self, pair: "Lender | Pair", request: Mapping[str, Any]) -> None:
         try:
             version, life, at, count, block = (
                 int(request[key]) for key in ("version", "life", "start", "count", "block")
@@ -333,13 +365,17 @@ class _Server:
                 raise _Refused(
                     f"version {version} has {offer.size} bytes, not {at} to {at + count} in blocks of {block}"
                 )
-            for first in range(at, at + count, block):
-                self._offered.check(offer)
-                last = min(first + block, at + count)
-                pair.send(self._memory[offer.start + first : offer.start + last])
-            pair.flush()
+            if isinstance(pair, Lender):
+                pair.lend(offer.start + at, count)
+            else:
+                memory = self._make_groups().memory
+                for first in range(at, at + count, block):
+                    self._offered.check(offer)
+                    last = min(first + block, at + count)
+                    pair.send(memory[offer.start + first : offer.start + last])
+                pair.flush()
             self._offered.check(offer)  # else what has gone may have been written over meanwhile
-        pair.line.tell(float(self._settings["timeout"]), done=count)
+        pair.line.tell(self._seconds, done=count)
 
 
 def _serve(memory: int, size: int, listening: int, answering: int) -> None:
@@ -352,7 +388,7 @@ def _serve(memory: int, size: int, listening: int, answering: int) -> None:
     settings = json.loads(sys.stdin.buffer.readline())["settings"]
     offered, answers = _Offered(), _Answers(answering)
 
-    def serve() -> None:  # it takes seconds to begin with: whatever is offered meanwhile is known by then
+    def serve() -> None:  # it may take seconds to begin with: whatever is offered meanwhile is known by then
         _Server(memory, size, settings, offered, answers).serve(socket.socket(fileno=listening))
 
     def retire(start: int, order: int) -> None:

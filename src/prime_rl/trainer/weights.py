@@ -18,7 +18,7 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
-from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_version
+from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_staged, write_version
 from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.sender import Sender
@@ -138,6 +138,7 @@ class Versions:
         self._had_memory = True  # some version may lie in memory
         self._transport = transport
         self._sender: Sender | None = None
+        self._sent: tuple[int, Copy] | None = None  # the newest version, if that was sent: its tensors are still staged
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
@@ -202,12 +203,14 @@ class Versions:
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
         if self._sender is not None:
             self._staging.retire(self._sender)
+        self._sent = None  # in case of one buffer
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
         committed = self._thread.submit(
             self._commit, version, lasting, self._copied, scored, check, before, list(self._prunes)
         )
         self._pending.append((version, committed))
+        self._sent = (version, self._copied) if self._sender is not None and not lasting else None
         self._waited += time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -418,11 +421,14 @@ class Versions:
         return version in list_steps(self.root)
 
     def _make_lasting(self, version: int) -> bool:
-        """What is in memory goes once the disk has it. Returns False for a version that is damaged."""
+        """What is in memory goes once the disk has it. Returns False for a version that is damaged, or was sent in another life."""
         directory = version_dir(self.root, version)
         memory = memory_of(directory)
+        write = None
+        if self._sent is not None and self._sent[0] == version:
+            write = partial(write_staged, self._staging, self._sent[1])
         try:
-            moved = make_lasting(directory)
+            moved = make_lasting(directory, write)
         except CommitError as error:
             logger.warning("version %d cannot be brought to the disk: %s", version, error)
             return False

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from prime_rl import faults
@@ -30,12 +32,15 @@ from prime_rl.transport.weights import (
 _ASIDE = ".lasting"
 
 
-def make_lasting(directory: Path) -> bool:
-    """Bring the tensors of a committed version into its own directory in full: from memory, or from the versions that it builds on. Only the trainer
-    does so.
+def make_lasting(directory: Path, write: Callable[[Path], object] | None = None) -> bool:
+    """Bring the tensors of a committed version into its own directory in full: from memory, from the versions that it builds on, or, where they
+    were sent, from who has them. Only the trainer does so.
 
     Until the manifest is replaced, last, the version is what it was. Readers that have read the old one find nothing at its place once that is
     removed, and try again.
+
+    Args:
+        write: Writes the files of a version that was sent into a directory.
 
     Returns:
         Whether they lay elsewhere.
@@ -46,15 +51,20 @@ def make_lasting(directory: Path) -> bool:
     """
     manifest = weights_manifest(directory)
     if manifest.sender is not None:
-        raise CommitError(never_written(directory))
-    if manifest.memory is None and manifest.builds_on is None:
+        if write is None:
+            raise CommitError(never_written(directory))
+    elif manifest.memory is None and manifest.builds_on is None:
         return False
+    else:
+        write = partial(_write_files, manifest)
     aside = directory / _ASIDE
     with disk_errors(directory, "the version stays in memory"):
         shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
         aside.mkdir()
         try:
-            _write_files(manifest, aside)
+            write(aside)
+            for path in aside.iterdir():
+                sync(path)
             check_tensors(manifest, hash_directory(aside))
             faults.point(f"lasting:{subject_of(directory)}")
             known = read_manifest(directory)
@@ -66,7 +76,7 @@ def make_lasting(directory: Path) -> bool:
             sync(directory)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        extra = {key: value for key, value in known.extra.items() if key != "memory"}
+        extra = {key: value for key, value in known.extra.items() if key not in ("memory", "sender")}
         if manifest.delta is not None:
             extra["delta"] = vars(BuildsOn(None, None))
         replace_manifest(directory, files, extra)
@@ -83,5 +93,3 @@ def _write_files(manifest: WeightsManifest, directory: Path) -> None:
     index = chain(manifest)[-1].files / INDEX
     if index.exists():
         shutil.copyfile(index, directory / INDEX)
-    for path in directory.iterdir():
-        sync(path)

@@ -43,11 +43,10 @@ class BuildsOn:
 
 @dataclass(frozen=True)
 class SenderAddress:
-    """Where the tensors of a version can be asked for that were never written (`transport/pairs.py`). `timeout` are seconds without progress."""
+    """Where the tensors of a version can be asked for that were never written (`transport/line.py`). `timeout` are seconds without progress."""
 
     host: str
     port: int
-    backend: str
     token: str = field(repr=False)
     timeout: float
 

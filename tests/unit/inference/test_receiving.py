@@ -1,4 +1,4 @@
-"""Versions that are sent through a process group: real processes over gloo, no engine. What arrives is what was offered, or one clear reason."""
+"""Versions that are sent, by every way that a CPU has: real processes, no engine. What arrives is what was offered, or one clear reason."""
 
 import os
 import signal
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,12 @@ import pytest
 import torch
 
 from prime_rl.errors import UserError
-from prime_rl.inference import staging
+from prime_rl.inference import receiving, staging
 from prime_rl.inference.receiving import Receiver, sent_parts
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.pairs import PairError
+from prime_rl.transport.line import PairError
+from prime_rl.transport.shared import describe, map_memory
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from prime_rl.wait import wait
 from support.sending import SendingTrainer
@@ -27,14 +29,15 @@ from support.sending import SendingTrainer
 CPU = torch.device("cpu")
 SECONDS = 60.0
 SIZE = 1 << 20  # of a buffer
+BACKENDS = ["gloo", "shared-memory"]
 SHAPES = {"a.safetensors": {"embed": [500, 300], "empty": [0, 7]}, "b.safetensors": {"w": [123, 457], "norm": [1000]}}
 
 
 class Trainer(SendingTrainer):
     """Sends one version of random tensors after the other."""
 
-    def __init__(self, root: Path, timeout: float = SECONDS, port: int = 0) -> None:
-        super().__init__(root, SIZE, timeout, port)
+    def __init__(self, root: Path, *backends: str, timeout: float = SECONDS, port: int = 0) -> None:
+        super().__init__(root, SIZE, timeout, port, backends)
         self.version = 0
 
     def commit(self, **options: Any) -> Path:
@@ -51,21 +54,26 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "BLOCK_BYTES", 50_000)
 
 
+@pytest.fixture(scope="module", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+def trainer(tmp_path_factory: pytest.TempPathFactory, backend: str) -> Iterator[Trainer]:
     """One for all tests that leave its sender alone: a process takes seconds to start."""
-    made = Trainer(tmp_path_factory.mktemp("run") / "weights")
+    made = Trainer(tmp_path_factory.mktemp("run") / "weights", backend)
     yield made
     made.close()
 
 
 @pytest.fixture
-def start_trainer(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
+def start_trainer(tmp_path: Path, backend: str) -> Iterator[Callable[..., Trainer]]:
     """Start trainers whose senders may come to harm, all with the same run directory."""
     made: list[Trainer] = []
 
     def start(**options: Any) -> Trainer:
-        made.append(Trainer(tmp_path / "weights", **options))
+        made.append(Trainer(tmp_path / "weights", backend, **options))
         return made[-1]
 
     yield start
@@ -142,12 +150,11 @@ def at_block(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], obj
 ASK = """
 import os, sys, torch
 from pathlib import Path
-from prime_rl.inference.receiving import sent_parts
-from prime_rl.transport.pairs import connect
+from prime_rl.inference.receiving import connect, sent_parts
 from prime_rl.transport.weights import weights_manifest
 manifest = weights_manifest(Path(sys.argv[1]))
 sender, part = manifest.sender, sent_parts(manifest)[0]
-pair = connect(sender.host, sender.port, token=sender.token, device=torch.device("cpu"), seconds=20)
+pair = connect(sender, torch.device("cpu"))
 pair.line.tell(20, version=manifest.version, life=0, hash=manifest.hash, start=0, count=part.size, block=10_000)
 pair.receive(memoryview(bytearray(10_000)))
 print("in the middle", flush=True)
@@ -279,6 +286,59 @@ def test_what_is_no_question_for_weights(trainer: Trainer, receiver: Receiver) -
         receiver.part(manifest, replace(part, size=part.size + 1)) as fill,
     ):
         fill(memoryview(bytearray(10)), 0)
+
+
+@pytest.mark.parametrize(
+    "said", [b"[" * 60_000, b'{"proof": "\\ud800"}', b'{"proof": 1e999}', b"null", b"x" * 70_000], ids=str
+)
+def test_what_is_no_introduction(
+    trainer: Trainer, receiver: Receiver, said: bytes, heard: pytest.LogCaptureFixture
+) -> None:
+    """Contract: whatever a stranger says in place of its proof costs it the connection, and the sender a line in the log."""
+    directory, pid = trainer.commit(), trainer.sender.pid
+    with socket.create_connection(("127.0.0.1", trainer.sender.address.port), SECONDS) as stranger:
+        stranger.sendall(said + b"\n")
+        stranger.settimeout(SECONDS)
+        while stranger.recv(4096):
+            pass
+    wait(lambda: "sending weights: " in heard.text, subject="warning", owner="the trainer", seconds=SECONDS)
+    assert_same(receive(directory, receiver), directory)
+    assert trainer.sender.pid == pid
+
+
+def test_where_the_memory_cannot_be_had(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: who cannot map the sender's memory gets the version through a process group where the sender has one, else one clear line."""
+    for backends in (("shared-memory", "gloo"), ("shared-memory",)):
+        with closing(Trainer(tmp_path / backends[-1], *backends)) as trainer:
+            directory = trainer.commit()
+            assert receiver.streams(trainer.sender.address) > 0
+            assert [pair.backend for _, pair in receiver._idle] == ["shared-memory"]
+            receiver.close()
+            with monkeypatch.context() as patch:
+                patch.setattr(receiving, "map_memory", lambda described: None)
+                if "gloo" in backends:
+                    assert_same(receive(directory, receiver), directory)
+                    assert {pair.backend for _, pair in receiver._idle} == {"gloo"}
+                else:
+                    fails(directory, receiver, "offers shared-memory, which cannot be used here")
+        receiver.close()
+
+
+@pytest.mark.parametrize("wrong", ["process", "descriptor", "device", "inode", "size", "none", "text"])
+def test_no_other_memory_is_taken_for_the_senders(wrong: str) -> None:
+    """Contract: a number that means something else here, as in another container, maps nothing."""
+    memory = os.memfd_create("test")
+    os.truncate(memory, 1000)
+    os.pwrite(memory, b"here", 500)
+    described: dict[str, Any] = {**describe(memory, 1000)}
+    mapped = map_memory(described)
+    assert mapped is not None
+    assert mapped[500:504] == b"here"
+    with pytest.raises(TypeError):
+        mapped[0] = 1  # not to be written
+    described[wrong] = "x" if wrong == "text" else described.get(wrong, 0) + 1
+    assert map_memory(None if wrong == "none" else {"process": "x"} if wrong == "text" else described) is None
+    os.close(memory)
 
 
 @pytest.mark.parametrize("what", ["a version before the last two", "another life", "another hash"])

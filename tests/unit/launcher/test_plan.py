@@ -12,10 +12,12 @@ from prime_rl.launcher.layout import Machine
 from prime_rl.launcher.plan import Plan, describe, make_plan
 
 
-def config(inference: InferenceConfig | None = None, serve: bool = True, **shared: object) -> RLConfig:
+def config(
+    inference: InferenceConfig | None = None, serve: bool = True, trainer: TrainerConfig | None = None, **shared: object
+) -> RLConfig:
     return RLConfig(
         output_dir=Path("outputs"),
-        trainer=TrainerConfig(),
+        trainer=trainer or TrainerConfig(),
         orchestrator=OrchestratorConfig(environments=[EnvConfig(id="reverse-text")]),
         inference=(inference or InferenceConfig()) if serve else None,
         **shared,
@@ -99,6 +101,8 @@ def test_one_gpu_trains_and_serves() -> None:
     assert isinstance(trainer, TrainerConfig)
     assert isinstance(inference, InferenceConfig)
     assert (inference.gpu_memory_utilization, trainer.model.memory_limit) == (0.25, 55.0)
+    assert inference.stage_weights
+    assert not inference.stage_on_device  # what is free there is the trainer's
     assert next(process for process in plan.processes if process.name == "trainer").after_ready == ("inference",)
 
 
@@ -119,6 +123,18 @@ def test_gpus_that_cannot_be_shared(
         make_plan(
             config(inference, serve=inference is not None, share_gpus=True, **shared), Machine(gpus, 8, {}, gpu_gib=gib)
         )
+
+
+@pytest.mark.parametrize("transport", ["process-group", "filesystem-delta"])
+@pytest.mark.parametrize("ranks", [{"trainer_gpus": 2}, {"trainer_ranks": 2}])
+def test_transports_of_one_rank(transport: str, ranks: dict[str, int]) -> None:
+    """A trainer of several ranks is refused before anything is started: none of them has all rows."""
+    gpus = machine(3 if "trainer_gpus" in ranks else 0)
+    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": transport}}})
+    with pytest.raises(UserError, match=f"type {transport} is for a trainer of one rank, and this one has 2"):
+        make_plan(config(trainer=trainer, **ranks), gpus)
+    make_plan(config(**ranks), gpus)
+    make_plan(config(trainer=trainer), gpus)
 
 
 @pytest.mark.parametrize(

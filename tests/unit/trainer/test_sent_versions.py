@@ -18,7 +18,7 @@ from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weights import Versions
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.pairs import PairError
+from prime_rl.transport.line import PairError
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from support import trainer as support
 
@@ -123,6 +123,33 @@ def test_what_outlives_the_trainer_is_written(
     second.commit(3)
     second.ensure(3)
     assert verify_weights(version_dir(root, 3)).sender is None
+
+
+def test_what_was_sent_is_written_in_its_place(
+    versions: Callable[..., Versions], policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: a version that turns out to be the last is there all the time while its files come: nobody is left with one that is removed."""
+    root, life = tmp_path / "weights", versions()
+    life.open(0)
+    for version in (1, 2):
+        change(policy)
+        life.commit(version)
+    life.settle()
+    expected, directory = trained(policy), version_dir(root, 2)
+    before, place, received = weights_manifest(directory), directory.stat().st_ino, []
+
+    def point(name: str, *_: object) -> None:
+        if name == "lasting:weights/step_2":
+            received.append(receive(directory))
+
+    monkeypatch.setattr("prime_rl.faults.point", point)
+    life.ensure(2)
+    assert directory.stat().st_ino == place
+    assert verify_weights(directory) == replace(before, sender=None)
+    for found in (*received, receive(directory)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert len(received) == 1
 
 
 def test_several_ranks_are_refused(policy: Policy, world: World, tied_model: Path, tmp_path: Path) -> None:
