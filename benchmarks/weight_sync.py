@@ -52,7 +52,7 @@ AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`, or `0.6B by=nccl`: sent (nccl, gloo), not by files."""
+    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`, or `0.6B by=nccl`: sent (shared-memory, nccl, gloo), not by files."""
 
     name: str
     model: str
@@ -74,11 +74,11 @@ def parse_case(text: str) -> Case:
     on, by = given.pop("on", "disk"), given.pop("by", "files")
     if (
         on not in ("disk", "tmpfs")
-        or by not in ("files", "gloo", "nccl")
+        or by not in ("files", "shared-memory", "gloo", "nccl")
         or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs"}
     ):
         raise ValueError(
-            f"{text!r}: on is disk or tmpfs, by is files, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs"
+            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs"
         )
     return Case(text, model, on=on, stage=stage, by=by, **{name: int(value) for name, value in given.items()})
 

@@ -1,7 +1,7 @@
 """Every transport of weights with a real server: the same versions by the same hashes, and what is damaged leaves the old weights in place."""
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from conftest import InferenceServer
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.trainer.export import Staging, write_version
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
@@ -27,6 +28,8 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
     "tmpfs": {"memory": True},
     "delta": {"anchor_every": 4},
     "delta in tmpfs": {"memory": True, "anchor_every": 4},
+    "shared memory": {"transport": ProcessGroupTransport(backend="shared-memory", host="127.0.0.1")},
+    "gloo": {"transport": ProcessGroupTransport(backend="gloo", host="127.0.0.1")},
 }
 
 
@@ -76,15 +79,25 @@ def training(
     inference_server.reset()
 
 
-def flip_a_bit(directory: Path) -> tuple[Path, bytes]:
-    """In what holds the tensors, or their changes. Returns the file, and what it was."""
-    files = weights_manifest(directory).files
-    path = next(path for path in sorted(files.iterdir()) if path.suffix in (".safetensors", ".delta"))
+@contextmanager
+def flipped_bit(training: Training, directory: Path) -> Iterator[None]:
+    """In what holds the tensors, or their changes."""
+    manifest = weights_manifest(directory)
+    if manifest.sender is not None:
+        assert training.versions._sent is not None
+        (_, copied), staging = training.versions._sent, training.versions._staging
+        data = staging._filled[copied.buffer].view(torch.uint8)
+        data[-100] ^= 1
+        yield
+        data[-100] ^= 1
+        return
+    path = next(path for path in sorted(manifest.files.iterdir()) if path.suffix in (".safetensors", ".delta"))
     before = path.read_bytes()
-    data = bytearray(before)
-    data[-100] ^= 1
-    path.write_bytes(data)
-    return path, before
+    flipped = bytearray(before)
+    flipped[-100] ^= 1
+    path.write_bytes(flipped)
+    yield
+    path.write_bytes(before)
 
 
 def test_versions_are_served_however_they_come(
@@ -109,11 +122,10 @@ def test_versions_are_served_however_they_come(
 
     before = sample(server, chat_prompt, temperature=0.0)
     damaged = training.step(6)
-    path, content = flip_a_bit(damaged)
-    refused = update(server, damaged, 6)
-    assert refused.status_code == 400
-    assert "the previous weights go on" in refused.text
-    assert (served(server)["version"], sample(server, chat_prompt, temperature=0.0)) == (4, before)
-    path.write_bytes(content)
+    with flipped_bit(training, damaged):
+        refused = update(server, damaged, 6)
+        assert refused.status_code == 400
+        assert "the previous weights go on" in refused.text
+        assert (served(server)["version"], sample(server, chat_prompt, temperature=0.0)) == (4, before)
     take(7, training.step(7))
     assert difference(server, chat_prompt, training.as_model(tmp_path / "seven")) <= TOLERANCE
