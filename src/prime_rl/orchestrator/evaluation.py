@@ -95,8 +95,13 @@ class Evaluations:
         for _ in range(_ATTEMPTS):
             if serving.recovering:
                 await self._recovery.brought_back()
+            if serving.superseded:
+                return  # whoever waits for this goes on with a newer version, which is evaluated in its place
             async with serving.lock:
-                version, pool = serving.core.version, RoutedPool(self._pool, serving.fleet, avoid)
+                version, pool = (
+                    serving.core.version,
+                    RoutedPool(self._pool, serving.fleet, avoid, lambda: serving.superseded),
+                )
                 reports = [
                     await self._run_plan(pool, plan, version)
                     for plan in self._plans

@@ -362,10 +362,17 @@ class RoutedPool:
 
     Args:
         avoid: Replicas that spoilt an earlier attempt: they are used if there is no other one.
+        hopeless: Whether none that is away will serve this version again.
     """
 
-    def __init__(self, pool: EnvPool, fleet: Fleet, avoid: Collection[Replica] = ()) -> None:
-        self._pool, self._fleet, self._avoid = pool, fleet, avoid
+    def __init__(
+        self,
+        pool: EnvPool,
+        fleet: Fleet,
+        avoid: Collection[Replica] = (),
+        hopeless: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._pool, self._fleet, self._avoid, self._hopeless = pool, fleet, avoid, hopeless
         self._used: dict[Replica, int] = {}  # and how often each had been lost before
         self.turned_away = 0  # episodes for which there was no server
 
@@ -379,12 +386,18 @@ class RoutedPool:
             subject, seconds = "server that serves", deadline - time.monotonic()
             try:
                 replica = await wait_async(
-                    partial(self._choose, tried), subject=subject, owner="inference", seconds=seconds
+                    partial(self._choose, tried),
+                    subject=subject,
+                    owner="inference",
+                    seconds=seconds,
+                    stop=self._hopeless,
                 )
             except WaitTimeout as error:
                 self.turned_away += 1
                 return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, str(error))
-            assert replica is not None
+            if replica is None:
+                self.turned_away += 1
+                return EpisodeResult(episode_id, env, "", Outcome.ENGINE_UNAVAILABLE, "the version is superseded")
             self._used.setdefault(replica, replica.losses)
             with self._fleet.busy(replica):
                 result = await self._pool.run(

@@ -53,6 +53,7 @@ class Recovery:
         self._alone = len(self._fleet.replicas) == 1 and config.client.discover is None
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
         self._troubles: dict[Replica, str] = {}  # why each that is away is not back
+        self._doubted: dict[Replica, int] = {}  # the version that each that is away was found not to serve any more
         self._empty_since: float | None = None  # when the last one was lost
 
     def begin(self) -> None:
@@ -102,6 +103,7 @@ class Recovery:
             recovery.cancel()
             await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
         self._troubles.pop(replica, None)
+        self._doubted.pop(replica, None)
         core = self._serving.core
         async with self._serving.shipping:
             if replica not in self._fleet:
@@ -135,6 +137,7 @@ class Recovery:
         self._fleet.admit(replica)
         self._empty_since = None
         self._troubles.pop(replica, None)
+        self._doubted.pop(replica, None)
         self._shell.wake()
 
     async def _bring_the_only_one_back(self, replica: Replica) -> None:
@@ -245,7 +248,10 @@ class Recovery:
         async with self._serving.shipping:
             self._serving.notice_life()
             if replica.given is not None:
-                logger.warning("%s does not serve version %d any more", replica.name, replica.given.version)
+                version = replica.given.version
+                if self._doubted.get(replica) != version:  # each attempt finds it so
+                    self._doubted[replica] = version
+                    logger.warning("%s does not serve version %d any more", replica.name, version)
                 self._serving.doubt(replica, "the server lost the weights it was given")
 
     async def watch(self) -> None:
@@ -260,7 +266,7 @@ class Recovery:
                     self.recover(replica)
 
     async def brought_back(self) -> None:
-        """Wait until a server serves."""
+        """Wait until a server serves, or what is served is superseded."""
         for replica in self._fleet.away:
             self._watch_over(replica)
         pending = [task for task in self._recoveries.values() if not task.done()]
@@ -269,6 +275,7 @@ class Recovery:
         await wait_async(
             lambda: not self._serving.recovering or any(task.done() for task in pending),
             subject=subject, owner="inference", seconds=seconds, poll=POLL_SECONDS,
+            stop=lambda: self._serving.superseded,
         )  # fmt: skip
 
     async def close(self) -> None:

@@ -113,6 +113,11 @@ class Serving:
         """Whether no server serves; nothing may start."""
         return not self.fleet.serving
 
+    @property
+    def superseded(self) -> bool:
+        """Whether no server serves, and none can be given what was served: the run is about to go on with a newer version."""
+        return self.history.newest is not None and self._is_superseded(self.history.newest)
+
     # -- the first version ---------------------------------------------------------------------------------------------------
 
     async def start(self, progress: Progress, owes: Callable[[int], bool]) -> int:

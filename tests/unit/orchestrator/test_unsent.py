@@ -1,9 +1,13 @@
 """Versions that the trainer sends, and that are not to be had at some moment: nothing spins, nothing is lost, and the run goes on with what there is."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
+from prime_rl.config.orchestrator import EvalSection
+from prime_rl.envs.protocol import Outcome
+from prime_rl.monitor import read_metrics
 from prime_rl.orchestrator import serving
 from prime_rl.orchestrator.engine import NotSent, Served
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
@@ -141,4 +145,39 @@ async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(w
     await until(lambda: (2, 0) in world.engine.updates, run=run)
     assert world.engine.refused[-1] == 1
     await finish(world, run, first=2)
+    check(world)
+
+
+async def test_an_evaluation_whose_version_is_superseded(world: World, tmp_path: Path) -> None:
+    """Contract: with the only server lost in the middle, and its version not to be had any more, the evaluation does not wait for it: the run goes on,
+    and the evaluation is of the version that is served then."""
+    environments = [{"id": "env", "name": "held-out"}]
+    world.config.eval = EvalSection(
+        interval=1, at_start=False, at_end=False, rollouts_per_example=8, environments=environments
+    )
+    world.config.max_concurrent = 2
+    orchestrator = world.orchestrator()
+    lost: list[str] = []
+
+    def lose(episode: str, version: int) -> Outcome | None:
+        if not episode.startswith("eval") or version != 1:
+            return None
+        if not lost:
+            world.engine.base()
+            world.engine.unsent = {1}
+            world.trainer.commit(2)
+            orchestrator.recovery.recover(orchestrator.fleet.replicas[0])
+        lost.append(episode)
+        return Outcome.ENGINE_UNAVAILABLE
+
+    world.pool.before = lose
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await until(lambda: (2, 0) in world.engine.updates, run=run)
+    await finish(world, run, first=2)
+    rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    evaluated = [row["step"] for row in rows if "eval/held-out/policy_version" in row]
+    assert lost
+    assert evaluated[0] == 2
     check(world)
