@@ -351,8 +351,8 @@ class WeightService:
             self._staged = True
             try:
                 async with asyncio.timeout(LOAD_SECONDS):
-                    how = (self._stage_weights, self._servers_on_host, self._stage_on_device)
-                    await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *how))
+                    options = (self._stage_weights, self._servers_on_host, self._stage_on_device)
+                    await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *options))
                     while _reading(answers := await self._engine.collective_rpc("prime_staged")):
                         await asyncio.sleep(STAGED_POLL_SECONDS)  # bounded: by the time-out around it
             except TimeoutError as error:
