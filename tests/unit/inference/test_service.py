@@ -18,7 +18,7 @@ from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import Parts, Places, Refused, Served, WeightService, check_fit
 from prime_rl.monitor.status import Status, read_status
-from prime_rl.transport.commit import prune, stage
+from prime_rl.transport.commit import prune, read_manifest, replace_manifest, stage
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
 
 READY = {"state": "ready", "place": "host", "seconds": 0.1}
@@ -222,6 +222,32 @@ async def test_what_the_sender_does_not_give_may_be_asked_for_again(base: Path, 
     with pytest.raises(Refused, match="tensor a is wrong") as error:
         await service.update(str(directory), 1)
     assert error.value.status == 400
+
+
+@pytest.mark.parametrize("changed", [True, False])
+async def test_a_version_whose_place_changes_while_it_is_read(base: Path, tmp_path: Path, changed: bool) -> None:
+    """Contract: a trainer that brings a version from memory to the disk takes the files away that a worker is reading: that is told apart (503, to be
+    asked again) from a version that is wrong (400)."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    directory = commit(root, 1)
+    answer = engine.collective_rpc
+
+    async def rpc(method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method != "prime_staged":
+            return await answer(method, timeout, args)
+        if changed:
+            known = read_manifest(directory)
+            replace_manifest(directory, known.files, known.extra | {"moved": True})
+        return [{"state": "failed", "why": "no such file", "unsent": False}]
+
+    engine.collective_rpc = rpc  # type: ignore[method-assign]
+    with pytest.raises(Refused, match="no such file") as error:
+        await service.update(str(directory), 1)
+    assert error.value.status == (503 if changed else 400)
+    assert engine.calls == ["prime_stage", "prime_unstage"]
+    engine.collective_rpc = answer  # type: ignore[method-assign]
+    assert (await service.update(str(directory), 1)).version == 1
 
 
 async def test_a_failed_restore_leaves_the_engine_paused(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.launcher.rundir import Owner, clean, forget_status, marks, recoverable, refuse_results
 from prime_rl.orchestrator.ledger import Ledger
+from prime_rl.transport.lives import open_life, run_id
+from prime_rl.transport.memory import memory_dir, note_memory
 from support.ledgers import finish_group, open_group
 
 
@@ -114,6 +116,23 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
         "notes",
     ]
     refuse_results(tmp_path)
+
+
+@pytest.mark.parametrize("whose", ["its own", "another run's"])
+def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: str) -> None:
+    """A trainer that was killed before its first version has left no more than a note of where in memory its place is; another run's stays."""
+    output_dir, tmpfs = tmp_path / "run", tmp_path / "tmpfs"
+    open_life(output_dir, 0, spares=False, saved_by=())
+    own = run_id(output_dir)
+    assert own is not None
+    root = memory_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef")
+    (root / ".step_1.tmp-x").mkdir(parents=True)
+    (root / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
+    (output_dir / "weights").mkdir()
+    note_memory(root, output_dir)
+    clean(output_dir)
+    assert root.exists() == (whose == "another run's")
+    assert list(output_dir.rglob("*")) == []
 
 
 def test_clean_follows_no_link(tmp_path: Path) -> None:

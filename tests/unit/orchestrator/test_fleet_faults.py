@@ -8,6 +8,7 @@ import prime_rl.orchestrator.recovery as recovery
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Status, read_metrics
+from prime_rl.orchestrator import serving
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.lives import read_lease
 from support.scripted import World, has_batch, until
@@ -353,3 +354,29 @@ async def test_the_end_of_hope_is_heard_during_an_evaluation(tmp_path, when):
     world.pool.before = before
     with pytest.raises(UserError, match=r"no inference server for 0 s .*does not answer"):
         await run(world, 1)  # within a minute; the evaluation waits for a server for 5 x client.timeout
+
+
+async def test_a_version_that_all_servers_are_lost_over_again_and_again(tmp_path, monkeypatch):
+    """They come back with the one before it and are given this one once more: ten times, then the run ends with what they said."""
+    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.01)
+    world = FleetWorld(tmp_path, servers=2, max_steps=2, weights_timeout=60)
+    asked = []
+    for server in world.servers:
+        load = server.update
+
+        async def die(weights, server=server, load=load):
+            if weights.version == 1:
+                asked.append(server.root)
+                server.base()  # started again by somebody
+                raise EngineTrouble(f"{server.root} died of it")
+            return await load(weights)
+
+        server.update = die
+    running = asyncio.create_task(world.orchestrator().run())
+    await until(has_batch(world, 0), run=running)
+    world.trainer.commit(1)
+    with pytest.raises(EngineTrouble, match="died of it"):
+        async with asyncio.timeout(60):
+            await running
+    assert len(asked) >= 2 * serving._ATTEMPTS

@@ -8,9 +8,10 @@ import pytest
 from prime_rl.config.orchestrator import EvalSection
 from prime_rl.envs.protocol import Outcome
 from prime_rl.monitor import read_metrics
-from prime_rl.orchestrator import serving
+from prime_rl.orchestrator import recovery, serving
 from prime_rl.orchestrator.engine import NotSent, Served
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
+from unit.orchestrator.test_fleet import FleetWorld
 
 
 class Receiving(ScriptedEngine):
@@ -181,3 +182,44 @@ async def test_an_evaluation_whose_version_is_superseded(world: World, tmp_path:
     assert lost
     assert evaluated[0] == 2
     check(world)
+
+
+async def test_two_servers_that_start_again_after_their_version_is_superseded(tmp_path: Path, monkeypatch) -> None:
+    """Contract: while one of them serves it, nothing is superseded; once none does, both go on with the newest version."""
+    monkeypatch.setattr(serving, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(recovery, "_RETRY_SECONDS", 0.01)
+    world = FleetWorld(tmp_path, servers=2, max_steps=4)
+    unsent: set[int] = set()
+    for server in world.servers:
+        load = server.update
+
+        async def update(weights, load=load) -> Served:
+            if weights.version in unsent:
+                raise NotSent(f"version {weights.version} is superseded")
+            return await load(weights)
+
+        server.update = update
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await until(lambda: orchestrator.core.version == 1 and world.all_serve, run=run)
+    unsent |= {1, 2}
+    first, second = orchestrator.fleet.replicas
+    world.servers[0].base()
+    orchestrator.recovery.recover(first)
+    await until(has_batch(world, 1), run=run)
+    world.trainer.commit(2)  # nor is this one to be had
+    await until(has_batch(world, 2), run=run)
+    assert orchestrator.core.version == 1
+    assert orchestrator.fleet.serving == [second]
+    unsent.discard(2)
+    world.servers[1].base()
+    orchestrator.recovery.recover(second)
+    await until(lambda: orchestrator.core.version == 2 and world.all_serve, run=run)
+    for step in (2, 3):
+        await until(has_batch(world, step), run=run)
+        world.trainer.commit(step + 1)
+    async with asyncio.timeout(20):
+        await run
+    world.check(4)
