@@ -105,6 +105,7 @@ def matrix() -> list[Cell]:
     return [
         *(cell(do, point) for do in FAULTS for point in points()),
         *_ahead(),
+        *_replicas(),
         *_persistent(),
         *_resumed(),
         *_full_disk(),
@@ -163,6 +164,22 @@ def _ahead() -> Iterator[Cell]:
         )  # fmt: skip
     both = (Fault("renamed:weights/step_2", "trainer", "kill"), Fault("update:v2", "orchestrator", "kill"))
     yield Cell("kill, async", "both", "renamed:weights/step_2 + update:v2", both, exact="nothing")
+
+
+def _replicas() -> Iterator[Cell]:
+    """One of several servers dies: in an update, at the canary after it, in a batch. The others go on, and it comes back."""
+    for engines in (2, 3):
+        for name, nth in (
+            ("update-received:v2", 1),
+            ("update-loaded:v2", 1),
+            ("update-answered:v2", 1),
+            ("canary", 2 * engines + 1),  # the base's and version 1's come first
+            ("generate", 9),
+        ):
+            yield Cell(
+                f"kill, {engines} servers", "inference", name, (Fault(name, "inference", "kill", nth=nth),), exact="nothing",
+                engines=engines, settings={"orchestrator": {"max_concurrent": 8}},
+            )  # fmt: skip
 
 
 def _persistent() -> Iterator[Cell]:

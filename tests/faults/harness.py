@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +51,7 @@ class Cell:
         exact: What must equal the undisturbed run bit for bit: `all`; `training` (weights, tokens and rewards, but attempts may have been
             repeated, which ledger and error counts show); or nothing, where sampling runs ahead of training and order depends on time.
         ends: Whether the run goes on by itself, or may end with a clear error, after which `rl --recover` goes on.
+        engines: How many fake ones there are.
         resume: Instead of a new run, the undisturbed one is gone on with from this checkpoint.
         settings: On top of the common ones.
         inapplicable: Why there is nothing to run.
@@ -63,6 +64,7 @@ class Cell:
     exact: Literal["all", "training", "nothing"] = "all"
     ends: Literal["goes on", "may end", "ends"] = "goes on"
     engine: Literal["fake", "vllm"] = "fake"
+    engines: int = 1
     resume: int | None = None
     settings: Settings = field(default_factory=dict)
     inapplicable: str = ""
@@ -92,7 +94,7 @@ class EngineKeeper:
 
     def __init__(self, directory: Path, port: int, env: Mapping[str, str], delay: float = 0.02) -> None:
         self.port, self.lives = port, 0
-        self._log = directory / "engine.log"
+        self._log = directory / f"engine-{port}.log"
         self._command = [
             sys.executable, REPOSITORY / "tests" / "support" / "fake_engine.py",
             "--policy", "--model", MODEL, "--port", port, "--delay", delay,
@@ -183,21 +185,22 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
     """
     began = time.monotonic()
     directory.mkdir(parents=True)
-    run, port = directory / "run", free_port()
+    run, ports = directory / "run", [free_port() for _ in range(cell.engines)]
     plan = write_plan(directory, cell.faults)
-    config = write_config(cell, directory, port)
+    config = write_config(cell, directory, ports)
     env = environment()
     found: list[str] = []
     with ExitStack() as stack:
-        keeper = None
+        keepers: list[EngineKeeper] = []
         if cell.process == "disk":
             try:
                 stack.enter_context(small_disk(run))
             except PermissionError as error:
                 return Result(f"not run: {error}", [], 0.0, {})
         if cell.engine == "fake":
-            keeper = stack.enter_context(EngineKeeper(directory, port, {**env, FAULTS: str(plan)}))
-        watcher = stack.enter_context(ServedWatcher(port))
+            for port in ports:
+                keepers.append(stack.enter_context(EngineKeeper(directory, port, {**env, FAULTS: str(plan)})))
+        watchers = [stack.enter_context(ServedWatcher(port)) for port in ports]
         if cell.resume is not None and reference is not None:
             shutil.copytree(reference, run)
         status = _run_rl(cell, config, directory / "rl.log", {**env, FAULTS: str(plan)}, found)
@@ -207,15 +210,18 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
         (run / BALLAST).unlink(missing_ok=True)
         if ended and not found:
             status = _finish_by_recover(config, directory / "recover.log", env, found)
-        watcher.look()
+        for watcher in watchers:
+            watcher.look()
         found += _unfired(cell, plan)
         if status == 0:
-            found += audit.problems(run, MAX_STEPS, _kept(cell), watcher.last, interrupted=ended)
+            # One that was killed late may not be back before the run is over: that was the others' then.
+            last = max((watcher.last for watcher in watchers), key=lambda served: served["version"] or 0)
+            found += audit.problems(run, MAX_STEPS, _kept(cell), last, interrupted=ended)
             if reference is not None and not found:
                 found += audit.differences(run, reference, attempts=cell.exact == "all")
     found += survivors(run)
     outcome = ("ended, then recovered" if ended else "went on") if not found else "FAILED"
-    return Result(outcome, found, time.monotonic() - began, _lives(run, keeper))
+    return Result(outcome, found, time.monotonic() - began, _lives(run, keepers))
 
 
 def environment() -> dict[str, str]:
@@ -235,7 +241,7 @@ def write_plan(directory: Path, planned: tuple[Fault, ...]) -> Path:
     return path
 
 
-def write_config(cell: Cell, directory: Path, port: int) -> Path:
+def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
     """A small run, seeded and, unless the cell says otherwise, synchronous."""
     exact = cell.exact != "nothing"
     config: dict[str, Any] = {
@@ -259,7 +265,11 @@ def write_config(cell: Cell, directory: Path, port: int) -> Path:
             "rollout_timeout": 30.0,
             "weights_timeout": 120.0,
             "sampling": {"seeded": True, "max_tokens": 48},
-            "client": {"base_url": f"http://127.0.0.1:{port}/v1", "ready_timeout": 60.0, "timeout": 60.0},
+            "client": {
+                "base_url": [f"http://127.0.0.1:{port}/v1" for port in ports],
+                "ready_timeout": 60.0,
+                "timeout": 60.0,
+            },
             "environment": {"id": "reverse-text", "args": {"max_words": 1, "num_tasks": 40}},
         },
     }
@@ -267,7 +277,7 @@ def write_config(cell: Cell, directory: Path, port: int) -> Path:
         config["orchestrator"]["max_concurrent"] = 1
     if cell.engine == "vllm":
         config["inference"] = {
-            "server": {"port": port},
+            "server": {"port": ports[0]},
             "max_model_len": 256,
             "deterministic": exact,
             "cpu": {"fork_engine": True},
@@ -416,12 +426,12 @@ def _mentioning(text: str) -> list[str]:
     return lines
 
 
-def _lives(run: Path, keeper: EngineKeeper | None) -> dict[str, int]:
+def _lives(run: Path, keepers: Sequence[EngineKeeper]) -> dict[str, int]:
     """How often each process was started, by what its log says."""
     lives = {
         name: _count(run / "logs" / f"{name}.log", "fault injection is on") for name in ("trainer", "orchestrator")
     }
-    return lives if keeper is None else {**lives, "engine": keeper.lives}
+    return {**lives, "engine": sum(keeper.lives for keeper in keepers)} if keepers else lives
 
 
 def _count(log: Path, text: str) -> int:

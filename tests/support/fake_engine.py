@@ -178,7 +178,8 @@ class PolicyEngine(FakeEngine):
 
     What it samples is a function of prompt, seed and version (without a seed, of how many requests came before), so that a run that is cut off
     and one that is not give the same tokens, and one that is served another version than it asked for does not. Rewards of reverse-text
-    differ within a group. The fault points of the real server stand here too (process `inference`), and `generate`; `error` there is a 500.
+    differ within a group. The fault points of the real server stand here too (process `inference`), and `generate` and `canary`; `error` at the
+    first is a 500.
     """
 
     _receiver: Any = None
@@ -260,10 +261,20 @@ class PolicyEngine(FakeEngine):
 
     async def _generate(self, request: web.Request) -> web.Response:
         if "prompt_logprobs" in (await request.json())["sampling_params"]:
-            return _error(400, "a scripted engine computes nothing")
+            return self._score((await request.json())["token_ids"])
         if faults.point("generate") == "error":
             return _error(500, "scripted failure")
         return await super()._generate(request)
+
+    def _score(self, tokens: list[int]) -> web.Response:
+        """The canary of the version that is served: it computes nothing, but says what the trainer computed."""
+        faults.point("canary")
+        directory = self._served["weight_dir"]
+        canary = None if directory is None else weights_manifest(Path(str(directory))).canary
+        if canary is None or list(canary.tokens) != tokens:
+            return _error(400, "a scripted engine scores canaries alone")
+        entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], canary.logprobs, strict=True)]
+        return web.json_response({"prompt_logprobs": [None, *entries]})
 
     def _noise(self) -> float:
         return 0.0
