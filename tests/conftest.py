@@ -25,6 +25,13 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 REPOSITORY = Path(__file__).parent.parent
+WITHOUT_SERVERS = ("test_envs_faults", "test_sft", "test_trainer")  # of the integration tests
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`pytest` alone leaves out what is slow; what is picked runs whatever it takes."""
+    if not (config.option.file_or_dir or config.option.keyword or config.option.markexpr):
+        config.option.markexpr = "not slow"
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -38,7 +45,7 @@ class ByPlace(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if not file.startswith("tests/integration/"):
+        if not file.startswith("tests/integration/") or Path(file).stem in WITHOUT_SERVERS:
             return file
         return "launcher" if "/test_launcher" in file else "servers"
 

@@ -97,7 +97,7 @@ class EngineKeeper:
         self._log = directory / f"engine-{port}.log"
         self._command = [
             sys.executable, REPOSITORY / "tests" / "support" / "fake_engine.py",
-            "--policy", "--model", MODEL, "--port", port, "--delay", delay,
+            "--policy", "--model", MODEL, "--port", port, "--delay", delay, "--weights", directory / "run" / "weights",
         ]  # fmt: skip
         self._env = env
         self._line = Lifeline()

@@ -22,7 +22,14 @@ from aiohttp import web
 
 from prime_rl import faults, lifeline
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import WeightsManifest, hash_directory, verify_weights, version_hash, weights_manifest
+from prime_rl.transport.weights import (
+    WeightsManifest,
+    hash_directory,
+    verify_weights,
+    version_dir,
+    version_hash,
+    weights_manifest,
+)
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -182,6 +189,7 @@ class PolicyEngine(FakeEngine):
     first is a 500.
     """
 
+    weights: Path | None = None  # where versions are, for their canaries
     _receiver: Any = None
 
     def _load_tokenizer(self) -> Any:
@@ -269,8 +277,8 @@ class PolicyEngine(FakeEngine):
     def _score(self, tokens: list[int]) -> web.Response:
         """The canary of the version that is served: it computes nothing, but says what the trainer computed."""
         faults.point("canary")
-        directory = self._served["weight_dir"]
-        canary = None if directory is None else weights_manifest(Path(str(directory))).canary
+        served = int(str(self._served["version"]))
+        canary = None if self.weights is None else weights_manifest(version_dir(self.weights, served)).canary
         if canary is None or list(canary.tokens) != tokens:
             return _error(400, "a scripted engine scores canaries alone")
         entries = [{str(token): {"logprob": value}} for token, value in zip(tokens[1:], canary.logprobs, strict=True)]
@@ -304,8 +312,10 @@ if __name__ == "__main__":
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--policy", action="store_true")
+    parser.add_argument("--weights", type=Path, help="directory of versions, whose canaries it is to score")
     options = parser.parse_args()
     lifeline.watch()
     faults.arm("inference")
-    kind = PolicyEngine if options.policy else FakeEngine
-    asyncio.run(_serve(kind(options.model, port=options.port, delay=options.delay)))
+    more = {"port": options.port, "delay": options.delay}
+    engine = PolicyEngine(options.model, weights=options.weights, **more) if options.policy else FakeEngine(options.model, **more)  # fmt: skip
+    asyncio.run(_serve(engine))

@@ -77,6 +77,9 @@ def check_whole(run: Run) -> None:
     assert {name for name in run.held() if not name.startswith(".")} >= named
 
 
+@pytest.mark.parametrize(
+    "run", ["filesystem", "tmpfs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("delta", "delta in tmpfs"))], indirect=True
+)  # fmt: skip
 def test_a_killed_trainer_leaves_what_is_whole(run: Run, lives: Lives, request: pytest.FixtureRequest) -> None:
     """Contract: whatever a trainer is at when it dies, each version that stands is whole, the next life goes on and cleans, and its versions are whole."""
     for point in POINTS[request.node.callspec.params["run"]]:
@@ -91,6 +94,9 @@ def test_a_killed_trainer_leaves_what_is_whole(run: Run, lives: Lives, request: 
         start_over(run)
 
 
+@pytest.mark.parametrize(
+    "run", ["tmpfs", *(pytest.param(name, marks=pytest.mark.slow) for name in ("filesystem", "delta", "delta in tmpfs"))], indirect=True
+)  # fmt: skip
 def test_a_full_disk_is_one_line(run: Run, lives: Lives) -> None:
     """Contract: nothing half-written stands, in no place, and the life goes on where there is room again."""
     for place in ("weights", *(["prime-rl-*"] if lives.in_memory else [])):
