@@ -214,6 +214,9 @@ def describe(moment: dict[str, Any], arrivals: Arrivals, in_flight: int) -> dict
         **moment,
         "export": committed - stepped,
         "update": served - committed,
+        "rest": served
+        - committed
+        - sum(moment[part] for part in ("check", "stage", "pause")),  # HTTP, and turns of the server's event loop
         "total": served - stepped,
         "gap": gap,
         "gap_of_a_request": arrivals.gap_of_a_stream(paused, served),

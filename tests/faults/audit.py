@@ -39,6 +39,14 @@ def problems(
     ]
 
 
+def never_committed(run: Path, served: dict[str, Any]) -> str | None:
+    """What is wrong with the weights that an engine says it serves: a version that stands there has another hash. One that was pruned counts as right."""
+    directory = run / "weights" / f"step_{served['version']}"
+    if not directory.is_dir() or served["hash"] == (hashed := weights_manifest(directory).hash):
+        return None
+    return f"an engine serves version {served['version']} with hash {served['hash'][:12]}, not {hashed[:12]}"
+
+
 def _batches(run: Path, max_steps: int) -> Iterator[str]:
     steps = list_steps(run / "rollouts")
     if steps != list(range(max_steps)):

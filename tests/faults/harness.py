@@ -214,8 +214,11 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
             watcher.look()
         found += _unfired(cell, plan)
         if status == 0:
-            # One that was killed late may not be back before the run is over: that was the others' then.
+            # One that was killed late may not be back before the run is over: the last version was the others' then.
             last = max((watcher.last for watcher in watchers), key=lambda served: served["version"] or 0)
+            found += [wrong for watcher in watchers if (wrong := audit.never_committed(run, watcher.last))]
+            if len(ports) > 1 and (lives := sum(keeper.lives for keeper in keepers)) != len(ports) + len(cell.faults):
+                found.append(f"{lives} lives of {len(ports)} engines, with {len(cell.faults)} faults")
             found += audit.problems(run, MAX_STEPS, _kept(cell), last, interrupted=ended)
             if reference is not None and not found:
                 found += audit.differences(run, reference, attempts=cell.exact == "all")

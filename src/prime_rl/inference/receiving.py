@@ -1,6 +1,7 @@
 """Receiving a version from the trainer's sender in place of reading its files: another source of bytes for the same memory (`staging.py`)."""
 
 import math
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 
+from prime_rl.errors import UserError
 from prime_rl.inference import staging
 from prime_rl.inference.staging import DTYPES, Part, Piece
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.line import Line, PairError, introduce
 from prime_rl.transport.pairs import Pair, join
 from prime_rl.transport.shared import BACKEND as SHARED
-from prime_rl.transport.shared import Borrower, map_memory
+from prime_rl.transport.shared import Borrower, is_elsewhere, open_memory
 from prime_rl.transport.weights import SenderAddress, WeightsManifest
 
 STREAMS = {SHARED: 4, "gloo": 4, "nccl": 2}
@@ -106,36 +108,38 @@ def connect(sender: SenderAddress, device: torch.device) -> Pair | Borrower:
     """Come together with a sender: by its memory where that is on this host and the sender allows it, else in a process group. `device` is the model's.
 
     Raises:
-        PairError: nobody is there, the sender refuses, is silent, or has no backend for this device.
+        PairError: nobody is there, the sender refuses, or is silent.
+        UserError: it has no backend that could ever be used here.
     """
     host, port, seconds = sender.host, sender.port, sender.timeout
     try:
         line = Line(socket.create_connection((host, port), seconds))
     except OSError as error:
         raise PairError(f"no sender of weights answers at {host}:{port} ({error.strerror or error})") from error
-    memory = None
+    described: Any = None
 
     def choose(hello: Mapping[str, Any]) -> str:
-        nonlocal memory
-        offered = hello.get("backends")
+        nonlocal described
+        offered, described = hello.get("backends"), hello.get("memory")
         offered = offered if isinstance(offered, list) else []
-        memory = map_memory(hello.get("memory")) if SHARED in offered else None
-        if memory is not None:
+        if SHARED in offered and (memory := open_memory(described)) is not None:
+            os.close(memory)
             return SHARED
         for backend in ("nccl", "gloo"):
             if backend in offered and (backend == "gloo" or device.type == "cuda"):
                 return backend
-        raise PairError(
-            f"the sender at {host}:{port} offers {' and '.join(map(str, offered)) or 'nothing'}, which cannot be used here: set trainer.weights.transport.backend"
-        )
+        trouble = f"the sender at {host}:{port} offers {' and '.join(map(str, offered)) or 'nothing'}, which cannot be used here: set trainer.weights.transport.backend"  # fmt: skip
+        if SHARED in offered and not is_elsewhere(described):
+            raise PairError(trouble)  # the sender may have died just now
+        raise UserError(trouble)
 
     try:
         backend = introduce(line, token=sender.token, choose=choose, seconds=seconds)
-        if memory is not None:
+        if backend == SHARED:
             line.expect("welcome", seconds)
-            return Borrower(line, memory, seconds)
+            return Borrower(line, described, seconds)
         return join(line, host, backend="nccl" if backend == "nccl" else "gloo", device=device, seconds=seconds)
-    except PairError:
+    except (PairError, UserError):
         line.close()
         raise
 

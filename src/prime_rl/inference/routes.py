@@ -29,12 +29,13 @@ from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.leader import PassOn, lead, listen
 from prime_rl.inference.orphans import follow
+from prime_rl.inference.places import Places, Refused
 from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.seeds import RefuseSeeds
-from prime_rl.inference.service import Parts, PauseMode, Places, Refused, Served, WeightService
+from prime_rl.inference.service import Parts, PauseMode, Served, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings, refuses_seeds, shared_directory
 from prime_rl.monitor import Status, log
 from prime_rl.monitor.process import identify

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from prime_rl.inference.service import Refused
+from prime_rl.inference.places import Refused
 
 SAMPLE_ROUTE = "/v1/sample"
 # Under /v1, which vLLM guards with the API key.

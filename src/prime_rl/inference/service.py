@@ -5,19 +5,18 @@ neither a paused engine nor half-loaded weights behind.
 """
 
 import asyncio
-import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from prime_rl import faults
+from prime_rl.inference.places import Places, Refused, check_fit, check_index
 from prime_rl.monitor import Status, log
 from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
-from prime_rl.transport.memory import InMemory
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
@@ -39,15 +38,6 @@ STAGED_POLL_SECONDS = 0.02  # between two looks at what the workers read: each t
 
 PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
-
-
-class Refused(Exception):
-    """A request that was not carried out; what was served before is still served. `status` is an HTTP status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
 
 
 class EngineClient(Protocol):
@@ -101,68 +91,6 @@ class Parts:
 
     def __str__(self) -> str:
         return ", ".join(f"{part} {seconds:.3f} s" for part, seconds in self.seconds.items())
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where weights may come from. Without a root: any local path if `any_local`, none otherwise. `tmpfs` is where tensors may lie beside the root."""
-
-    root: Path | None
-    any_local: bool
-    tmpfs: Path | None = None
-
-    def confine(self, weight_dir: str) -> Path:
-        """The directory that `weight_dir` names, symbolic links resolved.
-
-        Raises:
-            Refused: it lies outside of what is allowed (403), or is not a directory (400).
-        """
-        try:
-            path = Path(weight_dir).expanduser().resolve()
-        except (ValueError, RuntimeError) as error:  # a NUL byte, a loop of links, an unknown user
-            raise Refused(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
-        if self.root is not None:
-            if not path.is_relative_to(self.root.resolve()):
-                raise Refused(403, f"weight_dir {weight_dir} is outside the weights root {self.root}")
-        elif not self.any_local:
-            raise Refused(
-                403, "this server is reachable from other hosts: start it with --weights-root to allow updates"
-            )
-        if not path.is_dir():
-            raise Refused(400, f"weight_dir {weight_dir} is not a directory on the server")
-        return path
-
-    def check_files(self, directory: Path, names: Iterable[str]) -> None:
-        """Files of a confined directory lie below it, or where a link leads that is allowed as well.
-
-        Raises:
-            Refused: one does not (403).
-        """
-        for name in names:
-            path = directory / name
-            inside = path.parent == directory and name not in ("", "..")
-            if not inside or not self._allows(path):
-                raise Refused(403, f"{path} is outside the weights root {self.root or directory}")
-
-    def _allows(self, path: Path) -> bool:
-        roots = [root.resolve() for root in (self.root, self.tmpfs) if root is not None]
-        return self.root is None or any(path.resolve().is_relative_to(root) for root in roots)
-
-    def check_memory(self, directory: Path, memory: InMemory) -> None:
-        """The tensors of a confined version lie in memory where it is allowed.
-
-        Raises:
-            Refused: they do not (403).
-        """
-        place = Path(memory.directory).resolve()
-        if not self._allows(place):
-            raise Refused(
-                403,
-                f"the tensors of {directory} lie in memory, in {place}, outside the weights root {self.root}: start the server with "
-                "--weights-tmpfs to allow that",
-            )
-        if place.is_dir():
-            self.check_files(place, read_manifest(place).files)
 
 
 class WeightService:
@@ -537,34 +465,3 @@ async def _turn(lock: asyncio.Lock) -> AsyncIterator[None]:
         yield
     finally:
         lock.release()
-
-
-def check_index(manifest: WeightsManifest) -> None:
-    """vLLM reads only the files that an index names, and keeps the old weights of what it does not find, silently.
-
-    Raises:
-        CommitError: the index disagrees with the files.
-    """
-    index = manifest.files / "model.safetensors.index.json"
-    if not index.exists():
-        return
-    try:
-        listed = json.loads(index.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CommitError(f"{index} cannot be read: {error!r}") from error
-    if listed != {name: entry.file for name, entry in manifest.tensors.items()}:
-        raise CommitError(f"{index} does not list the tensors of the files beside it")
-
-
-def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tied: bool) -> None:
-    """Compare a checkpoint's tensor names and shapes with the base model's; dtypes may differ.
-
-    Raises:
-        Refused: naming the first tensor that does not fit.
-    """
-    optional = {"lm_head.weight"} if tied else set()
-    for name in sorted((base.keys() ^ tensors.keys()) - optional):
-        raise Refused(400, f"tensor {name} is {'missing' if name in base else 'not part of the model'}")
-    for name in sorted(base.keys() & tensors.keys()):
-        if tensors[name].shape != base[name].shape:
-            raise Refused(400, f"tensor {name} has shape {tensors[name].shape}, the model's is {base[name].shape}")

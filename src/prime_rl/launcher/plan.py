@@ -147,7 +147,12 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
     orchestrator = config.orchestrator
     if layout.split is not None:
         limited = trainer.model.model_copy(update={"memory_limit": layout.split.training_gib})
-        trainer = trainer.model_copy(update={"model": limited})
+        weights = trainer.weights
+        if weights.transport.type == "process-group" and weights.transport.backend == "auto":
+            # NCCL connects no GPU with itself.
+            here = weights.transport.model_copy(update={"backend": "shared-memory"})
+            weights = weights.model_copy(update={"transport": here})
+        trainer = trainer.model_copy(update={"model": limited, "weights": weights})
     if len(servers) > 1 and orchestrator.client.discover is None:
         client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
         orchestrator = orchestrator.model_copy(update={"client": client})

@@ -3,11 +3,12 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
+from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart, steps_apart
@@ -21,6 +22,7 @@ from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
 from prime_rl.orchestrator.ckpt import resume_progress
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.settings import dry_path
 
 _Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
 
@@ -41,9 +43,12 @@ def run(config: RLConfig) -> int:
     plan = make_plan(resolved, machine)
     _check(resolved)
     if config.dry_run:
-        _check_directory(config)
-        _check_port(plan)
-        _write_configs(plan, config)
+        for refuse in (lambda: _check_directory(config), lambda: _check_port(plan)):
+            try:
+                refuse()
+            except UserError as error:
+                print(f"note: now a run would be refused: {error}", file=sys.stderr)
+        _write_configs({dry_path(config.output_dir, path.stem): each for path, each in plan.configs.items()}, config)
         print(describe(plan))
         return Outcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
@@ -53,7 +58,7 @@ def run(config: RLConfig) -> int:
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             rundir.clean(config.output_dir)
-        _write_configs(plan, config)
+        _write_configs(plan.configs, config)
         apart = steps_apart(config) if config.bench else None
         with Console(config.output_dir, config.max_steps, apart) as console:
             return _supervise(config, plan, owner, console).value
@@ -207,7 +212,7 @@ def _goes_on(config: RLConfig) -> bool:
     )
 
 
-def _write_configs(plan: Plan, config: RLConfig) -> None:
+def _write_configs(configs: Mapping[Path, BaseConfig], config: RLConfig) -> None:
     """`rl.toml` as it was given: -1 stays -1 there, and means the newest checkpoint again when it is used again."""
-    for path, section in plan.configs.items():
+    for path, section in configs.items():
         write_toml(config if path.stem == "rl" else section, path)

@@ -122,7 +122,7 @@ class Evaluations:
             for replica in spoilt:
                 self._recovery.recover(replica)
             await self._recovery.brought_back()
-            if serving.core.must_go_back:
+            if serving.core.must_go_back or serving.superseded:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 

@@ -182,7 +182,8 @@ class Recovery:
                     trouble = str(error)
             if trouble and trouble != self._troubles.get(replica):
                 self._troubles[replica] = trouble
-                logger.warning("%s gets no work%s: %s", replica.name, self._fleet.where(), trouble)
+                served = f" (serving{where})" if (where := self._fleet.where()) else ""
+                logger.warning("%s gets no work: %s%s", replica.name, trouble, served)
             self._check_hope()
             await asyncio.sleep(rest if trouble else POLL_SECONDS)
             rest = min(2 * rest, _REST_SECONDS if self._fleet.serving else _RETRY_SECONDS)

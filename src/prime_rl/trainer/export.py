@@ -5,18 +5,14 @@ its own rows on the device and copies them to the host on a stream of its own (`
 at once (`row_files.py`), and the ranks share the hashing (`write_version`); rank 0 commits.
 """
 
-import json
-import math
 import mmap
 import os
 import secrets
-import shutil
-import struct
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, groupby, pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +23,15 @@ from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
-from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
+from prime_rl.trainer.model_files import (
+    DTYPE_NAMES,
+    allocate,
+    copy_model_files,
+    file_hashes,
+    layout,
+    write_index,
+)
+from prime_rl.trainer.names import local_rows, stored_tensors
 from prime_rl.trainer.parallel import World, agree, broadcast, gather, on_main
 from prime_rl.trainer.row_files import (
     Held,
@@ -48,18 +52,10 @@ from prime_rl.transport.commit import Stage, disk_errors, prune
 from prime_rl.transport.delta import WORD_BYTES
 from prime_rl.transport.memory import in_memory
 from prime_rl.transport.shared import BACKEND as SHARED
-from prime_rl.transport.weights import BuildsOn, TensorEntry, manifest_extra, version_hash
+from prime_rl.transport.weights import BuildsOn, TensorEntry, manifest_extra
 
 logger = log.get(__name__)
 
-FILE = "model.safetensors"
-DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
-_NOT_COPIED = {
-    "manifest.json",
-    "model.safetensors.index.json",
-}  # the first is ours when the source is a committed version itself
-FILE_BYTES = 256 << 20  # a file of weights holds more only where one tensor does
 CHUNK_BYTES = 128 << 20  # of device memory that casting takes, or more, so that there are at most so many chunks:
 CHUNKS = 48
 """A GPU takes about 55 copies into its queue; whoever hands over one more waits for it. Measured: with 60 chunks of a 4B model the loop stood still until
@@ -83,7 +79,7 @@ class Staging:
         self.world, self.dtype = world, dtype
         self.shared = world.device.type == "cuda" if shared is None else shared
         self.tensors = list(stored_tensors(policy))
-        self.headers, self.slots = _layout(self.tensors, dtype)
+        self.headers, self.slots = layout(self.tensors, dtype)
         self.files: dict[str, list[Row]] = {}  # this rank's rows
         self.parameters: list[nn.Parameter] = []
         self.ends: list[int] = []  # of this rank's rows of each parameter in the buffer, in elements
@@ -364,16 +360,6 @@ class Written(NamedTuple):
     changes: int
 
 
-@dataclass(frozen=True)
-class Slot:
-    """A tensor's place: its file, the first byte there, and how many."""
-
-    file: str
-    shape: list[int]
-    start: int
-    size: int
-
-
 def write_version(
     staging: Staging,
     copied: Copy,
@@ -426,7 +412,7 @@ def write_version(
         wrote = time.perf_counter()
         hashes = written if world.size == 1 else _read_back(staging, world, directory)
         hashed = time.perf_counter()
-        on_main(world, lambda: _copy_model_files(source, stage.path, staging.dtype))
+        on_main(world, lambda: copy_model_files(source, stage.path, staging.dtype))
         slots, dtype = staging.slots, DTYPE_NAMES[staging.dtype]
         tensors = {name: TensorEntry(slot.file, dtype, slot.shape, hashes[name]) for name, slot in slots.items()}
         on = BuildsOn(None, None) if before is None else BuildsOn(before.version, before.hash)
@@ -435,7 +421,7 @@ def write_version(
         extra = manifest_extra(version, incarnation, tensors, canary=canary, delta=delta, sender=address)
         known: dict[str, str] = {}
         if sender is None:
-            known = _file_hashes(tensors)
+            known = file_hashes(tensors)
         else:  # before anybody knows of it
             staging.offer(sender, copied, version, incarnation, extra["hash"])
         on_main(world, lambda: _commit(stage, tensor_stage, version, extra, known))
@@ -464,54 +450,6 @@ def _commit(stage: Stage, tensor_stage: Stage, version: int, extra: dict[str, An
         raise
 
 
-def _layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, Slot]]:
-    """The safetensors header of every file with its length, and the place of every tensor."""
-    size_of = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
-    groups: list[list[StoredTensor]] = [[]]
-    taken = 0  # bytes of the last group
-    for tensor in tensors:
-        if groups[-1] and taken + size_of[tensor.name] > FILE_BYTES:
-            groups.append([])
-            taken = 0
-        groups[-1].append(tensor)
-        taken += size_of[tensor.name]
-    headers, slots = {}, {}
-    before = 0  # bytes of all groups before this one
-    for number, group in enumerate(groups, 1):
-        file = FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
-        ends = list(accumulate(size_of[tensor.name] for tensor in group))
-        headers[file] = header = _header(dtype, group, ends, before)
-        for tensor, end in zip(group, ends, strict=True):
-            size = size_of[tensor.name]
-            slots[tensor.name] = Slot(file, tensor.shape, len(header) + end - size, size)
-        before += ends[-1]
-    return headers, slots
-
-
-def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[int], before: int) -> bytes:
-    """Padded so that the tensors have the same places within a page in the file as in the buffer of a single rank, where they begin at `before`: page
-    after page is copied as a whole."""
-    described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    for tensor, start, end in zip(tensors, [0, *ends], ends, strict=False):
-        described[tensor.name] = {
-            "dtype": DTYPE_NAMES[dtype],
-            "shape": tensor.shape,
-            "data_offsets": [start, end],
-        }
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * ((before // 8 * 8 - len(text) - 8) % mmap.PAGESIZE)
-    return struct.pack("<Q", len(text)) + text
-
-
-def _allocate(directory: Path, headers: dict[str, bytes], slots: dict[str, Slot]) -> None:
-    sizes = {slot.file: slot.start + slot.size for slot in slots.values()}  # the last tensor of a file ends it
-    for file, header in headers.items():
-        path = directory / file
-        with disk_errors(path), open(path, "wb") as opened:
-            opened.write(header)
-            opened.truncate(sizes[file])
-
-
 def _write_rows(staging: Staging, copied: Copy, world: World, directory: Path, how: Holding | None) -> dict[str, str]:
     """The whole of every rank's rows, and the index."""
 
@@ -519,9 +457,9 @@ def _write_rows(staging: Staging, copied: Copy, world: World, directory: Path, h
         with disk_errors(directory):
             return staging.write(copied, directory, hashing=staging.world.size == 1, how=how)
 
-    on_main(world, lambda: _allocate(directory, staging.headers, staging.slots))
+    on_main(world, lambda: allocate(directory, staging.headers, staging.slots))
     written = agree(world, write)
-    on_main(world, lambda: _write_index(directory, staging.slots))
+    on_main(world, lambda: write_index(directory, staging.slots))
     return written
 
 
@@ -561,38 +499,3 @@ def _read_back(staging: Staging, world: World, directory: Path) -> dict[str, str
 
     hashes = gather(world, agree(world, hash_share))
     return {name: value for part in hashes for name, value in part.items()}
-
-
-def _file_hashes(tensors: dict[str, TensorEntry]) -> dict[str, str]:
-    """A file's hash is that of its tensors' hashes."""
-    files: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in tensors.items():
-        files.setdefault(entry.file, {})[name] = entry
-    return {file: version_hash(entries) for file, entries in files.items()}
-
-
-def _write_index(directory: Path, slots: dict[str, Slot]) -> None:
-    """Which file holds which tensor, where there are several."""
-    if len({slot.file for slot in slots.values()}) > 1:
-        path = directory / "model.safetensors.index.json"
-        total = sum(slot.size for slot in slots.values())
-        index = {"metadata": {"total_size": total}, "weight_map": {name: slot.file for name, slot in slots.items()}}
-        with disk_errors(path):
-            path.write_text(json.dumps(index, indent=1) + "\n")
-
-
-def _copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> None:
-    """Config, generation config and tokenizer beside the tensors."""
-    with disk_errors(directory):
-        if source.directory is not None:
-            for pattern in _COPIED:
-                for path in source.directory.glob(pattern):
-                    if path.name not in _NOT_COPIED:
-                        shutil.copyfile(path, directory / path.name)
-        else:
-            source.config.save_pretrained(directory)
-        config = directory / "config.json"
-        described = json.loads(config.read_text())
-        described.pop("torch_dtype", None)  # the older spelling
-        described["dtype"] = str(dtype).removeprefix("torch.")
-        config.write_text(json.dumps(described, indent=2) + "\n")

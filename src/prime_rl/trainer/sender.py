@@ -180,6 +180,8 @@ class Sender:
                 message = json.loads(line)
                 if "said" in message:
                     logger.warning("sending weights: %s", message["said"])
+                elif "told" in message:
+                    logger.info("sending weights: %s", message["told"])
                 else:
                     self._note(int(message["order"]))
         with suppress(subprocess.TimeoutExpired):  # it has closed the pipe, so that it is about to end
@@ -300,6 +302,7 @@ class _Server:
         self._settings, self._offered, self._answers = settings, offered, answers
         self._seconds = float(settings["timeout"])
         self._groups: _Groups | None = None
+        self._begun: set[tuple[str, str]] = set()
         self._making = threading.Lock()  # bounded: held while torch is imported, which waits for nobody
         if SHARED not in settings["backends"]:
             self._make_groups()
@@ -317,6 +320,9 @@ class _Server:
             line.close()
             self._answers.tell(said=f"{address}: {error}")
             return
+        if (begun := (address, pair.backend)) not in self._begun:
+            self._begun.add(begun)
+            self._answers.tell(told=f"a worker at {address} gets them by {pair.backend}")
         try:
             while True:  # ends when the other side closes the connection, or is found to be gone
                 request = pair.line.hear(None)
@@ -333,18 +339,25 @@ class _Server:
     def _begin(self, line: Line) -> "Lender | Pair":
         backend = welcome(
             line, token=self._settings["token"], backends=self._settings["backends"],
-            memory=describe(self._memory, self._size), seconds=self._seconds,
+            memory=describe(self._memory, self._size) if SHARED in self._settings["backends"] else {}, seconds=self._seconds,
         )  # fmt: skip
         if backend == SHARED:
             line.tell(self._seconds, welcome=True)
             return Lender(line, self._seconds)
         from prime_rl.transport.pairs import accept
 
-        groups = self._make_groups()
-        return accept(
-            line, groups.store, groups.store_port,
-            backend="nccl" if backend == "nccl" else "gloo", device=groups.device, seconds=self._seconds,
-        )  # fmt: skip
+        try:
+            groups = self._make_groups()
+            return accept(
+                line, groups.store, groups.store_port,
+                backend="nccl" if backend == "nccl" else "gloo", device=groups.device, seconds=self._seconds,
+            )  # fmt: skip
+        except PairError:
+            raise
+        except Exception as error:  # whatever torch raises: others may be served without
+            why = f"no {backend} group can be made by the sender: {error}"
+            line.tell(self._seconds, error=why)
+            raise PairError(why) from error
 
     def _make_groups(self) -> _Groups:
         with self._making:
@@ -366,7 +379,7 @@ class _Server:
                     f"version {version} has {offer.size} bytes, not {at} to {at + count} in blocks of {block}"
                 )
             if isinstance(pair, Lender):
-                pair.lend(offer.start + at, count)
+                pair.lend(offer.start + at, count, lambda: self._offered.check(offer))
             else:
                 memory = self._make_groups().memory
                 for first in range(at, at + count, block):

@@ -18,8 +18,9 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
-from prime_rl.trainer.export import DTYPE_NAMES, Copy, Staging, write_staged, write_version
+from prime_rl.trainer.export import Copy, Staging, write_staged, write_version
 from prime_rl.trainer.model import Policy, compute_dtype
+from prime_rl.trainer.model_files import DTYPE_NAMES
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.sender import Sender
 from prime_rl.trainer.source import Source

@@ -58,7 +58,8 @@ def make_lasting(directory: Path, write: Callable[[Path], object] | None = None)
     else:
         write = partial(_write_files, manifest)
     aside = directory / _ASIDE
-    with disk_errors(directory, "the version stays in memory"):
+    stays = "the version stays in memory" if manifest.sender is None else "it is in no file"
+    with disk_errors(directory, stays):
         shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
         aside.mkdir()
         try:

@@ -101,7 +101,7 @@ class Line:
         self._socket.close()
 
 
-def welcome(line: Line, *, token: str, backends: Sequence[str], memory: Mapping[str, int], seconds: float) -> str:
+def welcome(line: Line, *, token: str, backends: Sequence[str], memory: Mapping[str, object], seconds: float) -> str:
     """The sender's side of the beginning: who asks has to know the token, and takes one of the backends. `memory` is what `shared.describe` says.
 
     Returns:

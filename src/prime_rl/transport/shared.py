@@ -1,25 +1,26 @@
-"""Two processes of one host that pass bytes by both mapping the memory that these lie in: nothing is sent, but for where they lie.
+"""Two processes of one host, of which one reads the memory that the other one's bytes lie in: nothing is sent, but for where they lie.
 
 The receiver says when it has read, so that the sender knows what may be written over, and the sender answers whether it was what was asked for until then.
 """
 
-import mmap
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from prime_rl.transport.line import Line, PairError
 
 BACKEND = "shared-memory"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_WORD_SECONDS = 0.5  # between two words of a receiver that goes on reading
 
 
-def describe(descriptor: int, size: int) -> dict[str, int]:
+def describe(descriptor: int, size: int) -> dict[str, int | str]:
     """By what another process of this user finds this process's anonymous file (memfd) of so many bytes."""
     status = os.fstat(descriptor)
     return {
+        "boot": _boot_id(),
         "process": os.getpid(),
         "descriptor": descriptor,
         "device": status.st_dev,
@@ -28,9 +29,15 @@ def describe(descriptor: int, size: int) -> dict[str, int]:
     }
 
 
-def map_memory(described: Any) -> mmap.mmap | None:
-    """The memory that `describe` told of, to be read; None where it cannot be had: on another host, in another container, by another user."""
-    if not isinstance(described, Mapping):
+def is_elsewhere(described: Any) -> bool:
+    """Whether the memory that `describe` told of is another host's for certain."""
+    return not isinstance(described, Mapping) or described.get("boot") != _boot_id()
+
+
+def open_memory(described: Any) -> int | None:
+    """A file descriptor of the memory that `describe` told of, to be read and closed; None where it cannot be had: on another host, in another
+    container, by another user, or because it is gone."""
+    if is_elsewhere(described):
         return None
     try:
         process, descriptor, device, inode, size = (
@@ -39,28 +46,38 @@ def map_memory(described: Any) -> mmap.mmap | None:
         opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
     except (OSError, KeyError, TypeError, ValueError, OverflowError):
         return None
-    try:
-        status = os.fstat(opened)  # elsewhere this number may be anybody's
-        if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < size:
-            return None
-        return mmap.mmap(opened, size, prot=mmap.PROT_READ)
-    except (OSError, ValueError, OverflowError):
-        return None
-    finally:
+    status = os.fstat(opened)  # elsewhere this number may be anybody's
+    if (status.st_dev, status.st_ino) != (device, inode) or status.st_size < size:
         os.close(opened)
+        return None
+    return opened
+
+
+def _boot_id() -> str:
+    return _BOOT_ID.read_text().strip()
 
 
 class Lender:
     """The sender's side."""
 
+    backend = BACKEND
+
     def __init__(self, line: Line, seconds: float) -> None:
         self.line, self._seconds = line, seconds
 
-    def lend(self, start: int, count: int) -> None:
-        """Let so many bytes of the memory be read, and wait until they were. Raises PairError where the other side is gone, or silent."""
+    def lend(self, start: int, count: int, go_on: Callable[[], None]) -> None:
+        """Let so many bytes of the memory be read, and wait until they were. `go_on` may raise at every word of the receiver's.
+
+        Raises:
+            PairError: the other side is gone, or silent.
+        """
         self.line.tell(self._seconds, at=start)
-        if self.line.expect("read", self._seconds) != count:
-            raise PairError("the receiver has read something else")
+        read = None
+        while read != count:  # each word has a deadline, and `go_on` ends what goes on for ever
+            read = self.line.expect("read", self._seconds)
+            if not isinstance(read, int) or not 0 <= read <= count:
+                raise PairError(f"the receiver says that it has read {read!r} of {count} bytes")
+            go_on()
 
     def flush(self) -> None:
         """Nothing is ever under way."""
@@ -70,42 +87,68 @@ class Lender:
 
 
 class Borrower:
-    """The receiver's side."""
+    """The receiver's side. The memory is open while a part of it is read, not longer: it would outlive a sender that has died.
+
+    Args:
+        described: The sender's memory.
+    """
 
     backend = BACKEND
 
-    def __init__(self, line: Line, memory: mmap.mmap, seconds: float) -> None:
-        self.line, self._seconds, self._mapped = line, seconds, memory
-        self._memory = np.frombuffer(memory, np.uint8)
-        self._at: int | None = None  # where the next block lies, once the sender has said it
+    def __init__(self, line: Line, described: Any, seconds: float) -> None:
+        self.line, self._described, self._seconds = line, described, seconds
+        self._memory: int | None = None
+        self._at = self._read = 0
+        self._told = 0.0  # when the sender heard last how much was read
 
     def receive(self, block: memoryview) -> None:
         """Fill `block` with the next bytes. Raises PairError where the sender gives the transfer up, with its reason, or is gone, or silent."""
-        first = self._begin()
-        if first + len(block) > self._memory.size:
-            raise PairError("the sender's memory ends before what it says")
-        np.frombuffer(block, np.uint8)[:] = self._memory[first : first + len(block)]
-        self._at = first + len(block)
+        memory = self._begin()
+        filled = 0
+        while filled < len(block):  # each turn reads something, or raises
+            try:
+                more = os.preadv(memory, [block[filled:]], self._at + self._read + filled)
+            except OSError as error:
+                raise PairError(f"the sender's memory cannot be read ({error.strerror})") from error
+            if not more:
+                raise PairError("the sender's memory ends before what it says")
+            filled += more
+        self._read += filled
+        if time.monotonic() - self._told > _WORD_SECONDS:
+            self._tell()
 
     def end(self, count: int) -> None:
         """After the last block: so many bytes were read, and were what was asked for until then. Raises PairError as `receive` does."""
         self._begin()
-        self.line.tell(self._seconds, read=count)
+        if self._read != count:
+            raise PairError(f"{self._read} bytes were read, not {count}")
+        self._tell()
         if self.line.expect("done", self._seconds) != count:
             raise PairError("the sender has lent something else")
-        self._at = None
+        self._close_memory()
 
     def close(self) -> None:
         """Not to be used again."""
         self.line.close()
-        self._memory = np.empty(0, np.uint8)
-        with suppress(BufferError):  # a thread is reading: it goes with that
-            self._mapped.close()
+        self._close_memory()
+
+    def _tell(self) -> None:
+        self.line.tell(self._seconds, read=self._read)
+        self._told = time.monotonic()
 
     def _begin(self) -> int:
-        if self._at is None:
+        """Where the sender says that the bytes lie, once for each part. Returns the memory."""
+        if self._memory is None:
             at = self.line.expect("at", self._seconds)
             if not isinstance(at, int) or at < 0:
                 raise PairError(f"the sender says that the bytes lie at {at!r}")
-            self._at = at
-        return self._at
+            self._memory = open_memory(self._described)
+            if self._memory is None:
+                raise PairError("the sender's memory is not there any more")
+            self._at, self._read, self._told = at, 0, time.monotonic()
+        return self._memory
+
+    def _close_memory(self) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            os.close(memory)

@@ -397,3 +397,4 @@ def test_weights_cannot_be_sent_to_servers_that_keep_none() -> None:
     rl(unstaged)
     rl(*given, "--trainer.weights.transport.backend", "gloo")
     rl(*given, "--share-gpus")
+    assert "share_gpus" in problem(*given, "--share-gpus", "--trainer.weights.transport.backend", "nccl")

@@ -6,9 +6,11 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,8 @@ from prime_rl.inference import receiving, staging
 from prime_rl.inference.receiving import Receiver, sent_parts
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.line import PairError
-from prime_rl.transport.shared import describe, map_memory
+from prime_rl.transport.line import Line, PairError, introduce
+from prime_rl.transport.shared import describe, open_memory
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from prime_rl.wait import wait
 from support.sending import SendingTrainer
@@ -36,8 +38,10 @@ SHAPES = {"a.safetensors": {"embed": [500, 300], "empty": [0, 7]}, "b.safetensor
 class Trainer(SendingTrainer):
     """Sends one version of random tensors after the other."""
 
-    def __init__(self, root: Path, *backends: str, timeout: float = SECONDS, port: int = 0) -> None:
-        super().__init__(root, SIZE, timeout, port, backends)
+    def __init__(
+        self, root: Path, *backends: str, timeout: float = SECONDS, port: int = 0, device: str = "cpu"
+    ) -> None:
+        super().__init__(root, SIZE, timeout, port, backends, device)
         self.version = 0
 
     def commit(self, **options: Any) -> Path:
@@ -315,30 +319,84 @@ def test_where_the_memory_cannot_be_had(tmp_path: Path, receiver: Receiver, monk
             assert [pair.backend for _, pair in receiver._idle] == ["shared-memory"]
             receiver.close()
             with monkeypatch.context() as patch:
-                patch.setattr(receiving, "map_memory", lambda described: None)
+                patch.setattr(receiving, "open_memory", lambda described: None)
                 if "gloo" in backends:
                     assert_same(receive(directory, receiver), directory)
                     assert {pair.backend for _, pair in receiver._idle} == {"gloo"}
                 else:
                     fails(directory, receiver, "offers shared-memory, which cannot be used here")
+                    patch.setattr(receiving, "is_elsewhere", lambda described: True)
+                    fails(directory, receiver, "offers shared-memory, which cannot be used here", UserError)
         receiver.close()
 
 
-@pytest.mark.parametrize("wrong", ["process", "descriptor", "device", "inode", "size", "none", "text"])
+@pytest.mark.parametrize("wrong", ["boot", "process", "descriptor", "device", "inode", "size", "none", "text"])
 def test_no_other_memory_is_taken_for_the_senders(wrong: str) -> None:
-    """Contract: a number that means something else here, as in another container, maps nothing."""
+    """Contract: a number that means something else here, as in another container, opens nothing."""
     memory = os.memfd_create("test")
     os.truncate(memory, 1000)
     os.pwrite(memory, b"here", 500)
     described: dict[str, Any] = {**describe(memory, 1000)}
-    mapped = map_memory(described)
-    assert mapped is not None
-    assert mapped[500:504] == b"here"
-    with pytest.raises(TypeError):
-        mapped[0] = 1  # not to be written
-    described[wrong] = "x" if wrong == "text" else described.get(wrong, 0) + 1
-    assert map_memory(None if wrong == "none" else {"process": "x"} if wrong == "text" else described) is None
+    opened = open_memory(described)
+    assert opened is not None
+    assert os.pread(opened, 4, 500) == b"here"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.pwrite(opened, b"x", 0)  # not to be written
+    os.close(opened)
+    if wrong not in ("none", "text"):
+        described[wrong] = "x" if wrong == "boot" else described[wrong] + 1
+    held = os.listdir("/proc/self/fd")
+    assert open_memory(None if wrong == "none" else {"process": "x"} if wrong == "text" else described) is None
+    assert len(os.listdir("/proc/self/fd")) == len(held)
     os.close(memory)
+
+
+def test_nothing_is_held_of_a_sender_that_is_gone(start_trainer: Callable[..., Trainer], receiver: Receiver) -> None:
+    """Contract: between two versions a receiver keeps no hold on the sender's memory, which may be most of what the host has."""
+    trainer = start_trainer()
+    before = holds()  # it is this process, too
+    assert_same(receive(directory := trainer.commit(), receiver), directory)
+    assert receiver._idle
+    assert holds() == before
+
+
+def holds() -> int:
+    """How often this process has a test's memory open or mapped."""
+    links = [path.readlink().name for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("memfd:test" in link for link in [*links, *Path("/proc/self/maps").read_text().splitlines()])
+
+
+def test_a_group_that_cannot_be_made(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: who needs what the sender's host does not have hears why; the others go on."""
+    with closing(Trainer(tmp_path / "weights", "shared-memory", "nccl", device="cuda:0")) as trainer:
+        directory, pid = trainer.commit(), trainer.sender.pid
+        with monkeypatch.context() as patch:
+            patch.setattr(receiving, "open_memory", lambda described: None)
+            patch.setattr(receiving, "introduce", partial(_introduce, backend="nccl"))
+            fails(directory, receiver, "no nccl group can be made by the sender")
+        assert_same(receive(directory, receiver), directory)
+        assert trainer.sender.pid == pid
+
+
+def _introduce(line: Line, *, token: str, choose: Any, seconds: float, backend: str) -> str:
+    return introduce(line, token=token, choose=lambda hello: backend, seconds=seconds)
+
+
+def test_a_slow_receiver_is_not_given_up(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the time-out is for seconds without progress, however long a part takes altogether."""
+    with closing(Trainer(tmp_path / "weights", "shared-memory", timeout=1.5)) as trainer:
+        directory, fill = trainer.commit(), staging._hash
+
+        def slowly(*args: Any) -> None:
+            time.sleep(0.3)
+            fill(*args)
+
+        monkeypatch.setattr(staging, "_hash", slowly)
+        assert len(sent_parts(weights_manifest(directory))) == 2
+        read = begin(directory, receiver)
+        read.wait(SECONDS)
+        assert_same(dict(read.tensors()), directory)
+        assert read.seconds > 2 * 1.5
 
 
 @pytest.mark.parametrize("what", ["a version before the last two", "another life", "another hash"])

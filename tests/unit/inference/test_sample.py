@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 from renderers.client import _parse_completion_logprobs, parse_generate_response
 
 from prime_rl.inference import sample
+from prime_rl.inference.places import Refused
 from prime_rl.inference.routes import _refused
-from prime_rl.inference.service import Refused
 
 
 @dataclass

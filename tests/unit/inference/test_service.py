@@ -14,9 +14,10 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from prime_rl import faults
+from prime_rl.inference.places import Places, Refused, check_fit
 from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
-from prime_rl.inference.service import Parts, Places, Refused, Served, WeightService, check_fit
+from prime_rl.inference.service import Parts, Served, WeightService
 from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import prune, read_manifest, replace_manifest, stage
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version

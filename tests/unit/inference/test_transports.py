@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from prime_rl.inference import staging
-from prime_rl.inference.service import Places, Refused
+from prime_rl.inference.places import Places, Refused
 from prime_rl.inference.staging import Held, Staging, tensors_of
 from prime_rl.inference.weights import WeightsExtension, source_of
 from prime_rl.transport.commit import CommitError, prune, stage

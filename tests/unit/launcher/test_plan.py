@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.shared import ClientConfig, EnvConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.gpus import parse_visible
@@ -123,6 +124,16 @@ def test_gpus_that_cannot_be_shared(
         make_plan(
             config(inference, serve=inference is not None, share_gpus=True, **shared), Machine(gpus, 8, {}, gpu_gib=gib)
         )
+
+
+def test_within_one_gpu_weights_go_through_the_hosts_memory() -> None:
+    """NCCL, which is the other choice of `auto`, connects no GPU with itself."""
+    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": "process-group"}}})
+    one = Machine(["0"], 8, {}, gpu_gib=80.0)
+    planned = section(make_plan(config(trainer=trainer, share_gpus=True), one), "trainer")
+    assert isinstance(planned, TrainerConfig)
+    assert isinstance(planned.weights.transport, ProcessGroupTransport)
+    assert planned.weights.transport.backend == "shared-memory"
 
 
 @pytest.mark.parametrize("transport", ["process-group", "filesystem-delta"])

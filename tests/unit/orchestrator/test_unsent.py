@@ -8,7 +8,7 @@ import pytest
 from prime_rl.config.orchestrator import EvalSection
 from prime_rl.envs.protocol import Outcome
 from prime_rl.monitor import read_metrics
-from prime_rl.orchestrator import recovery, serving
+from prime_rl.orchestrator import evaluation, recovery, serving
 from prime_rl.orchestrator.engine import NotSent, Served
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
 from unit.orchestrator.test_fleet import FleetWorld
@@ -149,9 +149,13 @@ async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(w
     check(world)
 
 
-async def test_an_evaluation_whose_version_is_superseded(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("attempts", [3, 1])
+async def test_an_evaluation_whose_version_is_superseded(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attempts: int
+) -> None:
     """Contract: with the only server lost in the middle, and its version not to be had any more, the evaluation does not wait for it: the run goes on,
     and the evaluation is of the version that is served then."""
+    monkeypatch.setattr(evaluation, "_ATTEMPTS", attempts)
     environments = [{"id": "env", "name": "held-out"}]
     world.config.eval = EvalSection(
         interval=1, at_start=False, at_end=False, rollouts_per_example=8, environments=environments

@@ -53,7 +53,7 @@ def test_a_process_of_its_own_writes_the_same(
     world: World, make_policy: Callable[..., Policy], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As beside a GPU: the files are those that threads write."""
-    monkeypatch.setattr("prime_rl.trainer.export.FILE_BYTES", 60_000)
+    monkeypatch.setattr("prime_rl.trainer.model_files.FILE_BYTES", 60_000)
     policy, source = make_policy(tiny_model), find_model(str(tiny_model))
     for name, shared in (("threads", False), ("process", True)):
         with closing(Staging(policy, world, torch.bfloat16, shared=shared)) as staging:
@@ -83,7 +83,7 @@ def test_rows_keep_their_places_within_a_page(
     untied_model: Path, world: World, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the files as in the buffer, in every file; headers stay multiples of eight bytes."""
-    monkeypatch.setattr("prime_rl.trainer.export.FILE_BYTES", 60_000)
+    monkeypatch.setattr("prime_rl.trainer.model_files.FILE_BYTES", 60_000)
     staging = Staging(make_policy(untied_model), world, torch.bfloat16)
     assert len(staging.files) > 3
     assert all(len(header) % 8 == 0 for header in staging.headers.values())
@@ -102,7 +102,7 @@ def test_large_weights_lie_in_several_files_written_at_once(
     """Every file but one of a single large tensor keeps to the limit; the index names the file of every tensor; all read the same weights."""
     policy, source = make_policy(untied_model), find_model(str(untied_model))
     export(policy, source, world, tmp_path / "step_1", torch.float32)
-    monkeypatch.setattr("prime_rl.trainer.export.FILE_BYTES", 60_000)
+    monkeypatch.setattr("prime_rl.trainer.model_files.FILE_BYTES", 60_000)
     export(policy, source, world, tmp_path / "step_2", torch.float32, version=2)
 
     files = sorted(path.name for path in (tmp_path / "step_2").glob("*.safetensors"))
