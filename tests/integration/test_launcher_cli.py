@@ -58,6 +58,24 @@ def test_dry_run_prints_the_plan_and_writes_only_configs(model: Path, tmp_path: 
     assert (again.returncode, again.stdout) == (0, done.stdout)
 
 
+@pytest.mark.parametrize("also", [[], ["--clean"]])
+def test_a_dry_run_beside_a_run(model: Path, tmp_path: Path, also: list[str]) -> None:
+    """A run that is there, or under way on the same port, keeps every file as it is; what would be refused now is said, and the plan is shown."""
+    run = tmp_path / "run"
+    for name in ("rollouts/step_0/samples.arrow", "weights/step_1/manifest.json", "configs/rl.toml", "metrics/trainer.jsonl"):  # fmt: skip
+        (run / name).parent.mkdir(parents=True)
+        (run / name).write_text("of the run")
+    with socket.create_server(("127.0.0.1", PORT)):
+        done = rl(model, run, "--dry-run", *also)
+    assert done.returncode == 0, done.stderr
+    assert f"port {PORT}" in done.stdout
+    assert ("holds an earlier run" in done.stderr) == (not also)
+    assert f"port {PORT}" in done.stderr
+    held = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file() and path.read_text() == "of the run"}  # fmt: skip
+    assert len(held) == 4
+    assert {path.parent.name for path in run.rglob("*.toml")} == {"configs", "dry-run"}
+
+
 def test_dry_run_of_a_run_on_several_gpus(model: Path, tmp_path: Path) -> None:
     """Placement is planned for the visible devices; too few are refused with the arithmetic, exit 1."""
     asked = ("--dry-run", "--trainer-gpus", "2", "--inference-gpus", "2")
