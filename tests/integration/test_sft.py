@@ -97,6 +97,7 @@ def test_signal(tied_model: Path, tmp_path: Path) -> None:
     assert read_status(tmp_path)["sft"].outcome == "stopped"
 
 
+@pytest.mark.slow
 def test_bad_dataset_on_two_ranks(tied_model: Path, tmp_path: Path) -> None:
     """A dataset of wrong columns ends every rank, with one error line and a non-zero status."""
     (tmp_path / "wrong.jsonl").write_text('{"foo": "bar"}\n')

@@ -171,6 +171,7 @@ def test_killed_again_and_again(
     assert [row["loss/mean"] for row in rows[0]] == [row["loss/mean"] for row in rows[1]]
 
 
+@pytest.mark.slow
 def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> None:
     """Checkpoints of two ranks written beside the loop are whole; each rank tells that it lives; one rank recovers what two have left."""
     support.write_rollouts(tmp_path, 3)
@@ -198,6 +199,7 @@ def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> N
     assert read_status(tmp_path).keys() == {"trainer"}
 
 
+@pytest.mark.slow
 def test_disk_full_in_the_background_of_two_ranks(tied_model: Path, tmp_path: Path) -> None:
     """Both ranks end at the same step with the one line that says why."""
     support.write_rollouts(tmp_path, 40)

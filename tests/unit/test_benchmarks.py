@@ -198,6 +198,7 @@ def test_plugin_metadata_stands_in_for_an_installation(
     assert [(entry.name, entry.value) for entry in made.entry_points] == [(declared.name, declared.value)]
 
 
+@pytest.mark.slow
 def test_rollouts_without_an_engine(tmp_path: Path) -> None:
     """Contract: through real orchestrator and worker come exactly the lengths that were asked for, and figures for all of the table."""
     found = tmp_path / "rows.json"

@@ -190,7 +190,7 @@ async def test_a_run_begins_with_whom_it_finds_and_others_join(tmp_path):
     """Nobody is there at first; the one that registers late is brought up to the present version and gets work."""
     world = MovingWorld(tmp_path, max_steps=12)
     first, late, _ = world.servers
-    done = []
+    done, present = [], []
 
     async def story(orchestrator, running):
         await asyncio.sleep(0.3)
@@ -198,6 +198,7 @@ async def test_a_run_begins_with_whom_it_finds_and_others_join(tmp_path):
         world.register(first)
         await until(has_batch(world, 2), run=running)
         assert late.updates == []
+        present.append(orchestrator.core.version)
         world.register(late)
         world.pool.seconds = 0.2
         await until(lambda: len(orchestrator.fleet.serving) == 2, run=running)
@@ -206,7 +207,7 @@ async def test_a_run_begins_with_whom_it_finds_and_others_join(tmp_path):
 
     await world.go(12, story, lambda: bool(done))
     assert done[0] < 10
-    assert late.updates[0][0] >= 2  # the present version, none of those before
+    assert late.updates[0][0] >= present[0] >= 1  # none of those before
     assert late.updates[-1] == (12, 0)
     assert world.sent_to(late) > 3
 
