@@ -311,7 +311,7 @@ def test_what_is_no_introduction(
 
 
 def test_where_the_memory_cannot_be_had(tmp_path: Path, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: who cannot map the sender's memory gets the version through a process group where the sender has one, else one clear line."""
+    """Contract: who cannot open the sender's memory gets the version through a process group where the sender has one, else one clear line."""
     for backends in (("shared-memory", "gloo"), ("shared-memory",)):
         with closing(Trainer(tmp_path / backends[-1], *backends)) as trainer:
             directory = trainer.commit()
