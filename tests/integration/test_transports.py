@@ -84,9 +84,8 @@ def flipped_bit(training: Training, directory: Path) -> Iterator[None]:
     """In what holds the tensors, or their changes."""
     manifest = weights_manifest(directory)
     if manifest.sender is not None:
-        assert training.versions._sent is not None
-        (_, copied), staging = training.versions._sent, training.versions._staging
-        data = staging._filled[copied.buffer].view(torch.uint8)
+        staging = training.versions._staging
+        data = staging._filled[training.versions._copied.buffer].view(torch.uint8)
         data[-100] ^= 1
         yield
         data[-100] ^= 1

@@ -139,7 +139,7 @@ class Versions:
         self._had_memory = True  # some version may lie in memory
         self._transport = transport
         self._sender: Sender | None = None
-        self._sent: tuple[int, Copy] | None = None  # the newest version, if that was sent: its tensors are still staged
+        self._sent: int | None = None  # the newest version, if that was sent: what was copied last are its tensors
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
@@ -204,14 +204,13 @@ class Versions:
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
         if self._sender is not None:
             self._staging.retire(self._sender)
-        self._sent = None  # in case of one buffer
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
         committed = self._thread.submit(
             self._commit, version, lasting, self._copied, scored, check, before, list(self._prunes)
         )
         self._pending.append((version, committed))
-        self._sent = (version, self._copied) if self._sender is not None and not lasting else None
+        self._sent = version if self._sender is not None and not lasting else None
         self._waited += time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -425,9 +424,7 @@ class Versions:
         """What is in memory goes once the disk has it. Returns False for a version that is damaged, or was sent in another life."""
         directory = version_dir(self.root, version)
         memory = memory_of(directory)
-        write = None
-        if self._sent is not None and self._sent[0] == version:
-            write = partial(write_staged, self._staging, self._sent[1])
+        write = partial(write_staged, self._staging, self._copied) if version == self._sent else None
         try:
             moved = make_lasting(directory, write)
         except CommitError as error:
