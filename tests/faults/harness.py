@@ -260,7 +260,7 @@ def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
         "restart_backoff": 0.1,
         "recovery_interval": 1,
         "heartbeat_timeout": 60.0,
-        "ready_timeout": 120.0,
+        "ready_timeout": 300.0,
         "trainer": {"optim": {"lr": 1e-3}, "weights": {"dtype": "float32"}},
         "orchestrator": {
             "batch_size": 4,
@@ -270,7 +270,7 @@ def write_config(cell: Cell, directory: Path, ports: Sequence[int]) -> Path:
             "sampling": {"seeded": True, "max_tokens": 48},
             "client": {
                 "base_url": [f"http://127.0.0.1:{port}/v1" for port in ports],
-                "ready_timeout": 60.0,
+                "ready_timeout": 300.0,
                 "timeout": 60.0,
             },
             "environment": {"id": "reverse-text", "args": {"max_words": 1, "num_tasks": 40}},
