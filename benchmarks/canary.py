@@ -29,10 +29,11 @@ from prime_rl.config.trainer import TrainerModel
 from prime_rl.orchestrator.canary import Canaries, compare
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.trainer.canary import CanaryScorer
-from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.source import find_model
+from prime_rl.trainer.staging import Staging
 from prime_rl.transport.weights import (
     WeightsManifest,
     verify_weights,

@@ -27,12 +27,13 @@ from steps import model_source
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.batch import to_device
-from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.packing import Document, collate
 from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.source import find_model
+from prime_rl.trainer.staging import Staging
 
 TOKENIZER = Path(__file__).parent.parent / "assets" / "tiny-reverse"
 PACKED = 8192  # tokens of a micro-batch

@@ -34,11 +34,11 @@ from tables import sync_lines, text_table
 
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
-from prime_rl.trainer.sender import Sender
 from prime_rl.trainer.source import Source
+from prime_rl.trainer.staging import Staging
 from prime_rl.transport.commit import prune
 from prime_rl.transport.weights import version_dir
 
@@ -123,10 +123,10 @@ class Writer:
         self.policy: Policy = build_policy(self.source, config, self.world)
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
         self.staging = Staging(self.policy, self.world, torch.bfloat16, shared=None if case.by == "files" else True)
-        self.sender: Sender | None = None
-        if case.by != "files":
-            self.staging.buffers = 2
-            self.sender = self.staging.make_sender(ProcessGroupTransport(backend=case.by, host="127.0.0.1"))
+        self._sends = case.by != "files"
+        if self._sends:
+            self.staging.double()
+            self.staging.open_sender(ProcessGroupTransport(backend=case.by, host="127.0.0.1"))
         self._factor = 1.03125
 
     def step(self) -> float:
@@ -140,19 +140,16 @@ class Writer:
 
     def commit(self, directory: Path, version: int) -> dict[str, float]:
         """As the trainer's thread does. Returns the seconds of its parts; `write` also where it is sent."""
-        sender = self.sender if version else None  # the server starts with the first
-        if self.sender is not None:
-            self.staging.retire(self.sender)
+        self.staging.retire()
         copied = self.staging.copy()
         times = write_version(
-            self.staging, copied, self.source, self.world, directory, version=version, incarnation=0, sender=sender
-        )
+            self.staging, copied, self.source, self.world, directory, version=version, incarnation=0,
+            send=self._sends and version > 0,  # the server starts with the first
+        )  # fmt: skip
         cast, copy = copied.finish()
         return {"cast": cast, "copy": copy, "write": times.pop("send", 0.0), **times}
 
     def close(self) -> None:
-        if self.sender is not None:
-            self.sender.close()
         self.staging.close()
         close_world()
 

@@ -12,10 +12,11 @@ import torch
 
 from conftest import InferenceServer
 from prime_rl.config.process_group import ProcessGroupTransport
-from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
+from prime_rl.trainer.staging import Staging
 from prime_rl.trainer.weights import InTmpfs, Versions
 from prime_rl.transport.weights import weights_manifest
 from support import trainer as support

@@ -49,7 +49,6 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     counts = _servers(config) if serving else [0] * ((config.inference_servers or 1) if config.inference else 0)
     if training and config.trainer_ranks not in (None, training):
         raise UserError(f"trainer_ranks {config.trainer_ranks} must equal trainer_gpus {training}: one GPU a rank")
-    _check_transport(config, training or config.trainer_ranks or 1)
     if config.share_gpus:
         _check_shared(config, sum(counts), training)
     _check_enough({"inference": sum(counts), "trainer": training}, config.share_gpus, machine)
@@ -58,14 +57,6 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     if config.share_gpus:
         return Layout(servers, tuple(machine.gpus[:training]), _split(config, machine))
     return Layout(servers, tuple(left[:training]))
-
-
-def _check_transport(config: RLConfig, ranks: int) -> None:
-    kind = config.trainer.weights.transport.type
-    if ranks > 1 and kind != "filesystem":
-        raise UserError(
-            f"trainer.weights.transport.type {kind} is for a trainer of one rank, and this one has {ranks}: use filesystem"
-        )
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:

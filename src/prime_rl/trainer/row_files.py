@@ -135,7 +135,7 @@ def write_rows(
             raise OSError(error.errno, error.strerror, path) from error
         return hashes
 
-    return _joined(_side_by_side(write, list(files)))
+    return joined(_side_by_side(write, list(files)))
 
 
 def write_held_rows(
@@ -170,7 +170,7 @@ def write_held_rows(
                 raise OSError(error.errno, error.strerror, os.fspath(path)) from error
             return hashes
 
-        return _joined(_side_by_side(write, list(files)))
+        return joined(_side_by_side(write, list(files)))
 
 
 def hash_rows(buffer: memoryview, rows: Sequence[Row], arrived: Arrived) -> dict[str, str]:
@@ -180,7 +180,7 @@ def hash_rows(buffer: memoryview, rows: Sequence[Row], arrived: Arrived) -> dict
         arrived(row.start + row.size)
         return {row.tensor: xxhash.xxh3_128(buffer[row.start : row.start + row.size]).hexdigest()}
 
-    return _joined(_side_by_side(hash_one, rows))
+    return joined(_side_by_side(hash_one, rows))
 
 
 def hash_ranges(directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
@@ -198,10 +198,11 @@ def hash_ranges(directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
                 at += len(data)
         return {one.tensor: digest.hexdigest()}
 
-    return _joined(_side_by_side(hash_one, ranges))
+    return joined(_side_by_side(hash_one, ranges))
 
 
-def _joined(parts: Iterable[dict[str, str]]) -> dict[str, str]:
+def joined(parts: Iterable[dict[str, str]]) -> dict[str, str]:
+    """All of them as one."""
     return dict(chain.from_iterable(part.items() for part in parts))
 
 

@@ -18,12 +18,12 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
-from prime_rl.trainer.export import Copy, Staging, write_staged, write_version
+from prime_rl.trainer.export import write_staged, write_version
 from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.model_files import DTYPE_NAMES
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
-from prime_rl.trainer.sender import Sender
 from prime_rl.trainer.source import Source
+from prime_rl.trainer.staging import Copy, Staging
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, clean_stages, give_up, list_steps, prune
 from prime_rl.transport.lasting import make_lasting
@@ -120,25 +120,23 @@ class Versions:
         transport: ProcessGroupTransport | None = None,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
-        if anchor_every is not None and world.size > 1:
-            raise UserError("weights.transport.type filesystem-delta is for a trainer of one rank: take filesystem")
-        if transport is not None and world.size > 1:
+        whole = anchor_every is not None or transport is not None
+        if whole and world.size > local_ranks():
+            kind = "process-group" if anchor_every is None else "filesystem-delta"
             raise UserError(
-                f"trainer.weights.transport process-group sends from one rank, and this trainer has {world.size}: use filesystem"
+                f"trainer.weights.transport.type {kind} needs all ranks of the trainer on one host, and of {world.size} there are {local_ranks()} here: "
+                "use filesystem"
             )
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        self._staging = (
-            Staging(policy, world, dtype) if transport is None else Staging(policy, world, dtype, shared=True)
-        )
+        self._staging = Staging(policy, world, dtype, shared=None if transport is None else True, whole=whole)
         self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
         self._had_memory = True  # some version may lie in memory
         self._transport = transport
-        self._sender: Sender | None = None
         self._sent: int | None = None  # the newest version, if that was sent: what was copied last are its tensors
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -170,7 +168,7 @@ class Versions:
         self.life, base, memory = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
         self._memory = None if memory is None else Path(memory)
         if self._overlapping and all(gather(self.world, self._staging.affords_two())):
-            self._staging.buffers = 2
+            self._staging.double()
         self._others.append(self._thread.submit(self._prepare))
         if start > 0:
             self.ensure(start)
@@ -199,18 +197,17 @@ class Versions:
         Raises:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
         """
-        self._settle(versions=self._staging.buffers - 1, prunes=1)
+        self._settle(versions=self._staging.own.count - 1, prunes=1)
         began = time.perf_counter()
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
-        if self._sender is not None:
-            self._staging.retire(self._sender)
+        self._staging.retire()
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
         committed = self._thread.submit(
             self._commit, version, lasting, self._copied, scored, check, before, list(self._prunes)
         )
         self._pending.append((version, committed))
-        self._sent = version if self._sender is not None and not lasting else None
+        self._sent = version if self._transport is not None and not lasting else None
         self._waited += time.perf_counter() - began
 
     def before_update(self) -> None:
@@ -256,17 +253,12 @@ class Versions:
             if (late := self._late(after, prunes=None if after else 0)) is not None:
                 logger.error("%s", late)
                 self._staging.abandon()  # a buffer may still be read
-                self._close_sender()
+                self._staging.close_sender()
                 return
-        self._close_sender()
         self._staging.close()
         left: list[Future[Any]] = [*self._others, *self._prunes, *(written for _, written in self._pending)]
         for failure in filter(None, (future.exception(timeout=0) for future in left)):
             logger.error("%s", failure)
-
-    def _close_sender(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
 
     def _take_results(self, versions: int, prunes: int | None) -> tuple[int | None, Times]:
         """Those of one version at most."""
@@ -337,7 +329,7 @@ class Versions:
                 memory=memory,
                 anchor_every=self._anchor_every,
                 full=lasting,
-                sender=None if lasting else self._sender,
+                send=self._transport is not None and not lasting,
             )
         finally:
             cast, copy = copied.finish()
@@ -345,9 +337,10 @@ class Versions:
 
     def _prepare(self) -> None:
         """In the thread, before the first version."""
-        self._staging.allocate()
-        if self._transport is not None:
-            self._sender = self._staging.make_sender(self._transport)
+        agree(self._background, self._staging.allocate)
+        self._staging.open_whole(self._background)
+        if (transport := self._transport) is not None:
+            on_main(self._background, lambda: self._staging.open_sender(transport))
 
     def _make_room(self, place: Path, prunes: Collection["Future[None]"]) -> None:
         """Where there is none for one version more, let the older ones be gone before it is written."""

@@ -34,16 +34,18 @@ def is_elsewhere(described: Any) -> bool:
     return not isinstance(described, Mapping) or described.get("boot") != _boot_id()
 
 
-def open_memory(described: Any) -> int | None:
-    """A file descriptor of the memory that `describe` told of, to be read and closed; None where it cannot be had: on another host, in another
-    container, by another user, or because it is gone."""
+def open_memory(described: Any, *, writable: bool = False) -> int | None:
+    """A file descriptor of the memory that `describe` told of, to be read (and written) and closed; None where it cannot be had: on another host, in
+    another container, by another user, or because it is gone."""
     if is_elsewhere(described):
         return None
     try:
         process, descriptor, device, inode, size = (
             int(described[key]) for key in ("process", "descriptor", "device", "inode", "size")
         )
-        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+        opened = os.open(
+            f"/proc/{process}/fd/{descriptor}", (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_NOCTTY
+        )
     except (OSError, KeyError, TypeError, ValueError, OverflowError):
         return None
     status = os.fstat(opened)  # elsewhere this number may be anybody's

@@ -136,18 +136,6 @@ def test_within_one_gpu_weights_go_through_the_hosts_memory() -> None:
     assert planned.weights.transport.backend == "shared-memory"
 
 
-@pytest.mark.parametrize("transport", ["process-group", "filesystem-delta"])
-@pytest.mark.parametrize("ranks", [{"trainer_gpus": 2}, {"trainer_ranks": 2}])
-def test_transports_of_one_rank(transport: str, ranks: dict[str, int]) -> None:
-    """A trainer of several ranks is refused before anything is started: none of them has all rows."""
-    gpus = machine(3 if "trainer_gpus" in ranks else 0)
-    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": transport}}})
-    with pytest.raises(UserError, match=f"type {transport} is for a trainer of one rank, and this one has 2"):
-        make_plan(config(trainer=trainer, **ranks), gpus)
-    make_plan(config(**ranks), gpus)
-    make_plan(config(trainer=trainer), gpus)
-
-
 @pytest.mark.parametrize(
     ("inference", "shared", "message"),
     [

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.export import Staging, chunk_shares, write_version
+from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source, find_model
+from prime_rl.trainer.staging import Staging, chunk_shares
 from prime_rl.trainer.weights import InTmpfs, Versions, export_dtype
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import drop_lease, write_lease
@@ -281,9 +282,9 @@ def test_weights_may_change_meanwhile(versions: Callable[[], Versions], tmp_path
     life = versions()
     life.open(0)
     parameter = life._staging.tensors[0].parameter
-    assert life._staging.buffers == (2 if life._staging.shared else 1)
+    assert life._staging.own.count == (2 if life._staging.own.shared else 1)
     name, at_the_time = life._staging.tensors[0].name, {}
-    go_on, under_way = threading.Event(), range(1, life._staging.buffers + 1)
+    go_on, under_way = threading.Event(), range(1, life._staging.own.count + 1)
     for version in under_way:
         at_the_time[version] = parameter.full_tensor().detach().clone()
         life.commit(version, lambda: go_on.wait(10))
@@ -309,7 +310,7 @@ def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Pat
         raise UserError("not finite")
 
     life.commit(1, refuse)
-    if life._staging.buffers == 2:
+    if life._staging.own.count == 2:
         life.commit(2)
     with pytest.raises(UserError, match="not finite"):
         life.commit(3)
@@ -329,10 +330,10 @@ def test_every_version_has_the_time_out_for_itself(versions: Callable[[], Versio
     life.open(0)
     life.settle()
     life._timeout = 5.0
-    for version in range(1, life._staging.buffers + 1):
+    for version in range(1, life._staging.own.count + 1):
         life.commit(version, lambda: time.sleep(3))
     life.settle()
-    assert told == [*range(1, life._staging.buffers + 1)]
+    assert told == [*range(1, life._staging.own.count + 1)]
 
     def refuse() -> None:
         raise UserError("not finite")
@@ -354,7 +355,7 @@ def test_a_failed_copy_takes_no_buffer(versions: Callable[[], Versions], monkeyp
         patch.setattr(Staging, "_local", lambda *_: [].pop())
         with pytest.raises(IndexError):
             life._staging.copy()
-    assert life._staging.copy().buffer == (first + 1) % life._staging.buffers
+    assert life._staging.copy().buffer == (first + 1) % life._staging.own.count
 
 
 def test_a_version_that_takes_too_long(versions: Callable[[], Versions], tmp_path: Path) -> None:
@@ -362,7 +363,7 @@ def test_a_version_that_takes_too_long(versions: Callable[[], Versions], tmp_pat
     life = versions()
     life.open(0)
     life.settle()
-    go_on, under_way = threading.Event(), range(1, life._staging.buffers + 1)
+    go_on, under_way = threading.Event(), range(1, life._staging.own.count + 1)
     for version in under_way:
         life.commit(version, lambda: go_on.wait(10))
     life._timeout = 0.05
@@ -380,8 +381,8 @@ def test_a_second_buffer_only_where_memory_is_plentiful(
 ) -> None:
     """A host that has little is left what it has."""
     life = versions()
-    both = 2 * life._staging._stride
-    monkeypatch.setattr("prime_rl.trainer.export.available_bytes", lambda: 4 * both - 1)
+    both = 2 * life._staging.own.stride
+    monkeypatch.setattr("prime_rl.trainer.staging.available_bytes", lambda: 4 * both - 1)
     assert not life._staging.affords_two()
-    monkeypatch.setattr("prime_rl.trainer.export.available_bytes", lambda: 4 * both)
-    assert life._staging.affords_two() == life._staging.shared
+    monkeypatch.setattr("prime_rl.trainer.staging.available_bytes", lambda: 4 * both)
+    assert life._staging.affords_two() == life._staging.own.shared

@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.errors import UserError
-from prime_rl.trainer.export import Staging, write_version
+from prime_rl.trainer.export import write_version
 from prime_rl.trainer.loading import load_weights, randomize
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import named_parameters, stored_tensors
 from prime_rl.trainer.parallel import REPLICATE, SHARD, World
 from prime_rl.trainer.source import find_model
+from prime_rl.trainer.staging import Staging
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
 

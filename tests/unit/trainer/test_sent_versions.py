@@ -152,9 +152,9 @@ def test_what_was_sent_is_written_in_its_place(
     assert len(received) == 1
 
 
-def test_several_ranks_are_refused(policy: Policy, world: World, tied_model: Path, tmp_path: Path) -> None:
+def test_ranks_of_several_hosts_are_refused(policy: Policy, world: World, tied_model: Path, tmp_path: Path) -> None:
     """Contract: one clear line at the start, not a version that lacks rows."""
-    with pytest.raises(UserError, match="sends from one rank, and this trainer has 2: use filesystem"):
+    with pytest.raises(UserError, match="process-group needs all ranks .* on one host, and of 2 there are 1 here: use"):
         Versions(
             tmp_path, policy, find_model(str(tied_model)), replace(world, size=2), torch.float32, transport=TRANSPORT
         )

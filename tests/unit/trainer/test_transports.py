@@ -6,7 +6,6 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from prime_rl.errors import UserError
 from prime_rl.faults import Fault
-from prime_rl.trainer.export import Staging
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.staging import Staging
 from prime_rl.trainer.weights import Versions
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest
 from prime_rl.transport.lives import read_versions
@@ -291,10 +290,12 @@ def test_after_a_version_that_failed_the_next_is_there_in_full(changes: Run) -> 
 def test_the_process_that_writes_holds_the_rows(shared: bool, changes: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: threads and the process beside a GPU tell the same changes; a process that was killed has lost the rows: then the version is there
     in full."""
-    monkeypatch.setattr("prime_rl.trainer.weights.Staging", partial(Staging, shared=shared))
+    monkeypatch.setattr(
+        "prime_rl.trainer.weights.Staging", lambda *args, **options: Staging(*args, **options | {"shared": shared})
+    )
     life = changes.life()
     changes.train(life, range(1, 3))
-    if (writer := life._staging.writer) is not None:
+    if (writer := life._staging.own.writer) is not None:
         os.kill(writer.start().pid, signal.SIGKILL)
     changes.train(life, range(3, 5))
     assert foundations(changes) == {1: None, 2: 1, 3: None if shared else 2, 4: 3 if shared else None}
