@@ -33,7 +33,8 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
-        print(f"Nothing was started. For all settings: {name} --help", file=sys.stderr)
+        example = "" if arguments else f" Most are given in a file: {name} @ config.toml."
+        print(f"Nothing was started.{example} For all settings: {name} --help", file=sys.stderr)
         raise SystemExit(2) from None
     for hint in hints:
         print(f"hint: {hint}", file=sys.stderr)

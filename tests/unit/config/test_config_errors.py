@@ -482,6 +482,12 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
     ]
 
 
+def test_without_anything_an_example_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(OrchestratorConfig, [], prog="orchestrator")
+    assert "given in a file: orchestrator @ config.toml." in capsys.readouterr().err
+
+
 def test_a_key_is_not_repeated_in_an_error(write: Write) -> None:
     """A secret of the wrong type must not be printed."""
     (line,) = problems(InferenceConfig, ["@", write("api_key = 123456")])
