@@ -97,7 +97,9 @@ class Run:
         return verify_weights(self.directory / "weights" / f"step_{STEPS}").hash
 
 
-@pytest.mark.parametrize("order", [("trainer", "orchestrator"), ("orchestrator", "trainer")])
+@pytest.mark.parametrize(
+    "order", [("trainer", "orchestrator"), pytest.param(("orchestrator", "trainer"), marks=pytest.mark.slow)]
+)
 def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_path, order):
     """Every step is committed, verified and reported, and the last version is what the server serves."""
     inference_server.reset()

@@ -103,6 +103,7 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
 
 
+@pytest.mark.slow
 def test_replicas(run_training: Callable[[TrainerConfig], None], tmp_path: Path) -> None:
     """A model with experts gives one rank's losses, norms and weights on replicas of sharded ranks (2 × 2), on replicas of one rank each (2 × 1)
     and on more ranks than experts (1 × 4), each going on from the other's checkpoint; one rank goes on with the very weights they saved."""
@@ -142,6 +143,7 @@ def test_ranks_that_cannot_be_divided() -> None:
         init_world("cpu", SECONDS, replicate=2)
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(
     run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path
 ) -> None:

@@ -149,7 +149,7 @@ def run_ranks(ranks: int, **arguments: Any) -> None:
         processes.append(multiprocessing.get_context("fork").Process(target=run_rank, kwargs=arguments))
         processes[-1].start()
     for process in processes:
-        process.join(60)
+        process.join(150)
         if process.exitcode != 0:
             raise SystemExit(f"a rank ended with {process.exitcode}")
 

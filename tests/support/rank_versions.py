@@ -27,7 +27,7 @@ from prime_rl.trainer.staging import Staging
 from prime_rl.trainer.weights import Versions
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 
-SECONDS = 120.0
+SECONDS = 150.0
 OPTIONS: dict[str, dict[str, Any]] = {
     "filesystem-delta": {"anchor_every": 8},
     "process-group": {"transport": ProcessGroupTransport(host="127.0.0.1", timeout=60.0)},

@@ -15,7 +15,7 @@ from prime_rl.trainer.optim import build_optimizer
 from support import optim as support
 from support.processes import REPOSITORY, Command
 
-SECONDS = 120.0
+SECONDS = 300.0
 TOLERANCE = 1e-5  # relative, of each parameter after all steps
 
 
