@@ -19,8 +19,7 @@ from prime_rl.host_memory import available_bytes, local_ranks
 from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.export import write_staged, write_version
-from prime_rl.trainer.model import Policy, compute_dtype
-from prime_rl.trainer.model_files import DTYPE_NAMES
+from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.staging import Copy, Staging
@@ -53,18 +52,11 @@ from prime_rl.transport.weights import version_dir, weights_manifest, write_base
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
-    from prime_rl.config import SFTConfig, TrainerConfig
+    pass
 
 logger = log.get(__name__)
 
 Times = dict[str, float]
-
-
-def export_dtype(config_dtype: str, source: Source) -> torch.dtype:
-    """The dtype of exported weights: `auto` is the source checkpoint's."""
-    if config_dtype != "auto":
-        return getattr(torch, config_dtype)
-    return source.config.dtype if source.config.dtype in DTYPE_NAMES else torch.bfloat16
 
 
 def refuse_outlived(output_dir: Path, life: int) -> None:
@@ -466,60 +458,3 @@ class Versions:
 def _is_committed(written: "Future[Times | None]") -> bool:
     """Whether a version that the thread is done with was committed."""
     return written.exception(timeout=0) is None and written.result(timeout=0) is not None
-
-
-def in_tmpfs(config: "TrainerConfig") -> InTmpfs | None:
-    """What the settings ask for. One version more than is kept (`protocol.prunable`) is there while it is being written."""
-    tmpfs, keep = config.weights.tmpfs, config.weights.keep
-    if tmpfs is None or keep is None:
-        return None
-    arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
-    kept = config.async_level + keep + 1
-    if (every := anchor_every(config)) is not None:
-        full = 2 + -(-kept // every)
-        return InTmpfs(tmpfs, full, f"those that are there in full of {arithmetic}, with anchor_every {every}")
-    return InTmpfs(tmpfs, kept + 1, arithmetic)
-
-
-def anchor_every(config: "TrainerConfig") -> int | None:
-    """What the settings ask for."""
-    transport = config.weights.transport
-    return transport.anchor_every if transport.type == "filesystem-delta" else None
-
-
-def make_versions(
-    config: "TrainerConfig | SFTConfig",
-    policy: Policy,
-    source: Source,
-    world: World,
-    tell: Callable[[int, Times], None],
-    *,
-    overlapping: bool,
-    canary: bool = False,
-    memory: InTmpfs | None = None,
-    anchor_every: int | None = None,
-    transport: ProcessGroupTransport | None = None,
-) -> Versions:
-    """The versions of a run. `tell` gets the step that made a version, and the times that committing it took. With `canary` each carries one."""
-    dtype = export_dtype(config.weights.dtype, source)
-    scorer = None
-    if canary:
-        vocabulary, computed = (
-            source.config.get_text_config().vocab_size,
-            compute_dtype(config.model.dtype, world.device),
-        )
-        scorer = CanaryScorer(policy, world, vocabulary, computed, dtype)
-    return Versions(
-        config.output_dir,
-        policy,
-        source,
-        world,
-        dtype,
-        timeout=config.dist_timeout,
-        overlapping=overlapping,
-        canary=scorer,
-        memory=memory,
-        anchor_every=anchor_every,
-        transport=transport,
-        on_committed=lambda version, times: tell(version - 1, times),
-    )

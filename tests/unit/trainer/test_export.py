@@ -25,7 +25,8 @@ from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.staging import Staging, chunk_shares
-from prime_rl.trainer.weights import InTmpfs, Versions, export_dtype
+from prime_rl.trainer.versions import export_dtype
+from prime_rl.trainer.weights import InTmpfs, Versions
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease

@@ -14,7 +14,7 @@ from prime_rl.config import TrainerConfig
 from prime_rl.config.bench import trainer_steps
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
-from prime_rl.trainer import moe, perf, weights
+from prime_rl.trainer import moe, perf
 from prime_rl.trainer.bench import SMALL_RL, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
@@ -29,6 +29,7 @@ from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
+from prime_rl.trainer.versions import anchor_every, in_tmpfs, make_versions
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
@@ -83,7 +84,7 @@ def run(
     ends.callback(data.close)
     served = fake is None  # else nobody reads the versions
     transport = config.weights.transport
-    versions = weights.make_versions(
+    versions = make_versions(
         config,
         policy,
         source,
@@ -91,8 +92,8 @@ def run(
         report.more_metrics,
         overlapping=served,
         canary=served and config.weights.canary,
-        memory=weights.in_tmpfs(config),
-        anchor_every=weights.anchor_every(config),
+        memory=in_tmpfs(config),
+        anchor_every=anchor_every(config),
         transport=transport if served and transport.type == "process-group" else None,
     )
     ends.callback(versions.close)

@@ -12,7 +12,7 @@ from prime_rl.config import SFTConfig
 from prime_rl.config.bench import trainer_steps
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.trainer import ConstantScheduler
-from prime_rl.trainer import moe, perf, weights
+from prime_rl.trainer import moe, perf
 from prime_rl.trainer.bench import SMALL_SFT, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
@@ -28,6 +28,7 @@ from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
+from prime_rl.trainer.versions import make_versions
 from prime_rl.trainer.without_effect import say_without_effect
 
 
@@ -69,7 +70,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
     ends.callback(data.close)
-    versions = weights.make_versions(config, policy, source, world, report.more_metrics, overlapping=False)
+    versions = make_versions(config, policy, source, world, report.more_metrics, overlapping=False)
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:
