@@ -122,7 +122,7 @@ class Writer:
         config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none")
         self.policy: Policy = build_policy(self.source, config, self.world)
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
-        self.staging = Staging(self.policy, self.world, torch.bfloat16, shared=None if case.by == "files" else True)
+        self.staging = Staging(self.policy, self.world, torch.bfloat16, sent=case.by != "files")
         self._sends = case.by != "files"
         if self._sends:
             self.staging.double()

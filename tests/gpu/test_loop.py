@@ -19,13 +19,14 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer import batch, export
+from prime_rl.trainer import batch
 from prime_rl.trainer.bench import HostSyncs
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl import train as loop
+from prime_rl.trainer.staging import Staging
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.weights import verify_weights
@@ -121,9 +122,9 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """A run of six steps, watched. Copying a version takes longer than the step after it would, did that not wait."""
     output_dir = tmp_path_factory.mktemp("whole")
     write_rollouts(output_dir)
-    moment = export.Staging._moment
+    moment = Staging._moment
 
-    def slow(staging: export.Staging) -> torch.cuda.Event:
+    def slow(staging: Staging) -> torch.cuda.Event:
         torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s, on the stream that copies; several times a version
         return moment(staging)
 
@@ -132,7 +133,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch)
-        patch.setattr(export.Staging, "_moment", slow)
+        patch.setattr(Staging, "_moment", slow)
         loop.train(config(output_dir, model))
     for number, handler in handlers.items():
         signal.signal(number, handler)

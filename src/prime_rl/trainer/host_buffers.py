@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from prime_rl.errors import UserError
@@ -12,6 +13,7 @@ from prime_rl.trainer.row_files import (
     Range,
     Row,
     WriterProcess,
+    copy_rows,
     hash_ranges,
     hash_rows,
     write_held_rows,
@@ -38,6 +40,7 @@ class HostBuffers:
         self.size, self.shared, self.count = size, shared, 1
         self.memory: int | None = None
         self.writer: WriterProcess | None = None
+        self._all = memoryview(b"")
         self._views: list[memoryview] = []
         self._held = Held()
 
@@ -58,28 +61,39 @@ class HostBuffers:
             UserError: there is no such memory.
         """
         if not self._views:
-            try:
+            with self._there_is_memory():
                 if self.shared and self.size:
-                    memory = os.memfd_create("weights")
-                    os.ftruncate(memory, self.bytes)
-                    self.adopt(memory)
-                else:
-                    self._map(-1)
-            except OSError as error:
-                raise UserError(f"no {self.bytes:,} bytes of host memory for the weights ({error.strerror})") from error
+                    self.memory = os.memfd_create("weights")
+                    os.ftruncate(self.memory, self.bytes)
+                self._map()
         return self._views
 
     def adopt(self, memory: int) -> None:
-        """Let the buffers lie in this memory, which may be another process's. It is closed with them."""
-        self.memory = memory
-        self._map(memory)
-        self.writer = WriterProcess(memory, self.bytes)
-        self.writer.start()
+        """Let the buffers lie in this memory of another process. It is closed with them.
 
-    def _map(self, memory: int) -> None:
-        whole = memoryview(mmap.mmap(memory, self.bytes) if self.size else b"")
+        Raises:
+            UserError: there is no room for it here.
+        """
+        with self._there_is_memory():
+            self.memory = memory
+            self._map()
+
+    @contextmanager
+    def _there_is_memory(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.close()
+            raise UserError(f"no {self.bytes:,} bytes of host memory for the weights ({error.strerror})") from error
+
+    def _map(self) -> None:
+        memory = -1 if self.memory is None else self.memory
+        self._all = memoryview(mmap.mmap(memory, self.bytes) if self.size else b"")
+        if self.memory is not None:
+            self.writer = WriterProcess(self.memory, self.bytes)
+            self.writer.start()
         starts = (index * self.stride for index in range(self.count))
-        self._views = [whole[start : start + self.size] for start in starts]
+        self._views = [self._all[start : start + self.size] for start in starts]
 
     def write(
         self,
@@ -98,6 +112,16 @@ class HostBuffers:
         if how is not None:
             return write_held_rows(self._views[index], directory, files, _is_there, self._held, how)
         return write_rows(self._views[index], directory, files, _is_there, hashing)
+
+    def copy(self, index: int, into: "HostBuffers", there: int, rows: Sequence[Row], arrivals: Arrivals) -> None:
+        """`row_files.copy_rows` out of a buffer into one of others that are shared."""
+        rows = [row._replace(offset=there * into.stride + row.offset) for row in rows]
+        if self.writer is not None:
+            path = f"/proc/{os.getpid()}/fd/{into.memory}"
+            self.writer.copy_rows(path, into.bytes, rows, arrivals, first=index * self.stride)
+        else:
+            _exhaust(arrivals)
+            copy_rows(self._views[index], into._all, rows, _is_there)
 
     def hash(self, index: int, rows: Sequence[Row], arrivals: Arrivals) -> dict[str, str]:
         """`row_files.hash_rows` of a buffer."""
@@ -121,7 +145,7 @@ class HostBuffers:
             self.writer.close()
         if self.memory is not None:
             os.close(self.memory)
-        self._views, self.memory, self.writer = [], None, None
+        self._all, self._views, self.memory, self.writer = memoryview(b""), [], None, None
 
 
 def _exhaust(arrivals: Arrivals) -> None:

@@ -1,8 +1,8 @@
-"""Writing rows of weights into many files side by side, and hashing them.
+"""Writing rows of weights into many files side by side, or into other memory, and hashing them.
 
-Beside a GPU a process of its own does it, which sees the memory that the weights are copied into. The loop hands the GPU operator after operator and
+Beside a GPU, and where several ranks put their rows together, a process of its own does it, which sees the memory that the weights are copied into. The loop hands the GPU operator after operator and
 needs the interpreter for each; threads that write thousands of tensors would keep taking it away: with 16 of them forward and backward of the
-experts' row of `benchmarks/README.md` took 1,083 ms instead of 814. On a CPU threads do.
+experts' row of `benchmarks/README.md` took 1,083 ms instead of 814. Else threads do.
 
 Imports neither torch nor anything that does: the process starts in a moment.
 """
@@ -77,7 +77,7 @@ class Holding(NamedTuple):
 
 
 class Held:
-    """The rows that were written last, a copy of the buffer, and their name. One writer at a time."""
+    """The rows that were written last, a copy of the part of the buffer where they lie, and their name. One writer at a time."""
 
     def __init__(self) -> None:
         self.rows: str | None = None
@@ -147,11 +147,12 @@ def write_held_rows(
         NotHeld: nothing is written.
         OSError: with the path of the file.
     """
-    size = max((row.start + row.size for rows in files.values() for row in rows), default=0)
-    with held.exchange(how, size) as before:
+    first = min((row.start for rows in files.values() for row in rows), default=0)
+    end = max((row.start + row.size for rows in files.values() for row in rows), default=0)
+    with held.exchange(how, end - first) as before:
         if how.since is None:
             hashes = write_rows(buffer, directory, files, arrived, hashing=True)
-            before[:] = np.frombuffer(buffer[:size], np.uint8)
+            before[:] = np.frombuffer(buffer[first:end], np.uint8)
             return hashes
 
         def write(file: str) -> dict[str, str]:
@@ -160,7 +161,7 @@ def write_held_rows(
                 arrived(row.start + row.size)
                 data = np.frombuffer(buffer[row.start : row.start + row.size], np.uint8)
                 hashes[row.tensor] = xxhash.xxh3_128(data.data).hexdigest()
-                place = before[row.start : row.start + row.size]
+                place = before[row.start - first : row.start - first + row.size]
                 told[row.tensor] = encode(place, data, how.word_bytes)
                 place[:] = data
             path = directory / delta_file(file)
@@ -171,6 +172,18 @@ def write_held_rows(
             return hashes
 
         return joined(_side_by_side(write, list(files)))
+
+
+def copy_rows(buffer: memoryview, into: memoryview, rows: Sequence[Row], arrived: Arrived) -> None:
+    """Copy each tensor's rows to its `offset` there. Through a mapping: of those who write to one file the kernel lets one in at a time."""
+
+    def copy_one(row: Row) -> dict[str, str]:
+        arrived(row.start + row.size)
+        there = np.frombuffer(into[row.offset : row.offset + row.size], np.uint8)
+        np.copyto(there, np.frombuffer(buffer[row.start : row.start + row.size], np.uint8))
+        return {}
+
+    _side_by_side(copy_one, rows)
 
 
 def hash_rows(buffer: memoryview, rows: Sequence[Row], arrived: Arrived) -> dict[str, str]:
@@ -283,6 +296,12 @@ class WriterProcess:
         order = {"write": dict(files), "first": first, "directory": str(directory), "hashing": hashing, "how": how}
         return self._call(order, arrivals)
 
+    def copy_rows(
+        self, memory: str, size: int, rows: Sequence[Row], arrivals: Callable[[], Iterator[int]], *, first: int = 0
+    ) -> None:
+        """As the function above, into other memory of that size, which can be opened by this path, and as `write_rows`."""
+        self._call({"copy": rows, "first": first, "directory": "", "memory": memory, "size": size}, arrivals)
+
     def hash_rows(
         self, rows: Sequence[Row], arrivals: Callable[[], Iterator[int]], *, first: int = 0
     ) -> dict[str, str]:
@@ -393,18 +412,35 @@ def _serve(memory: int, size: int, answering: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.excepthook = _end
     buffer = memoryview(mmap.mmap(memory, size, prot=mmap.PROT_READ))
-    arrivals, answers, held = _Arrivals(), os.fdopen(answering, "wb"), Held()
+    arrivals, answers, held, others = _Arrivals(), os.fdopen(answering, "wb"), Held(), _Others()
     for line in sys.stdin.buffer:
         message = json.loads(line)
         if isinstance(message, int):
             arrivals.set(message)
         else:
             arrivals.set(0)
-            threading.Thread(target=_carry_out, args=(message, buffer, arrivals, answers, held), daemon=True).start()
+            threading.Thread(
+                target=_carry_out, args=(message, buffer, arrivals, answers, held, others), daemon=True
+            ).start()
     os._exit(0)
 
 
-def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals, answers: BinaryIO, held: Held) -> None:
+class _Others:
+    """Other memory, mapped once: touching it for the first time costs as much as copying."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, memoryview] = {}
+
+    def open(self, path: str, size: int) -> memoryview:
+        if path not in self._mapped:
+            with open(path, "r+b", buffering=0) as file:
+                self._mapped[path] = memoryview(mmap.mmap(file.fileno(), size))
+        return self._mapped[path]
+
+
+def _carry_out(
+    order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals, answers: BinaryIO, held: Held, others: _Others
+) -> None:
     directory = Path(order["directory"])
     answer: dict[str, Any]
     try:
@@ -415,6 +451,10 @@ def _carry_out(order: dict[str, Any], buffer: memoryview, arrivals: _Arrivals, a
                 hashes = write_rows(rows, directory, files, arrivals.wait, order["hashing"])
             else:
                 hashes = write_held_rows(rows, directory, files, arrivals.wait, held, Holding(*order["how"]))
+        elif "copy" in order:
+            into = others.open(order["memory"], order["size"])
+            copy_rows(buffer[order["first"] :], into, [Row(*row) for row in order["copy"]], arrivals.wait)
+            hashes = {}
         elif "rows" in order:
             hashes = hash_rows(buffer[order["first"] :], [Row(*row) for row in order["rows"]], arrivals.wait)
         else:

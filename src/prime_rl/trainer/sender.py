@@ -1,4 +1,4 @@
-"""Sending versions to servers that ask for them, out of the memory that the weights are copied into (`export.Staging`).
+"""Sending versions to servers that ask for them, out of the memory that the weights are copied into (`staging.Staging`).
 
 A process of its own does it, which has no state but what it is told: a communicator that hangs is killed with it, and another one takes its place
 at the same address. The trainer never waits for a server, but for a moment where it is about to write over what one is reading.

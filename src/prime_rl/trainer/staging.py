@@ -1,6 +1,5 @@
 """This rank's rows of the weights on the host: copied from the device beside the steps that follow, hashed, written, sent."""
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,20 +40,28 @@ class Staging:
     """This rank's rows of every stored tensor, in the exported type, in buffers on the host that are made once; `copy` fills them by turns.
 
     Args:
-        shared: The buffers are shared with a process that writes them out (None: beside a GPU, where they are page-locked as well).
-        whole: Whole tensors are needed in the memory of the host, not rows: to be sent, or told by what has changed. Several ranks, all of one host,
-            then put their rows together there (`open_whole`).
+        shared: The buffers are shared with a process that writes them out (None: beside a GPU, where they are page-locked as well, and where they
+            are sent).
+        told, sent: Versions tell what has changed, or are sent. Either needs whole tensors in the memory of the host, not rows: several ranks, all of
+            one host, put their rows together there (`open_whole`).
 
     Attributes:
         own: The buffers. With two of them a version may be copied while the one before it is still being written.
-        whole: Buffers with all rows of all ranks, as many, tensor after tensor: a single rank's own. None where they are not needed.
+        whole: Buffers with all rows of all ranks, tensor after tensor: a single rank's own. None where they are not needed.
         sender: Sends what `whole` holds (`open_sender`).
     """
 
     def __init__(
-        self, policy: nn.Module, world: World, dtype: torch.dtype, *, shared: bool | None = None, whole: bool = False
+        self,
+        policy: nn.Module,
+        world: World,
+        dtype: torch.dtype,
+        *,
+        shared: bool | None = None,
+        told: bool = False,
+        sent: bool = False,
     ) -> None:
-        self.world, self.dtype = world, dtype
+        self.world, self.dtype, self._sent = world, dtype, sent
         self.tensors = list(stored_tensors(policy))
         self.headers, self.slots = layout(self.tensors, dtype)
         self.files: dict[str, list[Row]] = {}  # this rank's rows
@@ -63,11 +70,11 @@ class Staging:
         if world.writes:
             self._lay_out()
         self.elements = self.ends[-1] if self.ends else 0
-        shared = world.device.type == "cuda" if shared is None else shared
+        shared = world.device.type == "cuda" or sent if shared is None else shared
         self.own = HostBuffers(self.elements * dtype.itemsize, shared=shared)
         self.whole: HostBuffers | None = self.own if world.size == 1 else None
         self.whole_files = self.files if world.size == 1 else whole_files(self.slots)
-        if self.whole is None and whole:
+        if self.whole is None and (told or sent):
             self.whole = HostBuffers(self.file_bytes, shared=True)
         self.sender: Sender | None = None
         self.written: Written | None = None  # for versions that tell what has changed since
@@ -107,17 +114,17 @@ class Staging:
         return self.whole not in (None, self.own)
 
     def double(self) -> None:
-        """Have two buffers of each kind, before there are any."""
+        """Have two buffers, before there are any; two of the whole where servers read one while the other is filled."""
         self.own.count = 2
-        if self.whole is not None:
+        if self.whole is not None and self._sent:
             self.whole.count = 2
 
     def affords_two(self) -> bool:
         """Whether the host has memory for a second buffer beside what else is needed there."""
-        taken = local_ranks() * self.own.stride
+        taken = 2 * local_ranks() * self.own.stride
         if self.whole is not None and self.assembles:
-            taken += self.whole.stride
-        return self.own.shared and 2 * taken <= STAGING_SHARE * available_bytes()
+            taken += 2 * self.whole.stride  # two of them, or one and what is held of it
+        return self.own.shared and taken <= STAGING_SHARE * available_bytes()
 
     def allocate(self) -> None:
         """Make the buffers. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
@@ -229,9 +236,13 @@ class Staging:
         """
         rank, size = self.world.rank, self.world.size
         if self.whole is not None:
-            names = list(self.whole_files)[rank::size]
-            files = {name: self.whole_files[name] for name in names}
-            return self.whole.write(copied.buffer, directory, files, self._arrivals(copied), hashing=True, how=how)
+            names = list(self.whole_files)
+            share = names[rank * len(names) // size : (rank + 1) * len(names) // size]  # side by side, as they are held
+            files = {name: self.whole_files[name] for name in share}
+            return self.whole.write(
+                self._place(copied), directory, files, self._arrivals(copied), hashing=True, how=how
+            )
+        assert how is None, "of rows it is not told what has changed"
         names = list(self.files)
         first = rank * len(names) // size  # ranks that start at different files do not wait for each other
         files = {name: self.files[name] for name in names[first:] + names[:first]}
@@ -240,23 +251,22 @@ class Staging:
     def write_whole(self, copied: "Copy", directory: Path) -> None:
         """Write all files, by this rank alone."""
         assert self.whole is not None, "of rows there are only this rank's"
-        self.whole.write(copied.buffer, directory, self.whole_files, self._arrivals(copied), hashing=False)
+        self.whole.write(self._place(copied), directory, self.whole_files, self._arrivals(copied), hashing=False)
 
     def hash_staged(self, copied: "Copy") -> dict[str, str]:
         """The hashes of this rank's share of the whole tensors as they arrive. Nothing is written."""
         assert self.whole is not None, "of rows there are no tensors' hashes"
         rows = [row for rows in self.whole_files.values() for row in rows][self.world.rank :: self.world.size]
-        return self.whole.hash(copied.buffer, rows, self._arrivals(copied))
+        return self.whole.hash(self._place(copied), rows, self._arrivals(copied))
 
     def assemble(self, copied: "Copy") -> None:
-        """Put this rank's rows, as they arrive, to those of the others. The memory is written like a file.
+        """Put this rank's rows, as they arrive, to those of the others.
 
         Raises:
             UserError: there is not as much memory.
         """
         assert self.whole is not None
-        base = copied.buffer * self.whole.stride
-        places = {row.tensor: base + row.start for rows in self.whole_files.values() for row in rows}
+        places = {row.tensor: row.start for rows in self.whole_files.values() for row in rows}
         rows = [
             row._replace(offset=places[row.tensor] + row.offset - self.slots[row.tensor].start)
             for rows in self.files.values()
@@ -264,11 +274,14 @@ class Staging:
         ]
         arrivals = partial(copied.arrivals, self.dtype.itemsize)
         try:
-            self.own.write(
-                copied.buffer, Path(f"/proc/{os.getpid()}/fd"), {str(self.whole.memory): rows}, arrivals, hashing=False
-            )
+            self.own.copy(copied.buffer, self.whole, self._place(copied), rows, arrivals)
         except OSError as error:
             raise UserError(f"the ranks' weights cannot be put together in host memory ({error.strerror})") from error
+
+    def _place(self, copied: "Copy") -> int:
+        """The buffer of the whole that this copy has."""
+        assert self.whole is not None
+        return copied.buffer % self.whole.count
 
     def _arrivals(self, copied: "Copy") -> Arrivals:
         if self.assembles:  # before all ranks have put their rows there nobody reads them
@@ -304,7 +317,7 @@ class Staging:
         """Let servers ask for what this copy has staged, which is all there."""
         assert self.sender is not None
         assert self.whole is not None
-        self.sender.offer(Offer(version, life, digest, copied.buffer * self.whole.stride, self.file_bytes))
+        self.sender.offer(Offer(version, life, digest, self._place(copied) * self.whole.stride, self.file_bytes))
 
     def retire(self) -> None:
         """Let nobody ask any more for what the next `copy` writes over."""

@@ -15,7 +15,7 @@ import torch
 from prime_rl import faults
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
-from prime_rl.host_memory import available_bytes, local_ranks
+from prime_rl.host_memory import available_bytes
 from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.export import write_staged, write_version
@@ -48,6 +48,7 @@ from prime_rl.transport.memory import (
     remove_in_memory,
 )
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
+from prime_rl.transport.shared import host_id
 from prime_rl.transport.weights import version_dir, weights_manifest, write_base_version
 from prime_rl.wait import WaitTimeout
 
@@ -112,19 +113,12 @@ class Versions:
         transport: ProcessGroupTransport | None = None,
         on_committed: Callable[[int, Times], None] = lambda version, times: None,
     ) -> None:
-        whole = anchor_every is not None or transport is not None
-        if whole and world.size > local_ranks():
-            kind = "process-group" if anchor_every is None else "filesystem-delta"
-            raise UserError(
-                f"trainer.weights.transport.type {kind} needs all ranks of the trainer on one host, and of {world.size} there are {local_ranks()} here: "
-                "use filesystem"
-            )
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world = source, world
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        self._staging = Staging(policy, world, dtype, shared=None if transport is None else True, whole=whole)
+        self._staging = Staging(policy, world, dtype, told=anchor_every is not None, sent=transport is not None)
         self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
         self._had_memory = True  # some version may lie in memory
@@ -155,8 +149,7 @@ class Versions:
         # Only a policy that is not trained yet is the base model.
         scored = None if self._canary is None or start > 0 else self._canary.score(as_exported=False)
         base_canary = None if scored is None else agree(self.world, scored.read)
-        if self._in_tmpfs is not None and self.world.size > local_ranks():
-            raise UserError("weights.transport.tmpfs is the memory of one host, and the trainer's ranks are on several")
+        self._check_hosts()
         self.life, base, memory = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
         self._memory = None if memory is None else Path(memory)
         if self._overlapping and all(gather(self.world, self._staging.affords_two())):
@@ -165,6 +158,18 @@ class Versions:
         if start > 0:
             self.ensure(start)
         return self.life, base
+
+    def _check_hosts(self) -> None:
+        hosts = len(set(gather(self.world, host_id())))
+        if hosts > 1 and self._in_tmpfs is not None:
+            raise UserError(
+                f"weights.transport.tmpfs is the memory of one host, and the trainer's ranks are on {hosts}"
+            )
+        if hosts > 1 and self._staging.assembles:
+            kind = "process-group" if self._anchor_every is None else "filesystem-delta"
+            raise UserError(
+                f"trainer.weights.transport.type {kind} needs all ranks of the trainer on one host, and they are on {hosts}: use filesystem"
+            )
 
     def ensure(self, version: int) -> None:
         """Commit the policy's weights as `version` on the disk, unless this history has that version there already, and wait for it."""
@@ -274,7 +279,7 @@ class Versions:
     def _late(self, versions: int, prunes: int | None) -> WaitTimeout | None:
         """What the threads have not done in time, but for the newest `versions` and `prunes` (None: all), after waiting for it."""
         owed: list[tuple[str, str, Future[Any]]] = [
-            *(("host memory for the weights", "the thread that page-locks it", other) for other in self._others),
+            *(("host memory for the weights", "the thread that makes it ready", other) for other in self._others),
             *(
                 (f"weights/step_{version}", "the thread that writes it", written)
                 for version, written in self._pending[: max(len(self._pending) - versions, 0)]

@@ -20,7 +20,7 @@ def describe(descriptor: int, size: int) -> dict[str, int | str]:
     """By what another process of this user finds this process's anonymous file (memfd) of so many bytes."""
     status = os.fstat(descriptor)
     return {
-        "boot": _boot_id(),
+        "boot": host_id(),
         "process": os.getpid(),
         "descriptor": descriptor,
         "device": status.st_dev,
@@ -31,7 +31,7 @@ def describe(descriptor: int, size: int) -> dict[str, int | str]:
 
 def is_elsewhere(described: Any) -> bool:
     """Whether the memory that `describe` told of is another host's for certain."""
-    return not isinstance(described, Mapping) or described.get("boot") != _boot_id()
+    return not isinstance(described, Mapping) or described.get("boot") != host_id()
 
 
 def open_memory(described: Any, *, writable: bool = False) -> int | None:
@@ -55,7 +55,8 @@ def open_memory(described: Any, *, writable: bool = False) -> int | None:
     return opened
 
 
-def _boot_id() -> str:
+def host_id() -> str:
+    """Of this host since it was started: the same in each of its containers."""
     return _BOOT_ID.read_text().strip()
 
 

@@ -152,12 +152,18 @@ def test_what_was_sent_is_written_in_its_place(
     assert len(received) == 1
 
 
-def test_ranks_of_several_hosts_are_refused(policy: Policy, world: World, tied_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["process-group", "filesystem-delta"])
+def test_ranks_of_several_hosts_are_refused(
+    transport: str, policy: Policy, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Contract: one clear line at the start, not a version that lacks rows."""
-    with pytest.raises(UserError, match="process-group needs all ranks .* on one host, and of 2 there are 1 here: use"):
-        Versions(
-            tmp_path, policy, find_model(str(tied_model)), replace(world, size=2), torch.float32, transport=TRANSPORT
-        )
+    monkeypatch.setattr("prime_rl.trainer.weights.gather", lambda _, value: [value, "another host"])
+    options = {"transport": TRANSPORT} if transport == "process-group" else {"anchor_every": 3}
+    two = Versions(
+        tmp_path, policy, find_model(str(tied_model)), replace(world, size=2), torch.float32, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+    with pytest.raises(UserError, match=f"type {transport} needs all ranks .* on one host, and they are on 2: use"):
+        two.open(0)
 
 
 class _Every:
