@@ -81,9 +81,9 @@ class Store:
         self._lock = threading.Lock()
         self._data: dict[str, Any] = {"machine": describe_machine(), "rows": {}}
         if path.exists() and not fresh:
-            known = {cell.name for cell in matrix()}
-            rows = json.loads(path.read_text())["rows"]
-            self._data["rows"] = {name: row for name, row in rows.items() if name in known}
+            known, held = {cell.name for cell in matrix()}, json.loads(path.read_text())
+            date = held["machine"]["date"]  # of rows that are older than dates of their own
+            self._data["rows"] = {name: {"date": date, **row} for name, row in held["rows"].items() if name in known}
 
     def has(self, name: str, again: bool) -> bool:
         row = self._data["rows"].get(name)
@@ -91,8 +91,8 @@ class Store:
 
     def add(self, name: str, row: Row) -> None:
         with self._lock:
-            self._data["rows"][name] = row
             self._data["machine"] = describe_machine()
+            self._data["rows"][name] = {"date": self._data["machine"]["date"], **row}
             self._path.parent.mkdir(parents=True, exist_ok=True)
             temporary = self._path.with_suffix(".tmp")
             temporary.write_text(json.dumps(self._data, indent=1) + "\n")
@@ -214,24 +214,24 @@ def table(store: Store) -> str:
     packages = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     lines += [
         f"{right} of {len(done)} cells ended right ({len(measured) - len(done)} not run), {sum(r['seconds'] / r.get('together', 1) for r in done) / 60:.0f} minutes "
-        f"of runs. {machine['date']}, {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}.",
+        f"of runs. {dates(done)}; {machine['cores']} cores of {machine['cpu']}, Python {machine['python']}, {packages}.",
         "",
         "*s*: seconds of the run; `/ 4`: so many faults happened in it, one after the other. *starts*: how often processes were started.",
         "",
-        "| fault | process | point | outcome | compared | starts | s |",
-        "|---|---|---|---|---|---|---|",
+        "| fault | process | point | outcome | compared | starts | s | date |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for cell in measured:
         row = rows.get(cell.name)
         if row is None:
-            lines.append(f"| {cell.do} | {cell.process} | `{cell.point}` | not run | | | |")
+            lines.append(f"| {cell.do} | {cell.process} | `{cell.point}` | not run | | | | |")
             continue
         outcome = row["outcome"] if not row["problems"] else f"**{row['outcome']}**: {_plain(row['problems'][0])}"
         starts = ", ".join(f"{name} {count}" for name, count in row["lives"].items() if count > 1)
         shared = row.get("together", 1)
         seconds = f"{row['seconds']:.0f}" + (f" / {shared}" if shared > 1 else "")
         lines.append(
-            f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {seconds} |"
+            f"| {cell.do} | {cell.process} | `{cell.point}` | {outcome} | {cell.exact} | {starts} | {seconds} | {row['date']} |"
         )
     lines += ["", "Not applicable:", ""]
     for do in dict.fromkeys(cell.do for cell in matrix() if cell.inapplicable):
@@ -240,6 +240,12 @@ def table(store: Store) -> str:
             names = [f"{cell.process} `{cell.point}`" for cell in of_kind if cell.inapplicable == reason]
             lines.append(f"* **{do}** ({reason}): {', '.join(names)}")
     return "\n".join(lines)
+
+
+def dates(rows: Sequence[Row]) -> str:
+    """How many rows are of which day."""
+    days = sorted(row["date"] for row in rows)
+    return ", ".join(f"{days.count(day)} of {day}" for day in dict.fromkeys(days))
 
 
 def write_page(page: Path, store: Store) -> None:

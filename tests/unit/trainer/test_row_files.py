@@ -10,11 +10,23 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import xxhash
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.row_files import Range, Row, WriterProcess, hash_ranges, write_rows
+from prime_rl.trainer.row_files import (
+    Held,
+    Holding,
+    Range,
+    Row,
+    WriterProcess,
+    copy_rows,
+    hash_ranges,
+    write_held_rows,
+    write_rows,
+)
+from prime_rl.transport.delta import apply_delta
 
 DATA = os.urandom(50_000)
 FILES = {"b": [Row("x", 0, 20_000, 100), Row("y", 20_000, 10, 20_100)], "a": [Row("z", 30_000, 20_000, 0)]}
@@ -59,6 +71,44 @@ def test_rows_arrive_at_their_places(directory: Path, writer: WriterProcess) -> 
     assert writer.write_rows(directory, FILES, lambda: iter([EVERYTHING]), hashing=False) == {}
     ranges = [Range("x", "b", 100, 20_000), Range("z", "a", 0, 20_000)]
     assert writer.hash_ranges(directory, ranges) == {name: hashes[name] for name in ("x", "z")}
+
+
+def test_rows_are_copied_to_their_places(writer: WriterProcess) -> None:
+    """Into other memory, by threads and by the process: nothing else of it changes."""
+    rows = [Row("x", 0, 20_000, 1_000), Row("y", 30_000, 20_000, 25_000), Row("none", 0, 0, 0)]
+    expected = bytes(1_000) + DATA[:20_000] + bytes(4_000) + DATA[30_000:]
+    other = os.memfd_create("other")
+    os.ftruncate(other, len(expected))
+    with mmap.mmap(other, len(expected)) as mapped:
+        writer.copy_rows(f"/proc/{os.getpid()}/fd/{other}", len(expected), rows, lambda: iter([20_000, EVERYTHING]))
+        assert bytes(mapped) == expected
+        mapped[:] = bytes(len(expected))
+        writer.copy_rows(
+            f"/proc/{os.getpid()}/fd/{other}", len(expected), rows, lambda: iter([EVERYTHING])
+        )  # once more
+        assert bytes(mapped) == expected
+    os.close(other)
+    threads = bytearray(len(expected))
+    copy_rows(memoryview(DATA), memoryview(threads), rows, lambda end: None)
+    assert bytes(threads) == expected
+    with pytest.raises(FileNotFoundError):
+        writer.copy_rows("/proc/self/fd/1000", 10, rows, lambda: iter([EVERYTHING]))
+
+
+def test_what_is_held_is_no_more_than_where_the_rows_are(directory: Path) -> None:
+    """Of several ranks each writes a share of one buffer: all of them together hold it once."""
+    files, held = {"a": FILES["a"]}, Held()
+    hashes = write_held_rows(memoryview(DATA), directory, files, lambda end: None, held, Holding("first", None, 2))
+    assert (directory / "a").read_bytes() == DATA[30_000:]
+    assert len(held._bytes) == 20_000
+    changed = bytearray(DATA)
+    changed[40_000] ^= 1
+    told = write_held_rows(memoryview(changed), directory, files, lambda end: None, held, Holding("second", "first", 2))
+    assert told == {"z": xxhash.xxh3_128(changed[30_000:]).hexdigest()} != hashes
+    before = np.frombuffer(DATA[30_000:], np.uint8).copy()
+    apply_delta(directory / "a.delta", before, {"z": (0, 20_000)})
+    assert before.tobytes() == changed[30_000:]
+    assert (directory / "a.delta").stat().st_size < 200
 
 
 def test_nothing_is_written_before_it_has_arrived(directory: Path, writer: WriterProcess) -> None:
