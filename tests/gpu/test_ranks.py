@@ -1,6 +1,8 @@
 """On GPUs: several ranks train as one does, and experts compute in groups what a float32 loop over them computes, without a wait."""
 
 import copy
+import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from conftest import make_tiny_model
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
@@ -72,6 +75,17 @@ def train(directory: Path, model: Path, ranks: int, replicas: int = 1) -> list[d
     with Command("torchrun", *command, log=directory / "log", module="torch.distributed.run", env=env) as running:
         running.succeed(SECONDS)
     return read_metrics(metrics_path(directory / "bench", "trainer"))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["filesystem-delta", "process-group"])
+def test_two_gpus_put_their_rows_together(kind: str, tmp_path: Path) -> None:
+    """What `tests/unit/trainer/test_rank_versions.py` shows of ranks on a CPU, out of page-locked buffers, two of them."""
+    model = make_tiny_model(tmp_path / "model", experts=3)
+    run = {"ranks": 2, "kind": kind, "model": str(model), "root": str(tmp_path), "replicas": 1, "device": "cuda"}
+    env = {"PYTHONPATH": f"{REPOSITORY / 'tests'}:{os.environ.get('PYTHONPATH', '')}", "NCCL_NVLS_ENABLE": "0"}
+    with Command("ranks", json.dumps([run]), log=tmp_path / "log", env=env, module="support.rank_versions") as command:
+        command.succeed(SECONDS)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
