@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from prime_rl.launcher.procs import identify
+from prime_rl.monitor import read_status
 from support.launching import Launch, all_gone, launch, until
 
 PORT = 8254
@@ -132,6 +133,7 @@ def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:
     assert status == 130, out
     assert "orchestrator finished after SIGINT" in (run.base / "events").read_text()
     assert (run.base / "trainer.lives").read_text() == "x"
+    assert read_status(run.base / "run")["trainer"].outcome == "stopped", "nobody waits for its last word"
     all_gone(run.pids())
 
 

@@ -221,6 +221,17 @@ class TrainerConfig(TrainingConfig):
     )
 
     @model_validator(mode="after")
+    def _nccl_has_a_gpu(self) -> Self:
+        transport = self.weights.transport
+        if isinstance(transport, ProcessGroupTransport) and transport.backend == "nccl" and self.device == "cpu":
+            raise Problem(
+                "weights.transport.backend nccl needs a trainer on a GPU: leave it at auto",
+                "weights.transport.backend",
+                "device",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fake_fits(self) -> Self:
         fake = self.data.fake
         if fake is not None and fake.seq_len is not None and fake.seq_len > self.seq_len:

@@ -29,6 +29,8 @@ LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 1 << 16
 _DEATH_SECONDS = 30.0  # from SIGKILL to the end: a process inside the kernel (a disk, a driver) dies when it comes out
 _DEATH_POLL_SECONDS = 0.05
+_RANK = re.compile(r"\s*rank\s*: (\d+)")
+_KILLED = re.compile(r"\s*exitcode\s*: -(\d+)")
 _ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
 
 
@@ -147,9 +149,24 @@ def ending(status: int) -> str:
 
 
 def last_words(log: Path, start: int = 0) -> list[str]:
-    """The `error:` line a process ended with, else its last lines. `start`: bytes that belong to earlier lives."""
+    """The `error:` line a process ended with, or which of its ranks was killed, else its last lines. `start`: bytes that belong to earlier lives."""
     lines = _tail(log, start)
-    return error_lines(lines)[-1:] or lines[-LOG_TAIL_LINES:]
+    return error_lines(lines)[-1:] or killed_rank(lines) or lines[-LOG_TAIL_LINES:]
+
+
+def interrupted(child: Child) -> bool:
+    """Whether it ended because a rank was told to stop before it could hear that itself, while it was importing."""
+    return any(line.endswith("SIGINT") for line in killed_rank(_tail(child.spec.log, child.log_start)))
+
+
+def killed_rank(lines: Sequence[str]) -> list[str]:
+    """The first rank that a signal killed, in a line, as torchrun's report at the end of a log has it; nothing where there is none."""
+    cause = next((number for number, line in enumerate(lines) if line.startswith("Root Cause")), len(lines))
+    rank = next(filter(None, map(_RANK.match, lines[cause:])), None)
+    code = next(filter(None, map(_KILLED.match, lines[cause:])), None)
+    if rank is None or code is None:
+        return []
+    return [f"rank {rank[1]} was killed by {signal.Signals(int(code[1])).name}"]
 
 
 def user_error(log: Path, start: int = 0) -> str | None:
@@ -165,4 +182,5 @@ def _tail(log: Path, start: int) -> list[str]:
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(start, size - LOG_TAIL_BYTES))
-        return [line.rstrip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = (line.rstrip() for line in file.read().decode(errors="replace").splitlines())
+        return [line for line in lines if line.strip(" =-")]  # no rulers

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from prime_rl.launcher.split import split, split_lines
 from prime_rl.monitor.monitor import metrics_path, parse_line, read_metrics
-from prime_rl.transport.commit import CommitError
+from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.lives import read_lives
+from prime_rl.transport.weights import version_dir, weights_manifest
 
 Row = Mapping[str, float]
 
@@ -214,10 +216,13 @@ def _time_lines(orchestrator: Sequence[Row], output_dir: Path, since: float) -> 
 
 
 def newest_weights(output_dir: Path) -> Path | None:
-    """The newest committed version; version 0 is the base model itself and has no files."""
-    numbers = [int(path.name.removeprefix("step_")) for path in (output_dir / "weights").glob("step_*")]
-    newest = max(numbers, default=0)
-    return output_dir / "weights" / f"step_{newest}" if newest else None
+    """The newest committed version that has files; version 0 is the base model itself and has none, nor have those that were only sent."""
+    root = output_dir / "weights"
+    for version in sorted(list_steps(root), reverse=True):
+        with suppress(CommitError):  # pruned meanwhile, or damaged
+            if version and weights_manifest(version_dir(root, version)).sender is None:
+                return version_dir(root, version)
+    return None
 
 
 def bench_table(output_dir: Path, since: float) -> list[str]:

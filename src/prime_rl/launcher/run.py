@@ -123,10 +123,10 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
 def drained(config: RLConfig) -> str:
     """What a run that is asked to stop still does, as far as it is set up to save anything."""
     if config.bench:
-        return "the current step is finished; a benchmark saves nothing"
+        return "the current step will be finished; a benchmark saves nothing"
     if config.trainer.ckpt is not None:
-        return "the current step is finished and saved"
-    return f"the current step is finished; without [ckpt] its training state is not saved, {_recovery(config)}"
+        return "the current step will be finished and saved"
+    return f"the current step will be finished; without [ckpt] its training state is not saved, {_recovery(config)}"
 
 
 def ways_on(config: RLConfig) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn, user_error
+from prime_rl.launcher.child import Child, await_death, ending, interrupted, last_words, spawn, user_error
 from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
 from prime_rl.launcher.health import Health, ServerWatch
 from prime_rl.launcher.plan import RECOVER, Process, Server
@@ -20,7 +20,7 @@ from prime_rl.launcher.rundir import forget_status_of, marks
 from prime_rl.launcher.vigil import Vigil
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
-from prime_rl.monitor.status import unless_full
+from prime_rl.monitor.status import say_for, unless_full
 from prime_rl.wait import WaitTimeout, wait
 
 POLL_SECONDS = 0.1
@@ -92,7 +92,7 @@ class Supervisor:
         doctor: Callable[[bool], Sequence[str]] = lambda full: (),
         drain_seconds: float = DRAIN_SECONDS,
         stop_seconds: float = STOP_SECONDS,
-        drained: Callable[[], str] = lambda: "the current step is finished",
+        drained: Callable[[], str] = lambda: "the current step will be finished",
     ) -> None:
         self._policy = policy or Policy()
         self._due = [_Due(process, 0.0) for process in processes]
@@ -354,7 +354,9 @@ class Supervisor:
     def _drain(self) -> None:
         self._drain_deadline = self._clock.now + self._drain_seconds
         self._say(f"draining: {self._drained()}; interrupt again to stop now")
-        self._jobs_left -= {due.spec.name for due in self._due}
+        for due in self._due:
+            self._jobs_left.discard(due.spec.name)
+            say_for(self._output_dir, due.spec.name, "stopped")
         self._due.clear()
         for child in self._running(service=False):
             child.interrupt()
@@ -365,7 +367,10 @@ class Supervisor:
             if child.exited():
                 status = self._reap(child)
                 self._jobs_left.discard(child.name)
-                if child.spec.service or status not in (0, -signal.SIGINT, 128 + signal.SIGINT):
+                stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT) or interrupted(child)
+                if not child.spec.service:
+                    say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {ending(status)}")
+                if child.spec.service or not stopped:
                     self._report(_Fall(child, ending(status)))
         if not self._jobs_left:
             return Outcome.INTERRUPTED

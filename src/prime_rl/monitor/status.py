@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from prime_rl.monitor.process import ProcessId, me
@@ -189,10 +189,7 @@ class Status:
             self._host,
             self._id.started,
         )
-        temporary = self._path.with_name(f".{self._path.name}.tmp-{os.getpid()}")
-        with unless_full():
-            temporary.write_text(json.dumps(asdict(status)))
-            temporary.replace(self._path)
+        _replace(self._path, status)
         self._last_write = time.monotonic()
 
 
@@ -211,6 +208,21 @@ def unless_full() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _TOLERATED:
             raise
+
+
+def say_for(output_dir: Path, process: str, outcome: str) -> None:
+    """The last word of a process that has ended, or was never started, and has said none: nobody is to wait for it."""
+    now, path = time.time(), status_path(output_dir, process)
+    last = read_one(path) or ProcessStatus(process, 0, "done", None, now, now, None, None)
+    if last.outcome is None:
+        _replace(path, replace(last, phase="done", heartbeat=now, waiting=None, outcome=outcome))
+
+
+def _replace(path: Path, status: ProcessStatus) -> None:
+    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    with unless_full():
+        temporary.write_text(json.dumps(asdict(status)))
+        temporary.replace(path)
 
 
 def phase_name(text: str) -> str:

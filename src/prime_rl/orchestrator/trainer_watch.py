@@ -23,7 +23,8 @@ class TrainerWatch:
     def ended(self, *, asked_to_stop: bool) -> bool:
         """Whether nothing more is to come: it said so, it has given no sign for long, or it waits for batches that we do not make any more.
 
-        No status at all is no end: the launcher removes it when it starts a trainer again. One that failed may be started again, too.
+        No status at all is no end: the launcher removes it when it starts a trainer again. One that failed may be started again, too, but not where
+        all is being stopped.
         """
         trainer, now = read_status(self._output_dir).get("trainer"), self._monotonic()
         sign = None if trainer is None else (trainer.pid, trainer.heartbeat)
@@ -31,7 +32,8 @@ class TrainerWatch:
             self._sign, self._sign_at = sign, now
         if not (asked_to_stop and trainer is not None and _waits_for_us(trainer)):
             self._idle_at = now
-        said = trainer is not None and trainer.outcome in ("finished", "stopped")
+        outcome = "" if trainer is None else trainer.outcome or ""
+        said = outcome in ("finished", "stopped") or (asked_to_stop and outcome.startswith("failed"))
         return said or now - self._sign_at > GONE_SECONDS or now - self._idle_at > WAITS_FOR_US_SECONDS
 
 

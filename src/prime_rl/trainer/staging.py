@@ -302,7 +302,7 @@ class Staging:
         if transport.backend == "auto":
             backends = (SHARED, "nccl" if on_gpu else "gloo")
         if "nccl" in backends and not on_gpu:
-            raise UserError("trainer.weights.transport.backend nccl needs a trainer on a GPU: use gloo")
+            raise UserError("trainer.weights.transport.backend nccl needs a trainer on a GPU: leave it at auto")
         self.sender = Sender(
             self.whole.memory,
             self.whole.bytes,

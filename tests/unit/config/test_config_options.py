@@ -248,6 +248,14 @@ def test_node_options_of_the_inference_page() -> None:
     assert (config.api_key, config.server.host) == ("k", "0.0.0.0")
 
 
+def test_nccl_needs_a_gpu() -> None:
+    """Seen in the config where the config says so, not minutes later in a trainer."""
+    argv = ["--weights.transport.type", "process-group", "--weights.transport.backend", "nccl"]
+    parse(TrainerConfig, argv, {})
+    with pytest.raises(ConfigError, match="backend nccl needs a trainer on a GPU: leave it at auto"):
+        parse(TrainerConfig, [*argv, "--device", "cpu"], {})
+
+
 def test_transports_of_weights() -> None:
     """Contract: plain files unless something else is asked for; what would fill the memory is refused."""
     assert parse(TrainerConfig, [], {}).weights.transport.type == "filesystem"

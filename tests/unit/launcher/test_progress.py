@@ -8,6 +8,8 @@ import pytest
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.progress import Progress, Tail, bench_table, minutes, step_line, summary
 from prime_rl.monitor import Status
+from prime_rl.transport.commit import stage
+from prime_rl.transport.weights import SenderAddress, TensorEntry, manifest_extra
 
 TRAINER = {
     "loss/mean": 0.0123,
@@ -142,8 +144,11 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
         add(tmp_path, "orchestrator", step, 100.0 + step, **{"reward/mean": step / 10})
     add(tmp_path, "orchestrator", 1, 101.0, **{"eval/rt/reward/mean": 0.1})
     add(tmp_path, "orchestrator", 13, 120.0, **{"eval/rt/reward/mean": 0.4})
-    for version in (0, 2, 12):
-        (tmp_path / "weights" / f"step_{version}").mkdir(parents=True)
+    sent = SenderAddress("localhost", 1, "token", 1.0)
+    for version, sender in ((0, None), (2, None), (12, None), (13, sent)):  # the last one has no files
+        extra = manifest_extra(version, 0, {"x": TensorEntry("model.safetensors", "F32", [1], "0" * 32)}, sender=sender)
+        with stage(tmp_path / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
+            pass
     assert summary(tmp_path, since=100.0) == [
         "reward, first 5 steps → last 5: 0.3000 → 1.0000 (+0.7000)",
         "eval rt, first → last: 0.1000 → 0.4000 (+0.3000)",

@@ -48,7 +48,7 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
 def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     """Only what is set up to be saved, and only what is there to go on from."""
     plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
-    assert drained(saving) == "the current step is finished and saved"
+    assert drained(saving) == "the current step will be finished and saved"
     assert "saves nothing" in drained(config(tmp_path, bench=True))
     for text in drained(plain), ways_on(plain):
         assert "no recovery checkpoint was saved yet" in text

@@ -21,6 +21,7 @@ def test_its_last_word(tmp_path: Path, outcome: str, ended: bool) -> None:
     watch = TrainerWatch(tmp_path, Clock())
     Status(tmp_path, "trainer").done(outcome)
     assert watch.ended(asked_to_stop=False) is ended
+    assert watch.ended(asked_to_stop=True), "while all is being stopped nobody starts it again"
 
 
 def test_no_status_is_a_trainer_that_is_being_started_again(tmp_path: Path) -> None:
