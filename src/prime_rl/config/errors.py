@@ -36,7 +36,7 @@ class _Report:
             said = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
         near = nearest(self._root, keys, section)
         if owners:
-            said += f"; it belongs to type '{owners[0]}'"
+            said += "; it belongs to type " + " or ".join(f"'{owner}'" for owner in owners)
         elif near is not None:
             said += f"; did you mean {spell(near, origin.kind if origin is not None else 'file')}?"
         self._problems.append(said)

@@ -22,6 +22,7 @@ from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
 from prime_rl.orchestrator.ckpt import resume_progress
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.memory import check_place
 from prime_rl.transport.settings import dry_path
 
 _Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
@@ -126,7 +127,7 @@ def drained(config: RLConfig) -> str:
         return "the current step will be finished; a benchmark saves nothing"
     if config.trainer.ckpt is not None:
         return "the current step will be finished and saved"
-    return f"the current step will be finished; without [ckpt] its training state is not saved, {_recovery(config)}"
+    return f"the current step will be finished; without [ckpt] its training state is not saved, and --recover goes on {_recovery(config)}"
 
 
 def ways_on(config: RLConfig) -> str:
@@ -135,14 +136,14 @@ def ways_on(config: RLConfig) -> str:
     if _seen(lambda: checkpoints.complete_steps(root)):
         return "to go on: the same command with --recover, or from a checkpoint with --ckpt.resume-step -1"
     saved = _seen(lambda: checkpoints.steps_with(root, "trainer"))  # a part is enough for --recover
-    return "to go on: the same command with --recover" + ("" if saved else f", {_recovery(config)}")
+    return "to go on: the same command with --recover" + ("" if saved else f" ({_recovery(config)})")
 
 
 def _recovery(config: RLConfig) -> str:
     """Where a run without checkpoints would go on from."""
     if steps := _seen(lambda: list_steps(config.output_dir / "recovery")):
-        return f"--recover goes on from the recovery checkpoint of step {max(steps)}"
-    return "no recovery checkpoint was saved yet: --recover trains again from the start, on the rollouts that are there"
+        return f"from the recovery checkpoint of step {max(steps)}"
+    return "from the start, on the rollouts that are there: no recovery checkpoint was saved yet"
 
 
 def _seen(steps: Callable[[], list[int]]) -> list[int]:
@@ -188,6 +189,8 @@ def _check(config: RLConfig) -> None:
         checks.check_model(name)
     if config.orchestrator.renderer == "auto":
         checks.check_chat_template(config.orchestrator.model.name)
+    if (tmpfs := config.trainer.weights.tmpfs) is not None:
+        check_place(tmpfs)
     resume_progress(config.output_dir, config.orchestrator.ckpt, config.orchestrator.max_steps, config.recover)
     evaluated = [] if config.orchestrator.eval is None else config.orchestrator.eval.environments
     for environment in (*config.orchestrator.environments, *evaluated):

@@ -84,6 +84,12 @@ def _path_part(output_dir: Path) -> str:
     return f"{_PREFIX}{xxhash.xxh3_64(os.fsencode(output_dir.resolve())).hexdigest()}-"
 
 
+def check_place(tmpfs: Path) -> None:
+    """Raises UserError where it is no directory that can be written to."""
+    if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
+        raise UserError(f"weights.transport.tmpfs: {tmpfs} is no directory that can be written to")
+
+
 def check_room(root: Path, versions: int, version_bytes: int, arithmetic: str, available: int) -> None:
     """Room for `versions` of so many bytes at `root`, which may hold some already; nothing is written.
 
@@ -95,8 +101,7 @@ def check_room(root: Path, versions: int, version_bytes: int, arithmetic: str, a
         UserError: there is less; or `root` is no directory that can be written to.
     """
     tmpfs = root.parent
-    if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
-        raise UserError(f"weights.transport.tmpfs: {tmpfs} is no directory that can be written to")
+    check_place(tmpfs)
     held = sum(path.stat().st_size for path in root.glob("*/*"))
     free = held + min(shutil.disk_usage(tmpfs).free, available)
     if (needed := versions * version_bytes) > free:

@@ -266,3 +266,5 @@ def test_transports_of_weights() -> None:
         parse(TrainerConfig, ["--weights.keep", "None", "--weights.transport.tmpfs", "/dev/shm"], {})
     with pytest.raises(ConfigError, match="anchor-every names no setting of type 'filesystem'"):
         parse(TrainerConfig, ["--weights.transport.anchor-every", "3"], {})
+    with pytest.raises(ConfigError, match="it belongs to type 'filesystem' or 'filesystem-delta'"):
+        parse(TrainerConfig, ["--weights.transport.type", "process-group", "--weights.transport.tmpfs", "/dev/shm"], {})
