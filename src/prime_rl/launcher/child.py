@@ -160,8 +160,8 @@ def interrupted(child: Child) -> bool:
 
 
 def killed_rank(lines: Sequence[str]) -> list[str]:
-    """The first rank that a signal killed, in a line, as torchrun's report at the end of a log has it; nothing where there is none."""
-    cause = next((number for number, line in enumerate(lines) if line.startswith("Root Cause")), len(lines))
+    """The first rank that a signal killed, in a line, as torchrun's last report in a log has it; nothing where there is none."""
+    cause = max((number for number, line in enumerate(lines) if line.startswith("Root Cause")), default=len(lines))
     rank = next(filter(None, map(_RANK.match, lines[cause:])), None)
     code = next(filter(None, map(_KILLED.match, lines[cause:])), None)
     if rank is None or code is None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
+from prime_rl.launcher.child import killed_rank
 from prime_rl.launcher.diagnosis import (
     JOBS,
     Diagnosis,
@@ -22,7 +23,6 @@ from prime_rl.launcher.diagnosis import (
     ProcessFacts,
     RestartFacts,
     State,
-    Verdict,
     WorkerFacts,
     diagnose,
     is_server,
@@ -39,7 +39,7 @@ _FRESH_SECONDS = 30.0  # of a heartbeat on another host
 _RECENT_SECONDS = 600.0  # a restart before that belongs to another story
 _TAIL_BYTES = 1 << 16
 _ERRORS_SHOWN = 2
-_ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: ")
+_ERROR = re.compile(r"(\w+: )?error: |.*\bERROR\b|[\w.]*(Error|Exception)\b.*: \S")
 _WORKER = "prime_rl.envs.worker"
 
 
@@ -187,7 +187,8 @@ def _restart(line: str) -> _Row | None:
 
 def _errors(log: Path) -> list[str]:
     """Lines that tell of errors near the end of a log."""
-    return [line.strip() for line in _lines(log) if _ERROR.match(line)][-_ERRORS_SHOWN:]
+    lines = _lines(log)
+    return killed_rank(lines) or [line.strip() for line in lines if _ERROR.match(line)][-_ERRORS_SHOWN:]
 
 
 def _lines(path: Path) -> list[str]:
@@ -216,11 +217,16 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
         )
     lines.append(f"{'committed':<15}{_committed(run)}")
     lines.append(f"{'disk':<15}{facts.free / 2**30:,.1f} GiB free")
-    # What ended well may have been noisy on its way out: vLLM's engine prints a traceback when it is told to stop.
-    for name in () if diagnosis.verdict is Verdict.FINISHED else facts.processes:
+    noted = {name for name, process in facts.processes.items() if not (diagnosis.verdict.fine or _ended_well(process))}
+    for name in sorted(noted):
         log = run / "logs" / f"{name}.log"
         lines += [f"{'error':<15}{log.name}: {line}" for line in _errors(log)]
     return [*lines, f"{diagnosis.verdict.value:<15}{diagnosis.sentence}"]
+
+
+def _ended_well(process: ProcessFacts) -> bool:
+    """Then it may have been noisy on its way out all the same: vLLM's engine prints a traceback when it is told to stop."""
+    return process.status is not None and process.status.outcome in ("finished", "stopped")
 
 
 def _launcher_state(state: State) -> str:
