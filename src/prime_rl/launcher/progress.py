@@ -58,6 +58,7 @@ class Progress:
         self._apart = apart or {}
         self._ends: dict[str, list[float]] = {}  # unix times at which steps ended; by process if they are told apart
         self._told: set[int] = set()
+        self._earlier = {*earlier}  # steps whose batch an earlier life made
         self._output_dir = output_dir
         self._lives = _lives(output_dir)
 
@@ -97,6 +98,7 @@ class Progress:
         for life in new:
             again = sum(step >= lives[life] for step in self._told)
             if life > 0:
+                self._ends.clear()  # the time until it was there again is nobody's pace
                 told.append(
                     f"trainer goes on from step {lives[life]}" + (f": {again} steps are made again" if again else "")
                 )
@@ -111,9 +113,10 @@ class Progress:
             self._rows[name][step] = row
 
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
+        again = step in self._told or step in self._earlier  # what both sides waited for then was not of one time
         self._told.add(step)
         remaining = self._remaining("", step, self._max_steps, trainer["time"])
-        return step_line(step, self._max_steps, orchestrator, trainer, remaining)
+        return step_line(step, self._max_steps, orchestrator, trainer, remaining, again)
 
     def _lines_apart(self, name: str, step: int, row: Row) -> list[str]:
         if _is_late(name, row):
@@ -149,8 +152,10 @@ def is_step(row: Row) -> bool:
     return any(not key.startswith(_EVAL_PREFIX) for key in row if key not in ("step", "time"))
 
 
-def step_line(step: int, max_steps: int | None, orchestrator: Row, trainer: Row, remaining: float | None) -> str:
-    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done."""
+def step_line(
+    step: int, max_steps: int | None, orchestrator: Row, trainer: Row, remaining: float | None, again: bool = False
+) -> str:
+    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done. `again`: on a batch of an earlier life."""
     done = f"[{step + 1}/{max_steps}]" if max_steps else f"[{step + 1}]"
     values = [
         _named("reward", orchestrator.get("reward/mean"), ".4f"),
@@ -160,7 +165,9 @@ def step_line(step: int, max_steps: int | None, orchestrator: Row, trainer: Row,
         _named("", trainer.get("perf/throughput"), ",.0f", " tokens/s"),
         _named("", trainer.get("time/step"), ".2f", " s"),
     ]
-    found = split([orchestrator], [trainer]) if step > 0 else None  # the first one's time is the start-up's
+    found = (
+        split([orchestrator], [trainer]) if step > 0 and not again else None
+    )  # the first one's time is the start-up's
     limit = [] if found is None else [f"limited by {found.limit}"]
     eta = [] if remaining is None else [f"ETA {minutes(remaining)}"]
     return " | ".join([f"Step {step} {done}", *(value for value in values if value), *limit, *eta])

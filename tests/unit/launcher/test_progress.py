@@ -83,7 +83,10 @@ def test_where_a_trainer_goes_on_from_is_told(tmp_path: Path) -> None:
     (tmp_path / "incarnations" / "1.json").write_text('{"step": 1}')
     assert progress.lines() == ["trainer goes on from step 1: 2 steps are made again"]
     add(tmp_path, "trainer", 1, 110.0, **TRAINER)
-    assert len(progress.lines()) == 1
+    (line,) = progress.lines()
+    assert "ETA" not in line, "the time until it was back tells nothing"
+    add(tmp_path, "trainer", 2, 112.0, **TRAINER)
+    assert progress.lines()[0].endswith("ETA 0:02")
     assert progress.steps == 3
 
 
