@@ -5,8 +5,6 @@ many ranks, one run after the other.
 """
 
 import json
-import multiprocessing
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +16,12 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from conftest import free_port
 from prime_rl.config import TrainerConfig
 from prime_rl.config.optim import OptimConfig
 from prime_rl.trainer import dcp
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.parallel import close_world, init_world
+from support.forking import fork_ranks
 
 STEPS = 4
 
@@ -140,20 +138,6 @@ def run_rank(out: str, settings: dict[str, Any], replicate: int = 1, checkpoint:
     close_world()
 
 
-def run_ranks(ranks: int, **arguments: Any) -> None:
-    """`run_rank` in `ranks` forked processes, which spares each the imports."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(ranks)}
-    processes = []
-    for rank in range(ranks):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(multiprocessing.get_context("fork").Process(target=run_rank, kwargs=arguments))
-        processes[-1].start()
-    for process in processes:
-        process.join(150)
-        if process.exitcode != 0:
-            raise SystemExit(f"a rank ended with {process.exitcode}")
-
-
 if __name__ == "__main__":
     for run in json.loads(sys.argv[1]):
-        run_ranks(**run)
+        fork_ranks(run.pop("ranks"), run_rank, 150.0, **run)

@@ -4,7 +4,6 @@ RUNS is JSON, a list of settings of `live`, each with a number of `ranks`.
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 
-from conftest import free_port
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.inference.receiving import Receiver
@@ -26,6 +24,7 @@ from prime_rl.trainer.source import find_model
 from prime_rl.trainer.staging import Staging
 from prime_rl.trainer.weights import Versions
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
+from support.forking import fork_ranks
 
 SECONDS = 150.0
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -84,20 +83,6 @@ def check(directory: Path, right: Path) -> None:
     receiver.close()
 
 
-def _run(ranks: int, settings: dict[str, Any]) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    processes = []
-    for rank in range(ranks):
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(multiprocessing.get_context("fork").Process(target=live, kwargs=settings))
-        processes[-1].start()
-    for process in processes:
-        process.join(SECONDS)
-        if process.exitcode != 0:
-            raise SystemExit(f"a rank of {ranks} ended with {process.exitcode}: {settings}")
-
-
 if __name__ == "__main__":
     for each in json.loads(sys.argv[1]):
-        _run(each.pop("ranks"), each)
+        fork_ranks(each.pop("ranks"), live, SECONDS, **each)

@@ -1,0 +1,23 @@
+"""Ranks forked from one process that has imported everything already."""
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+from conftest import free_port
+
+
+def fork_ranks(ranks: int, target: Callable[..., object], seconds: float, **arguments: Any) -> None:
+    """`target` on so many ranks of one host, as torchrun would describe them. Ends this process where one of them fails."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    processes = []
+    for rank in range(ranks):
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(multiprocessing.get_context("fork").Process(target=target, kwargs=arguments, daemon=True))
+        processes[-1].start()
+    for process in processes:
+        process.join(seconds)
+        if process.exitcode != 0:
+            raise SystemExit(f"a rank of {ranks} ended with {process.exitcode}: {arguments}")
