@@ -8,7 +8,7 @@ from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -51,9 +51,6 @@ from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.shared import host_id
 from prime_rl.transport.weights import version_dir, weights_manifest, write_base_version
 from prime_rl.wait import WaitTimeout
-
-if TYPE_CHECKING:
-    pass
 
 logger = log.get(__name__)
 
