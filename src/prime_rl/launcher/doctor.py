@@ -217,8 +217,9 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
         )
     lines.append(f"{'committed':<15}{_committed(run)}")
     lines.append(f"{'disk':<15}{facts.free / 2**30:,.1f} GiB free")
-    noted = {name for name, process in facts.processes.items() if not (diagnosis.verdict.fine or _ended_well(process))}
-    for name in sorted(noted):
+    for name, process in facts.processes.items():
+        if diagnosis.verdict.fine or _ended_well(process):
+            continue
         log = run / "logs" / f"{name}.log"
         lines += [f"{'error':<15}{log.name}: {line}" for line in _errors(log)]
     return [*lines, f"{diagnosis.verdict.value:<15}{diagnosis.sentence}"]

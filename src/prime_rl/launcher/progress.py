@@ -165,9 +165,8 @@ def step_line(
         _named("", trainer.get("perf/throughput"), ",.0f", " tokens/s"),
         _named("", trainer.get("time/step"), ".2f", " s"),
     ]
-    found = (
-        split([orchestrator], [trainer]) if step > 0 and not again else None
-    )  # the first one's time is the start-up's
+    # The first one's time is the start-up's.
+    found = split([orchestrator], [trainer]) if step > 0 and not again else None
     limit = [] if found is None else [f"limited by {found.limit}"]
     eta = [] if remaining is None else [f"ETA {minutes(remaining)}"]
     return " | ".join([f"Step {step} {done}", *(value for value in values if value), *limit, *eta])
