@@ -6,6 +6,7 @@ engine, else in the host's memory, else not at all: then the engine reads the fi
 
 import math
 import os
+import sys
 import threading
 import time
 import traceback
@@ -13,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -48,7 +50,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
 
-THREADS = 4  # files at once; a worker shares its cores, and the interpreter with the engine
+# Files at once: the largest is read by one thread, the others beside it. A worker shares its cores, and the interpreter with the engine.
+THREADS = min(max((os.cpu_count() or 1) // 2, 4), 8)
+USUAL_TURN_SECONDS = sys.getswitchinterval()
+TURN_SECONDS = 5e-4  # that the engine may keep the interpreter from a thread that has read a block and asks for it
 BLOCK_BYTES = (
     16 << 20
 )  # read, hashed and copied at once: few turns with the interpreter, and two of them a thread are page-locked
@@ -188,6 +193,10 @@ class Staging:
 
     def _read(self) -> None:
         """In the thread."""
+        with _short_turns():
+            self._read_all()
+
+    def _read_all(self) -> None:
         began = time.perf_counter()
         manifest = weights_manifest(self.directory)
         if manifest.hash != self.digest:
@@ -312,6 +321,16 @@ class Staging:
             piece.name: TensorEntry(part.path.name, piece.dtype, piece.shape, digest.hexdigest())
             for piece, digest in zip(part.pieces, digests, strict=True)
         }
+
+
+@contextmanager
+def _short_turns() -> Iterator[None]:
+    """Give the interpreter to a waiting thread sooner. By default that takes 5 ms, three times a block: longer than to read and to hash it."""
+    sys.setswitchinterval(min(USUAL_TURN_SECONDS, TURN_SECONDS))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(USUAL_TURN_SECONDS)  # also where two versions are read at a time: then the rest of the second one has long turns
 
 
 def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
