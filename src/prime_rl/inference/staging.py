@@ -330,7 +330,9 @@ def _short_turns() -> Iterator[None]:
     try:
         yield
     finally:
-        sys.setswitchinterval(USUAL_TURN_SECONDS)  # also where two versions are read at a time: then the rest of the second one has long turns
+        sys.setswitchinterval(
+            USUAL_TURN_SECONDS
+        )  # also where two versions are read at a time: then the rest of the second one has long turns
 
 
 def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
