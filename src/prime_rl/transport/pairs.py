@@ -13,10 +13,13 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,9 +28,11 @@ from torch import Tensor
 from prime_rl.transport.line import BLOCK_BYTES, Line, PairError
 
 Backend = Literal["gloo", "nccl"]
+T = TypeVar("T")
 
 AHEAD = 2  # blocks under way at the same time
 _LOOK_SECONDS = 2e-4  # between two looks at whether a GPU is done
+_WATCH_SECONDS = 0.05  # between two looks at whether the other side, which is to come, is still there
 # NCCL's own watchdog would end the process, an engine or a training, for a peer that is gone: the deadlines here are what counts.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -52,8 +57,9 @@ class Pair:
         self._chunks: list[Tensor] = []
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._met = backend == "gloo"  # NCCL's two sides meet with the first block
         try:
-            self._group = _nccl_group(store, rank, device) if backend == "nccl" else _gloo_group(store, rank, line.here, seconds)  # fmt: skip
+            self._group = _nccl_group(store, rank, device) if backend == "nccl" else watch(line, seconds, lambda: _gloo_group(store, rank, line.here, seconds))  # fmt: skip
         except RuntimeError as error:  # whatever torch.distributed raises
             raise PairError(
                 f"no {backend} group with the other side within {seconds:.0f} s ({_brief(error)})"
@@ -70,7 +76,7 @@ class Pair:
                 chunk = data
             else:
                 chunk.copy_(data, non_blocking=True)
-            self._sent.append((self._try(lambda: self._group.send([chunk], 1, 0)), chunk))
+            self._sent.append((self._begin(lambda: self._group.send([chunk], 1, 0)), chunk))
 
     def flush(self) -> None:
         """Until all has gone."""
@@ -88,7 +94,7 @@ class Pair:
         with self._on_device():
             chunk = self._chunk(len(block))
             arriving = data if chunk is None else chunk
-            self._finish(self._try(lambda: self._group.recv([arriving], 0, 0)), arriving)  # bounded: `_finish`
+            self._finish(self._begin(lambda: self._group.recv([arriving], 0, 0)), arriving)  # bounded: `_finish`
             if chunk is not None:
                 data.copy_(chunk)
 
@@ -107,18 +113,24 @@ class Pair:
         if (said := self.line.expect(what, self._seconds)) != count:
             raise PairError(f"the sender says {what} {said} where {count} was expected")
 
-    def _try(self, begin: Any) -> dist.Work:
+    def _begin(self, begin: Callable[[], dist.Work]) -> dist.Work:
+        def meet() -> dist.Work:  # in another thread, which has a stream of its own
+            with self._on_device():
+                return begin()
+
         try:
-            work: dist.Work = begin()
+            work = begin() if self._met else watch(self.line, self._seconds, meet)
         except RuntimeError as error:
             raise PairError(f"the transfer failed ({_brief(error)})") from error
+        self._met = True
         return work
 
     def _finish(self, work: dist.Work, data: Tensor) -> None:
         """Wait for a block; `data` is kept until then."""
         if self._stream is None:
+            # gloo does not always see that the other side is gone, and a wait of its own that has run out ends the group.
             try:
-                work.wait(timedelta(seconds=self._seconds))
+                watch(self.line, self._seconds, partial(self._wait, work, data))
             except RuntimeError as error:
                 raise PairError(f"the transfer failed ({_brief(error)})") from error
             return
@@ -130,11 +142,15 @@ class Pair:
                 raise PairError("the other side has closed the connection")
             time.sleep(_LOOK_SECONDS)
         try:
-            work.wait(
-                timedelta(seconds=self._seconds)
+            self._wait(
+                work, data
             )  # it has ended: this raises what NCCL found wrong, if it says so; the hashes see the rest
         except RuntimeError as error:
             raise PairError(f"the transfer failed within NCCL ({_brief(error)})") from error
+
+    def _wait(self, work: dist.Work, data: Tensor) -> None:
+        """Who is left at it holds the group and `data`, which may still be written to."""
+        work.wait(timedelta(seconds=self._seconds))
 
     def _chunk(self, size: int) -> Tensor | None:
         """On a GPU, memory there for one block, by turns."""
@@ -155,6 +171,30 @@ class Pair:
             yield
 
 
+def watch(line: Line, seconds: float, work: Callable[[], T]) -> T:
+    """What `work` returns: something of torch.distributed's that waits for the other side and does not see its end. Given up, it is left to a thread.
+
+    Raises:
+        PairError: the other side is gone, or `seconds` have passed.
+    """
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="meet", daemon=True).start()
+    until = time.monotonic() + seconds
+    while not wait_for_futures([done], timeout=_WATCH_SECONDS).done:  # bounded: by `until`
+        if not line.is_open():
+            raise PairError("the other side has closed the connection")
+        if time.monotonic() > until:
+            raise PairError(f"the other side did not come within {seconds:.0f} s")
+    return done.result(timeout=0)
+
+
 def accept(line: Line, store: dist.Store, store_port: int, *, backend: Backend, device: torch.device, seconds: float) -> Pair:  # fmt: skip
     """The sender's side of a group with a receiver that was welcomed (`line.welcome`). Raises PairError where there is none within `seconds`."""
     name = secrets.token_hex(16)
@@ -167,7 +207,7 @@ def join(line: Line, host: str, *, backend: Backend, device: torch.device, secon
     there = line.expect("store", seconds)
     try:
         port, group, limit = int(there["port"]), str(there["group"]), timedelta(seconds=seconds)
-        store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store = watch(line, seconds, lambda: dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit))  # fmt: skip
     except (KeyError, TypeError, ValueError, RuntimeError) as error:  # the last: whatever the store raises
         raise PairError(f"the sender's store at {host} cannot be used ({_brief(error)})") from error
     place = device if backend == "nccl" else torch.device("cpu")
