@@ -17,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,7 @@ class Writer:
         copied = self.staging.copy()
         times = write_version(
             self.staging, copied, self.source, self.world, directory, version=version, incarnation=0,
-            send=self._sends and version > 0,  # the server starts with the first
+            send=self._sends and version > 0,  # the server starts with version 0
         )  # fmt: skip
         cast, copy = copied.finish()
         return {"cast": cast, "copy": copy, "write": times.pop("send", 0.0), **times}
@@ -154,27 +155,35 @@ class Writer:
         close_world()
 
 
-def measure(case: Case, device: str, scratch: Path) -> dict[str, Any]:
-    """All of a case: its row."""
-    writer = Writer(case, device)
+def measure_together(cases: Sequence[Case], device: str, scratch: Path) -> Iterator[dict[str, Any]]:
+    """The rows of cases that one server can do: those of one model, which it stages or not (starting it takes longer than a case)."""
+    model = scratch / "model" / "step_0"
+    with ExitStack() as stack:
+        running: InferenceServer | None = None
+        for number, case in enumerate(cases):
+            with closing(Writer(case, device)) as writer:
+                if running is None:
+                    writer.commit(model, 0)
+                    for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
+                        shutil.copy(path, model)
+                    running = stack.enter_context(server(case, device, model, scratch))
+                yield measure(case, writer, running, scratch, 1 + number * 1000)
+
+
+def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path, first: int) -> dict[str, Any]:
+    """All of a case: its row. Its versions are numbered from `first` on."""
     root = Path(tempfile.mkdtemp(prefix="weight_sync-", dir=MEMORY if case.on == "tmpfs" else scratch))
     try:
-        model = scratch / "model" / "step_0"
-        writer.commit(model, 0)
-        for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
-            shutil.copy(path, model)
-        with server(case, device, model, scratch) as running, load(case, running, scratch / "arrivals.npz") as arrived:
+        with load(case, running, scratch / "arrivals.npz") as arrived:
             with httpx.Client(
                 base_url=running.root, timeout=120, trust_env=False
             ) as client:  # made before it is measured
-                moments = [sync(writer, client, root, version) for version in range(1, case.syncs + 2)]
+                moments = [sync(writer, client, root, version) for version in range(first, first + case.syncs + 1)]
             time.sleep(AFTER_SECONDS)
         arrivals = arrived()
         syncs = [describe(moment, arrivals, case.in_flight) for moment in moments[1:]]  # the first one allocates
     finally:
-        writer.close()
         shutil.rmtree(root, ignore_errors=True)
-        shutil.rmtree(scratch / "model", ignore_errors=True)
     return {**asdict(case), "bytes": writer.staging.file_bytes, "median": medians(syncs), "syncs": syncs}
 
 
@@ -299,7 +308,7 @@ def main() -> None:
         action="append",
         type=parse_case,
         required=True,
-        help='e.g. "0.6B on=tmpfs stage=false"; may be repeated',
+        help='e.g. "0.6B on=tmpfs stage=false"; may be repeated; neighbours of one model share a server',
     )
     parser.add_argument("--device", default="cpu", choices=("cuda", "cpu"))
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")
@@ -310,12 +319,13 @@ def main() -> None:
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
     machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
-    for case in options.case:
+    for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.stage)):
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
-            rows[case.name] = {**measure(case, options.device, Path(scratch)), "measured": machine}
-        print(text_table(sync_lines(rows)), flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
+            for row in measure_together(list(cases), options.device, Path(scratch)):
+                rows[row["name"]] = {**row, "measured": machine}
+                print(text_table(sync_lines(rows)), flush=True)
+                if options.json is not None:
+                    options.json.write_text(json.dumps({**machine, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

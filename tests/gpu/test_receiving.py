@@ -24,19 +24,19 @@ if not torch.cuda.is_available():
 pytestmark = pytest.mark.gpu
 
 SECONDS = 120.0
-SIZE = 256 << 20
+SIZE = 512 << 20
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL speaks to another GPU")
 SERVER = torch.device("cuda:0")
 
 
-def files(version: int) -> Files:
+def files(version: int, count: int = 5, rows: int = 20_000) -> Files:
     generator = torch.Generator().manual_seed(version)
     return {
         f"model-{number}.safetensors": {
             f"{number}.{name}": torch.randn(rows, 1024, generator=generator).bfloat16()
-            for name, rows in (("a", 20_000), ("b", 1), ("c", 3_333))
+            for name, rows in (("a", rows), ("b", 1), ("c", 3_333))
         }
-        for number in range(5)
+        for number in range(count)
     }
 
 
@@ -73,7 +73,9 @@ def test_what_is_received_is_what_was_sent(
 def test_the_sender_is_killed_in_the_middle(trainer: SendingTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: this process lives on, hears one reason, and gets the version from the sender's successor."""
     with closing(Receiver(SERVER)) as receiver:
-        directory = trainer.send(1, files(1))
+        directory = trainer.send(
+            1, files(1, 2, 110_000)
+        )  # more than NCCL may have sent before anybody asks for it (4 MiB a channel)
         receive(directory, receiver)
         pid, hash_block, blocks = trainer.sender.pid, staging._hash, itertools.count()
         assert pid is not None
