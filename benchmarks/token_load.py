@@ -3,7 +3,8 @@
     python benchmarks/token_load.py URL MODEL --in-flight 64 --tokens 256 --into arrivals.npz < /dev/tty
 
 Runs until its standard input ends, or a line comes. Times are of the monotonic clock, which all processes of a machine share. Only a few requests
-are watched token by token: an answer for every token of every request is more than the server's process can give, which would be measured then.
+are watched token by token: an answer for every token of every request is more than the server's process can give, which would be measured then. The
+others go by the route that rollouts are sampled by.
 """
 
 import argparse
@@ -51,11 +52,13 @@ class Load:
         prompt = [chance.randrange(VOCABULARY) for _ in range(PROMPT)]
         length = chance.randint(self._tokens // 2, self._tokens)  # not all at once at their end
         params = {"max_tokens": length, "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
-        body = {"model": self._model, "token_ids": prompt, "sampling_params": params, "stream": number < self._watched}
+        body = {"model": self._model, "token_ids": prompt, "sampling_params": params}
+        watched = number < self._watched
+        route, more = ("generate", {"stream": True}) if watched else ("sample", {})
         now = asyncio.get_running_loop().time
-        async with session.post(f"{self._url}/v1/generate", json=body) as response:
+        async with session.post(f"{self._url}/v1/{route}", json=body | more) as response:
             response.raise_for_status()
-            if number >= self._watched:
+            if not watched:
                 await response.read()
                 return
             async for chunk in response.content.iter_any():

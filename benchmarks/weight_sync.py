@@ -258,12 +258,13 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
     before = dict(os.environ)
     os.environ.update(environment)
     directory = Path(tempfile.mkdtemp(prefix="server-", dir=scratch))
-    try:
-        with launch_server(directory / "run", model, settings) as running:
-            yield running
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with ExitStack() as stack:
+        try:
+            running = stack.enter_context(launch_server(directory / "run", model, settings))
+        finally:  # a sender that is started later is not to see the server's GPU
+            os.environ.clear()
+            os.environ.update(before)
+        yield running
 
 
 @contextmanager

@@ -280,9 +280,10 @@ class WeightService:
             try:
                 async with asyncio.timeout(LOAD_SECONDS):
                     options = (self._stage_weights, self._servers_on_host, self._stage_on_device)
-                    await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *options))
-                    while _reading(answers := await self._engine.collective_rpc("prime_staged")):
+                    answers = await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *options))
+                    while _reading(answers):
                         await asyncio.sleep(STAGED_POLL_SECONDS)  # bounded: by the time-out around it
+                        answers = await self._engine.collective_rpc("prime_staged")
             except TimeoutError as error:
                 raise Refused(503, f"{directory} could not be read within {LOAD_SECONDS:.0f} s") from error
             except Exception as error:  # whatever vLLM raises for an engine that fails

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -53,7 +54,7 @@ Place = Literal["device", "host", "nowhere"]
 # Files at once: the largest is read by one thread, the others beside it. A worker shares its cores, and the interpreter with the engine.
 THREADS = min(max((os.cpu_count() or 1) // 2, 4), 8)
 USUAL_TURN_SECONDS = sys.getswitchinterval()
-TURN_SECONDS = 5e-4  # that the engine may keep the interpreter from a thread that has read a block and asks for it
+TURN_SECONDS = 1e-4  # that the engine may keep the interpreter from a thread that has read a block and asks for it
 BLOCK_BYTES = (
     16 << 20
 )  # read, hashed and copied at once: few turns with the interpreter, and two of them a thread are page-locked
@@ -154,11 +155,11 @@ class Staging:
         self._done.add_done_callback(_let_go)
         self._thread.shutdown(wait=False)
 
-    def answer(self) -> dict[str, Any]:
-        """How far it is: `{"state": "reading"}`, `{"state": "failed", "why", "unsent"}` or `{"state": "ready", "place", "seconds"}`.
+    def answer(self, seconds: float = 0.0) -> dict[str, Any]:
+        """How far it is, after at most so many seconds: `{"state": "reading"}`, `{"state": "failed", "why", "unsent"}` or `{"state": "ready", "place", "seconds"}`.
 
         `unsent`: it is the sender's doing, and may succeed another time."""
-        if not self._done.done():
+        if not wait_for_futures([self._done], timeout=seconds).done:
             return {"state": "reading"}
         if (error := self._done.exception(timeout=0)) is not None:
             return {

@@ -18,6 +18,9 @@ from prime_rl.inference.staging import Held, Staging, tensors_of
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import weights_manifest
 
+AT_ONCE_SECONDS = (
+    5e-3  # a small model is read by then; asking for it would take another of the engine's steps, which takes longer
+)
 STAGE_SECONDS = 600.0  # to wait in a load for what is still being read; the server has asked before, so that nothing is
 
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server calls these weights
@@ -41,8 +44,8 @@ class WeightsExtension:
     prime_receiver: Receiver | None = None
     prime_received = False  # what is served is in no file
 
-    def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> None:  # fmt: skip
-        """Begin to read a committed version that must have this hash, in a thread: generation goes on. `prime_staged` tells how far it is.
+    def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> dict[str, Any]:  # fmt: skip
+        """Begin to read a committed version that must have this hash, in a thread: generation goes on. Returns how far it is, as `prime_staged` does.
 
         Args:
             keep: Keep it in memory, where there is room.
@@ -64,6 +67,7 @@ class WeightsExtension:
             receiver=self.prime_receiver,
         )
         self.prime_held = None  # until it is read: it is being changed
+        return self.prime_staging.answer(AT_ONCE_SECONDS)
 
     def prime_staged(self) -> dict[str, Any]:
         """How far reading is: see `Staging.answer`."""

@@ -192,8 +192,9 @@ class Versions:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
         """
         self._settle(versions=self._staging.own.count - 1, prunes=1)
-        began = time.perf_counter()
+        # Telling the device to score may wait until it has caught up with the step: nothing that the export could be faster at.
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
+        began = time.perf_counter()
         self._staging.retire()
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None

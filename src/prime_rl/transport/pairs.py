@@ -187,7 +187,7 @@ def watch(line: Line, seconds: float, work: Callable[[], T]) -> T:
 
     threading.Thread(target=run, name="meet", daemon=True).start()
     until = time.monotonic() + seconds
-    while not wait_for_futures([done], timeout=_WATCH_SECONDS).done:  # bounded: by `until`
+    while not wait_for_futures([done], timeout=_WATCH_SECONDS).done:
         if not line.is_open():
             raise PairError("the other side has closed the connection")
         if time.monotonic() > until:

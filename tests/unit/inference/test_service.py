@@ -30,10 +30,12 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
+        self.asked: list[str] = []
         self.fail: set[str] = set()
         self.gate: asyncio.Event | None = None
         self.loaded: dict[str, Any] | None = None
-        self.staging: list[dict[str, Any]] = []  # what is answered, one after the other; ready after that
+        # What is answered to the questions after `prime_stage`, one after the other; ready after that. None: ready at once.
+        self.staging: list[dict[str, Any]] | None = []
         self.identity: dict[str, Any] | None = None
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
@@ -45,9 +47,12 @@ class FakeEngine:
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "prime_served":
             return [self.identity]
+        self.asked.append(method)
         if method == "prime_staged":
             return [self.staging.pop(0) if self.staging else READY]
         self.calls.append(method)
+        if method == "prime_stage":
+            return [{"state": "reading"} if self.staging is not None else READY]
         if method == "prime_load":
             if self.gate is not None:
                 await self.gate.wait()
@@ -162,6 +167,14 @@ async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
         await update
     assert "prime_commit" not in engine.calls
     assert await service.served() == before
+
+
+async def test_what_is_read_at_once_is_not_asked_for(base: Path, tmp_path: Path) -> None:
+    """Contract: each question takes a step of the engine; a small model is read by the time that the first is answered."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    engine.staging = None
+    assert (await make(engine, base, root).update(str(commit(root, 1)), 1)).version == 1
+    assert "prime_staged" not in engine.asked
 
 
 async def test_generation_goes_on_until_all_is_read(base: Path, tmp_path: Path) -> None:
