@@ -22,7 +22,7 @@ from prime_rl.inference import receiving, staging
 from prime_rl.inference.receiving import Receiver, sent_parts
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.line import Line, PairError, introduce
+from prime_rl.transport.line import BLOCK_BYTES, Line, PairError, introduce
 from prime_rl.transport.shared import describe, open_memory
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from prime_rl.wait import wait
@@ -226,6 +226,23 @@ def test_the_sender_is_killed_in_the_middle(
         fails(directory, receiver, "the transfer failed|the other side")
     wait(lambda: trainer.sender.pid not in (None, pid), subject="other process", owner="the trainer", seconds=SECONDS)
     assert_same(receive(directory, receiver), directory)
+
+
+def test_the_sender_is_killed_between_large_blocks(
+    tmp_path: Path, backend: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: its end is seen where a block was announced that never comes, and where the group does not see it: no receiver waits for the time-out."""
+    monkeypatch.setattr(staging, "BLOCK_BYTES", BLOCK_BYTES)
+    files = {
+        f"{name}.safetensors": {name: torch.full((5 * BLOCK_BYTES // 2,), 1, dtype=torch.uint8)} for name in "abcd"
+    }
+    with closing(SendingTrainer(tmp_path, 10 * BLOCK_BYTES, 2 * SECONDS, backends=(backend,))) as trainer:
+        directory, pid = trainer.send(1, files), trainer.sender.pid
+        assert pid is not None
+        receive(directory, receiver)
+        with monkeypatch.context() as patch:
+            at_block(patch, 4, lambda: os.kill(pid, signal.SIGKILL))
+            fails(directory, receiver, "the transfer failed|the other side")
 
 
 def test_a_sender_that_ends_whenever_it_is_started(start_trainer: Callable[..., Trainer]) -> None:
