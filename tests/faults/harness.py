@@ -26,7 +26,7 @@ from faults import audit
 from prime_rl.faults import ENV as FAULTS
 from prime_rl.faults import Fault
 from prime_rl.lifeline import Lifeline
-from support.processes import REPOSITORY, Command
+from support.processes import REPOSITORY, Command, inherited
 
 MODEL = REPOSITORY / "assets" / "tiny-reverse"
 MAX_STEPS = 4
@@ -110,7 +110,7 @@ class EngineKeeper:
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [str(part) for part in self._command],
-                stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **self._env, **self._line.env},
+                stdout=log, stderr=subprocess.STDOUT, env={**inherited(), **self._env, **self._line.env},
                 pass_fds=self._line.pass_fds, start_new_session=True, cwd=REPOSITORY,
             )  # fmt: skip
 

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import os
 import signal
-import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,10 +59,15 @@ def live(tmp_path: Path) -> Callable[..., int]:
 def _write(write: Callable[[], None], plan: Path) -> None:
     os.environ[faults.ENV] = str(plan)
     faults.arm("writer")
+    status = 1
     try:
         write()
+        status = 0
     except UserError:
-        sys.exit(3)
+        status = 3
+    except BaseException:  # noqa: BLE001 - said here, and by the status
+        traceback.print_exc()
+    os._exit(status)  # what ends an interpreter may wait for a thread of the process that this is a fork of
 
 
 def fault(do: str, point: str) -> Fault:

@@ -14,6 +14,11 @@ from prime_rl.lifeline import Lifeline
 REPOSITORY = Path(__file__).parents[2]
 
 
+def inherited() -> dict[str, str]:
+    """This process's environment. pytest changes it in its own thread, which a copy in another may stumble over."""
+    return {name: value for name in list(os.environ) if (value := os.environ.get(name)) is not None}
+
+
 class Command:
     """One running `python -m prime_rl.entrypoints.<name> …`; its output goes to `log`."""
 
@@ -30,7 +35,7 @@ class Command:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **self._line.env, **(env or {})},
+                env={**inherited(), "OMP_NUM_THREADS": "1", **self._line.env, **(env or {})},
                 pass_fds=self._line.pass_fds,
                 start_new_session=True,
             )
