@@ -123,7 +123,7 @@ def test_what_is_received_is_what_was_offered(trainer: Trainer, receiver: Receiv
         assert_same(receive(directory, receiver), directory)
     kept = {id(pair) for _, pair in receiver._idle}
     assert_same(receive(directory := trainer.commit(), receiver), directory)
-    assert {id(pair) for _, pair in receiver._idle} == kept
+    assert {id(pair) for _, pair in receiver._idle} >= kept
 
 
 def fails(directory: Path, receiver: Receiver | None, says: str, kind: type[Exception] = PairError) -> None:
