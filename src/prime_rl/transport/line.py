@@ -85,7 +85,7 @@ class Line:
         return message[what]
 
     def is_open(self) -> bool:
-        """Whether the other side is there, as far as can be seen at once: also where it has said something before its end that was not heard yet."""
+        """Whether the other side is there, as far as can be seen at once. What it said before its end can still be heard after it."""
         look = select.poll()  # not `select`, which knows no descriptors above 1,023
         look.register(self._socket, select.POLLRDHUP)
         return not look.poll(0)

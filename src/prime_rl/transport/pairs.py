@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 AHEAD = 2  # blocks under way at the same time
 _LOOK_SECONDS = 2e-4  # between two looks at whether a GPU is done
+_GRACE_SECONDS = 1.0  # after a deadline of torch's, for it to be heard of
 _WATCH_SECONDS = 0.05  # between two looks at whether the other side, which is to come, is still there
 # NCCL's own watchdog would end the process, an engine or a training, for a peer that is gone: the deadlines here are what counts.
 _NCCL_ENVIRONMENT = {
@@ -58,6 +59,7 @@ class Pair:
         self._turn = 0
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._met = backend == "gloo"  # NCCL's two sides meet with the first block
+        self._closed = False
         try:
             self._group = _nccl_group(store, rank, device) if backend == "nccl" else watch(line, seconds, lambda: _gloo_group(store, rank, line.here, seconds))  # fmt: skip
         except RuntimeError as error:  # whatever torch.distributed raises
@@ -104,6 +106,7 @@ class Pair:
 
     def close(self) -> None:
         """Not to be used again."""
+        self._closed = True
         self.line.close()
         if self._stream is not None:
             with suppress(RuntimeError):  # whatever NCCL finds wrong with what is left
@@ -116,7 +119,10 @@ class Pair:
     def _begin(self, begin: Callable[[], dist.Work]) -> dist.Work:
         def meet() -> dist.Work:  # in another thread, which has a stream of its own
             with self._on_device():
-                return begin()
+                begun = begin()
+            if self._closed:  # `close` found no communicator yet to abort
+                self._group.abort()
+            return begun
 
         try:
             work = begin() if self._met else watch(self.line, self._seconds, meet)
@@ -132,7 +138,13 @@ class Pair:
             try:
                 watch(self.line, self._seconds, partial(self._wait, work, data))
             except RuntimeError as error:
-                raise PairError(f"the transfer failed ({_brief(error)})") from error
+                raise PairError(f"the transfer failed ({_brief(error)})") from error.with_traceback(None)
+            except PairError:
+                with suppress(
+                    RuntimeError
+                ):  # a wait that has run out ends the group, and with it the one that was left
+                    work.wait(timedelta(milliseconds=1))
+                raise
             return
         until = time.monotonic() + self._seconds
         while not work.is_completed():  # bounded: by `until`
@@ -174,8 +186,11 @@ class Pair:
 def watch(line: Line, seconds: float, work: Callable[[], T]) -> T:
     """What `work` returns: something of torch.distributed's that waits for the other side and does not see its end. Given up, it is left to a thread.
 
+    Args:
+        seconds: The deadline of `work` itself, or what stands in for one: it has a moment more to say what is wrong.
+
     Raises:
-        PairError: the other side is gone, or `seconds` have passed.
+        PairError: the other side is gone, or the time has passed.
     """
     done: Future[T] = Future()
 
@@ -183,15 +198,15 @@ def watch(line: Line, seconds: float, work: Callable[[], T]) -> T:
         try:
             done.set_result(work())
         except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
-            done.set_exception(error)
+            done.set_exception(error.with_traceback(None))  # its frames hold what it was at, and `done` holds it
 
-    threading.Thread(target=run, name="meet", daemon=True).start()
-    until = time.monotonic() + seconds
+    threading.Thread(target=run, name="pair", daemon=True).start()
+    until = time.monotonic() + seconds + _GRACE_SECONDS
     while not wait_for_futures([done], timeout=_WATCH_SECONDS).done:
         if not line.is_open():
             raise PairError("the other side has closed the connection")
         if time.monotonic() > until:
-            raise PairError(f"the other side did not come within {seconds:.0f} s")
+            raise PairError(f"nothing came from the other side within {seconds:.0f} s")
     return done.result(timeout=0)
 
 
