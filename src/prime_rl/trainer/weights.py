@@ -91,7 +91,7 @@ class Versions:
         memory: For the tensors of versions that nobody needs after a crash of the host (None: all lie on the disk).
         anchor_every: Versions tell what has changed since the one before, but for one in so many (None: each is there in full).
         on_committed: Told, in the loop's thread, each version that was settled and the seconds that its parts took (`export_*`); `export` is
-            what the loop waited for.
+            what the loop waited for, `canary` what it took to score the canary, or to tell the device to.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Versions:
         self._pending: list[tuple[int, Future[Times | None]]] = []  # None: not committed, as the one before it failed
         self._others: list[Future[object]] = []  # what the first thread does beside
         self._prunes: list[Future[None]] = []  # of rank 0
-        self._waited = 0.0
+        self._waited, self._scoring = 0.0, 0.0
 
     def open(self, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> tuple[int, str | None]:
         """Begin a life that starts from step `start`, with that version committed: the base model's manifest for 0.
@@ -192,9 +192,10 @@ class Versions:
             UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
         """
         self._settle(versions=self._staging.own.count - 1, prunes=1)
-        # Telling the device to score may wait until it has caught up with the step: nothing that the export could be faster at.
+        scoring = time.perf_counter()
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
         began = time.perf_counter()
+        self._scoring += began - scoring
         self._staging.retire()
         self._copied = self._staging.copy()
         before = self._pending[-1][1] if self._pending else None
@@ -234,6 +235,7 @@ class Versions:
             self._waited += time.perf_counter() - began
             if version is not None:
                 times["time/export"], self._waited = self._waited, 0.0
+                times["time/canary"], self._scoring = self._scoring, 0.0
                 self._on_committed(version, times)
 
     def _one_by_one(self, versions: int) -> range:
