@@ -322,7 +322,10 @@ def main() -> None:
     machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
     for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.stage)):
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
-            for row in measure_together(list(cases), options.device, Path(scratch)):
+            # By files first: what a sender came together with stays in the server's GPU.
+            for row in measure_together(
+                sorted(cases, key=lambda case: case.by != "files"), options.device, Path(scratch)
+            ):
                 rows[row["name"]] = {**row, "measured": machine}
                 print(text_table(sync_lines(rows)), flush=True)
                 if options.json is not None:

@@ -52,8 +52,7 @@ T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
 
 # Files at once: the largest is read by one thread, the others beside it. A worker shares its cores, and the interpreter with the engine.
-THREADS = min(max((os.cpu_count() or 1) // 2, 4), 8)
-USUAL_TURN_SECONDS = sys.getswitchinterval()
+THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)
 TURN_SECONDS = 1e-4  # that the engine may keep the interpreter from a thread that has read a block and asks for it
 BLOCK_BYTES = (
     16 << 20
@@ -326,14 +325,18 @@ class Staging:
 
 @contextmanager
 def _short_turns() -> Iterator[None]:
-    """Give the interpreter to a waiting thread sooner. By default that takes 5 ms, three times a block: longer than to read and to hash it."""
-    sys.setswitchinterval(min(USUAL_TURN_SECONDS, TURN_SECONDS))
+    """Give the interpreter to a waiting thread sooner. By default that takes 5 ms, three times a block: longer than to read and to hash it.
+
+    Who finds turns that are short leaves them alone: where two versions are read at a time the end of the first ends it for both."""
+    before = sys.getswitchinterval()
+    if before <= TURN_SECONDS:
+        yield
+        return
+    sys.setswitchinterval(TURN_SECONDS)
     try:
         yield
     finally:
-        sys.setswitchinterval(
-            USUAL_TURN_SECONDS
-        )  # also where two versions are read at a time: then the rest of the second one has long turns
+        sys.setswitchinterval(before)
 
 
 def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:

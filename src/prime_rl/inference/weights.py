@@ -45,7 +45,8 @@ class WeightsExtension:
     prime_received = False  # what is served is in no file
 
     def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> dict[str, Any]:  # fmt: skip
-        """Begin to read a committed version that must have this hash, in a thread: generation goes on. Returns how far it is, as `prime_staged` does.
+        """Begin to read a committed version that must have this hash, in a thread, beside generation. Returns how far it is, as `prime_staged` does, after a
+        moment that is shorter than a step.
 
         Args:
             keep: Keep it in memory, where there is room.
