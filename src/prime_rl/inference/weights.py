@@ -18,9 +18,8 @@ from prime_rl.inference.staging import Held, Staging, tensors_of
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import weights_manifest
 
-AT_ONCE_SECONDS = (
-    5e-3  # a small model is read by then; asking for it would take another of the engine's steps, which takes longer
-)
+# A small model is read by then; asking for it would take another of the engine's steps, which takes longer.
+AT_ONCE_SECONDS = 5e-3
 STAGE_SECONDS = 600.0  # to wait in a load for what is still being read; the server has asked before, so that nothing is
 
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server calls these weights

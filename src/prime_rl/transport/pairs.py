@@ -117,7 +117,7 @@ class Pair:
             raise PairError(f"the sender says {what} {said} where {count} was expected")
 
     def _begin(self, begin: Callable[[], dist.Work]) -> dist.Work:
-        def meet() -> dist.Work:  # in another thread, which has a stream of its own
+        def meet() -> dist.Work:  # in another thread, where another stream is the current one
             with self._on_device():
                 begun = begin()
             if self._closed:  # `close` found no communicator yet to abort
@@ -140,9 +140,8 @@ class Pair:
             except RuntimeError as error:
                 raise PairError(f"the transfer failed ({_brief(error)})") from error.with_traceback(None)
             except PairError:
-                with suppress(
-                    RuntimeError
-                ):  # a wait that has run out ends the group, and with it the one that was left
+                # A wait that has run out ends the group, and with it the one that was left.
+                with suppress(RuntimeError):
                     work.wait(timedelta(milliseconds=1))
                 raise
             return
@@ -153,10 +152,9 @@ class Pair:
             if not self.line.is_open():
                 raise PairError("the other side has closed the connection")
             time.sleep(_LOOK_SECONDS)
+        # It has ended: this raises what NCCL found wrong, if it says so; the hashes see the rest.
         try:
-            self._wait(
-                work, data
-            )  # it has ended: this raises what NCCL found wrong, if it says so; the hashes see the rest
+            self._wait(work, data)
         except RuntimeError as error:
             raise PairError(f"the transfer failed within NCCL ({_brief(error)})") from error
 
