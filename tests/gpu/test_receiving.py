@@ -14,7 +14,9 @@ import torch
 from prime_rl.inference import staging
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
+from prime_rl.transport.commit import CommitError
 from prime_rl.transport.line import PairError
+from prime_rl.transport.pairs import Pair
 from prime_rl.transport.weights import weights_manifest
 from prime_rl.wait import wait
 from support.sending import Files, SendingTrainer
@@ -70,23 +72,34 @@ def test_what_is_received_is_what_was_sent(
             assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
 
 
-def test_the_sender_is_killed_in_the_middle(trainer: SendingTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_bytes_are_refused(trainer: SendingTrainer) -> None:
+    """Contract: what is hashed is what the GPU holds; one byte that is not the version's, and nobody gets it."""
+    with closing(Receiver(SERVER)) as receiver, pytest.raises(CommitError, match=r"4\.c"):
+        receive(trainer.send(1, files(1), spoil=True), receiver)
+
+
+def test_the_sender_is_killed_in_the_middle(
+    trainer: SendingTrainer, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Contract: this process lives on, hears one reason, and gets the version from the sender's successor."""
     with closing(Receiver(SERVER)) as receiver:
         directory = trainer.send(
             1, files(1, 2, 110_000)
         )  # more than NCCL may have sent before anybody asks for it (4 MiB a channel)
         receive(directory, receiver)
-        pid, hash_block, blocks = trainer.sender.pid, staging._hash, itertools.count()
+        pid, blocks = trainer.sender.pid, itertools.count()
         assert pid is not None
+        # NCCL's are not hashed before the whole part is there.
+        where, name = (Pair, "_expect") if request.node.callspec.params["trainer"] == "nccl" else (staging, "_hash")
+        done = getattr(where, name)
 
         def killing(*args: Any) -> None:
-            hash_block(*args)
+            done(*args)
             if next(blocks) == 3:
                 os.kill(pid, signal.SIGKILL)
 
         with monkeypatch.context() as patch:
-            patch.setattr(staging, "_hash", killing)
+            patch.setattr(where, name, killing)
             with pytest.raises(PairError):
                 receive(directory, receiver)
         assert torch.ones(1, device=SERVER).item() == 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import xxhash
 
-from prime_rl.inference.staging import DTYPES
+from prime_rl.inference.blocks import DTYPES
 from prime_rl.trainer.sender import Offer, Sender
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import SenderAddress, TensorEntry, manifest_extra, version_dir

@@ -6,14 +6,15 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from prime_rl.errors import UserError
-from prime_rl.inference import staging
-from prime_rl.inference.staging import DTYPES, Part, Piece
+from prime_rl.inference import blocks
+from prime_rl.inference.blocks import DTYPES, Part, Piece
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.line import Line, PairError, introduce
 from prime_rl.transport.pairs import Pair, join
@@ -22,7 +23,7 @@ from prime_rl.transport.shared import Borrower, is_elsewhere, open_memory
 from prime_rl.transport.weights import SenderAddress, WeightsManifest
 
 STREAMS = {SHARED: 4, "gloo": 4, "nccl": 2}
-"""Parts at once: hashing takes about as long as receiving. Every communicator of NCCL takes memory of the GPU."""
+"""Parts at once. Every communicator of NCCL takes memory of the GPU, and two of them take all that the sender can copy to its own."""
 
 
 class Receiver:
@@ -46,15 +47,15 @@ class Receiver:
         """
         return Sent(self, manifest)
 
-    def streams(self, sender: SenderAddress) -> int:
-        """How many parts to ask for at once: that depends on how the two have come together."""
+    def backend(self, sender: SenderAddress) -> str:
+        """How the two have come together."""
         pair = self._take(sender)
         self._put_back(sender, pair)
-        return STREAMS[pair.backend]
+        return pair.backend
 
     @contextmanager
-    def part(self, manifest: WeightsManifest, part: Part) -> Iterator[Callable[[memoryview, int], None]]:
-        """Ask for a part of a version. Fill blocks with it, one after the other from its beginning to its end.
+    def part(self, manifest: WeightsManifest, part: Part) -> Iterator[Pair | Borrower]:
+        """Ask for a part of a version, to be received block by block from its beginning to its end.
 
         Raises:
             PairError: the sender has this version no more, is gone, or is silent.
@@ -70,9 +71,9 @@ class Receiver:
                 hash=manifest.hash,
                 start=part.offset,
                 count=part.size,
-                block=staging.BLOCK_BYTES,
+                block=blocks.BLOCK_BYTES,
             )
-            yield lambda block, at: pair.receive(block)
+            yield pair
             pair.end(part.size)
         except BaseException:
             pair.close()  # it may be anywhere within what it was asked for
@@ -145,29 +146,42 @@ def connect(sender: SenderAddress, device: torch.device) -> Pair | Borrower:
 
 
 class Sent:
-    """The tensors of a version that lies with its sender: `parts`, each with its `staging.Source`, of which so many are asked for `at_once`."""
+    """The tensors of a version that lies with its sender: `parts`, of which so many are asked for `at_once`.
+
+    Attributes:
+        from_gpu: Whether they come from GPU to GPU.
+    """
 
     def __init__(self, receiver: Receiver, manifest: WeightsManifest) -> None:
         assert manifest.sender is not None
         self.parts = sent_parts(manifest)
-        self.at_once = receiver.streams(manifest.sender)
-        self.sources = [_OfSender(receiver.part(manifest, part)) for part in self.parts]
+        backend = receiver.backend(manifest.sender)
+        self.at_once, self.from_gpu = STREAMS[backend], backend == "nccl"
+        self._ask = partial(receiver.part, manifest)
+
+    def source(self, part: Part) -> "_OfSender":
+        """The part, which is asked for when this is entered."""
+        return _OfSender(self._ask(part))
+
+    def receive_on_gpu(self, part: Part, buffer: torch.Tensor, go_on: Callable[[], None]) -> None:
+        """All of a part into memory of the GPU. `go_on` may raise between two blocks."""
+        with self._ask(part) as pair:
+            assert isinstance(pair, Pair)
+            pair.receive_there(buffer, blocks.BLOCK_BYTES, go_on)
 
 
 class _OfSender:
-    """A part, which is asked for when it is entered."""
-
-    def __init__(self, asked: AbstractContextManager[Callable[[memoryview, int], None]]) -> None:
+    def __init__(self, asked: AbstractContextManager[Pair | Borrower]) -> None:
         self._asked = asked
 
     def __enter__(self) -> None:
-        self._fill = self._asked.__enter__()
+        self._pair = self._asked.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         self._asked.__exit__(*exc)
 
     def fill(self, block: memoryview, at: int) -> None:
-        self._fill(block, at)
+        self._pair.receive(block)
 
 
 def sent_parts(manifest: WeightsManifest) -> list[Part]:

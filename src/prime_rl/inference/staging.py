@@ -4,7 +4,6 @@ A worker reads every file once: the bytes that are hashed are the bytes that are
 engine, else in the host's memory, else not at all: then the engine reads the files itself, after they have been hashed, while it is paused.
 """
 
-import math
 import os
 import sys
 import threading
@@ -18,9 +17,8 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +27,21 @@ from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
+from prime_rl.inference.blocks import (
+    DTYPES,
+    Arrived,
+    InPlace,
+    Nowhere,
+    OfFile,
+    OfMemory,
+    OnDevice,
+    Part,
+    Piece,
+    Sink,
+    Source,
+    copy_blocks,
+    lay_out,
+)
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
 from prime_rl.transport.line import PairError
@@ -41,12 +54,11 @@ from prime_rl.transport.weights import (
     hash_version,
     never_written,
     read_files,
-    read_header,
     weights_manifest,
 )
 
 if TYPE_CHECKING:
-    from prime_rl.inference.receiving import Receiver
+    from prime_rl.inference.receiving import Receiver, Sent
 
 T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
@@ -54,49 +66,11 @@ Place = Literal["device", "host", "nowhere"]
 # Files at once: the largest is read by one thread, the others beside it. A worker shares its cores, and the interpreter with the engine.
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)
 TURN_SECONDS = 1e-4  # that the engine may keep the interpreter from a thread that has read a block and asks for it
-BLOCK_BYTES = (
-    16 << 20
-)  # read, hashed and copied at once: few turns with the interpreter, and two of them a thread are page-locked
 SPARE = 2  # free memory is this many times what is kept there, at least: others need some, too
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
-}  # fmt: skip
 
 
 class Dropped(Exception):
     """Nobody wants what is being read any more."""
-
-
-class Piece(NamedTuple):
-    """A tensor's bytes in a file, counted from where the file's data begin."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """One file: its data begin at byte `offset`; `pieces` lie there one after the other and end within `size` bytes."""
-
-    path: Path
-    offset: int
-    size: int
-    pieces: list[Piece]
-
-
-class Sink(Protocol):
-    """Where a file's bytes go, block by block: read into `block`, then tell by `filled`. `buffer` holds them all, if anything does."""
-
-    buffer: Tensor | None
-
-    def block(self, at: int, count: int) -> memoryview: ...
-    def filled(self, at: int, count: int) -> None: ...
-    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -219,7 +193,7 @@ class Staging:
         self.place = self._choose(sum(part.size for part in parts))
         if self.place == "nowhere" and not self._verify:
             return []
-        return self._read_into(manifest, parts, self._make_sinks(parts), [_OfFile(part) for part in parts])
+        return self._read_into(manifest, parts, self._make_sinks(parts), [OfFile(part) for part in parts])
 
     def _read_held(self, manifest: WeightsManifest) -> list[tuple[str, Tensor]]:
         """One of those that tell changes: brought about in the host's memory, where it is held for the next one."""
@@ -242,11 +216,11 @@ class Staging:
         _side_by_side(apply, before.parts, before.data)
         on_device = self._on_device(before.size)
         self.place = "device" if on_device else "host"
-        in_place: list[Sink] = [_InPlace(data) for data in before.data]
+        in_place: list[Sink] = [InPlace(data) for data in before.data]
         sinks = self._make_sinks(before.parts) if on_device else in_place
         if self.place == "host":  # somebody else took the GPU's memory
             sinks = in_place
-        tensors = self._read_into(manifest, before.parts, sinks, [_OfMemory(data) for data in before.data])
+        tensors = self._read_into(manifest, before.parts, sinks, [OfMemory(data) for data in before.data])
         self.held = Held(manifest.hash, before.parts, before.data)
         return tensors
 
@@ -259,7 +233,7 @@ class Staging:
 
     def _read_bytes(self, part: Part) -> Bytes:
         data = np.empty(part.size, np.uint8)
-        _copy(part, _OfFile(part), _InPlace(data), self._go_on)
+        copy_blocks(part, OfFile(part), InPlace(data), self._go_on)
         return data
 
     def _apply(self, changes: Sequence[WeightsManifest], part: Part, data: Bytes) -> None:
@@ -276,7 +250,26 @@ class Staging:
         if self.place == "nowhere":
             why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
             raise UserError(f"{never_written(self.directory)}, and {why}")
-        return self._read_into(manifest, sent.parts, self._make_sinks(sent.parts), sent.sources, sent.at_once)
+        sinks = self._make_sinks(sent.parts)
+        if sent.from_gpu and self.place == "device":
+            return self._views_of(manifest, sent.parts, sinks, self._receive_on_gpu(sent, sinks))
+        return self._read_into(manifest, sent.parts, sinks, [sent.source(part) for part in sent.parts], sent.at_once)
+
+    def _receive_on_gpu(self, sent: "Sent", sinks: "Sequence[Sink]") -> list[dict[str, TensorEntry]]:
+        """From GPU to GPU, and hashed as it lies there: a part while the next ones arrive."""
+
+        def receive(part: Part, sink: Sink) -> Arrived:
+            assert sink.buffer is not None
+            sent.receive_on_gpu(part, sink.buffer, self._go_on)
+            return Arrived(sink.buffer, self._stream)
+
+        def check(part: Part, arrived: Arrived) -> dict[str, TensorEntry]:
+            return self._read_part(part, arrived, arrived)
+
+        receiving = ThreadPoolExecutor(sent.at_once, thread_name_prefix="receive")
+        hashing = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+        with receiving, hashing:  # they end: as those of `_side_by_side`
+            return list(hashing.map(check, sent.parts, receiving.map(receive, sent.parts, sinks)))
 
     def _read_into(
         self,
@@ -287,6 +280,20 @@ class Staging:
         at_once: int | None = None,
     ) -> list[tuple[str, Tensor]]:
         found = _side_by_side(self._read_part, parts, sinks, sources, at_once=at_once)
+        return self._views_of(manifest, parts, sinks, found)
+
+    def _views_of(
+        self,
+        manifest: WeightsManifest,
+        parts: Sequence[Part],
+        sinks: "Sequence[Sink]",
+        found: Sequence[Mapping[str, TensorEntry]],
+    ) -> list[tuple[str, Tensor]]:
+        """The tensors, which were found to be these.
+
+        Raises:
+            CommitError: they are not the version's.
+        """
         check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
         return [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
 
@@ -307,16 +314,16 @@ class Staging:
     def _make_sinks(self, parts: Sequence[Part]) -> "list[Sink]":
         if self.place == "device":
             try:
-                return [_OnDevice(part.size, self._device, self._stream) for part in parts]
+                return [OnDevice(part.size, self._device, self._stream) for part in parts]
             except torch.OutOfMemoryError:  # somebody else took it
                 self.place = "host"
         if self.place == "host":
-            return [_InPlace(np.empty(part.size, np.uint8)) for part in parts]
-        return [_Nowhere() for _ in parts]
+            return [InPlace(np.empty(part.size, np.uint8)) for part in parts]
+        return [Nowhere() for _ in parts]
 
     def _read_part(self, part: Part, sink: Sink, source: "Source") -> dict[str, TensorEntry]:
         digests = [xxhash.xxh3_128() for _ in part.pieces]
-        _copy(part, source, sink, self._go_on, lambda block, at: _hash(part.pieces, digests, block, at))
+        copy_blocks(part, source, sink, self._go_on, lambda block, at: _hash(part.pieces, digests, block, at))
         return {
             piece.name: TensorEntry(part.path.name, piece.dtype, piece.shape, digest.hexdigest())
             for piece, digest in zip(part.pieces, digests, strict=True)
@@ -356,166 +363,6 @@ def _side_by_side(work: Callable[..., T], *items: Sequence[Any], at_once: int | 
     threads = ThreadPoolExecutor(at_once or THREADS, thread_name_prefix="stage")
     with threads:  # it ends: whoever waits for a version drops it in the end, and then each stops at its next block
         return list(threads.map(work, *items))
-
-
-def _copy(
-    part: Part,
-    source: "Source",
-    sink: Sink,
-    go_on: Callable[[], None],
-    see: Callable[[memoryview, int], None] = lambda block, at: None,
-) -> None:
-    """Block by block. `go_on` may raise between two of them; `see` is shown each."""
-    with source:
-        for at in range(0, part.size, BLOCK_BYTES):
-            go_on()
-            block = sink.block(at, min(BLOCK_BYTES, part.size - at))
-            source.fill(block, at)
-            see(block, at)
-            sink.filled(at, len(block))
-        sink.finish()
-
-
-class Source(Protocol):
-    """Where a file's bytes come from, block by block; `at` counts from where its data begin."""
-
-    def __enter__(self) -> object: ...
-    def __exit__(self, *exc: object) -> None: ...
-    def fill(self, block: memoryview, at: int) -> None: ...
-
-
-class _OfFile:
-    def __init__(self, part: Part) -> None:
-        self._part = part
-
-    def __enter__(self) -> None:
-        self._descriptor = os.open(self._part.path, os.O_RDONLY)
-
-    def __exit__(self, *exc: object) -> None:
-        os.close(self._descriptor)
-
-    def fill(self, block: memoryview, at: int) -> None:
-        _fill(block, self._descriptor, self._part.offset + at, self._part.path)
-
-
-class _OfMemory:
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *exc: object) -> None:
-        pass
-
-    def fill(self, block: memoryview, at: int) -> None:
-        into = np.frombuffer(block, np.uint8)
-        if not np.may_share_memory(into, self._data):
-            into[:] = self._data[at : at + len(block)]
-
-
-class _InPlace:
-    """Memory of the host, which may hold the bytes already."""
-
-    def __init__(self, data: Bytes) -> None:
-        self.buffer: Tensor | None = torch.from_numpy(data)
-        self._bytes = data.data
-
-    def block(self, at: int, count: int) -> memoryview:
-        return self._bytes[at : at + count]
-
-    def filled(self, at: int, count: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-
-class _Nowhere:
-    buffer: Tensor | None = None
-
-    def __init__(self) -> None:
-        self._scratch = bytearray()
-
-    def block(self, at: int, count: int) -> memoryview:
-        if len(self._scratch) < count:
-            self._scratch = bytearray(count)
-        return memoryview(self._scratch)[:count]
-
-    def filled(self, at: int, count: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        self._scratch = bytearray()
-
-
-class _OnDevice:
-    """Through two page-locked blocks by turns, on a stream of their own: the engine's goes on. torch keeps such blocks for the next version."""
-
-    def __init__(self, size: int, device: torch.device, stream: Any) -> None:
-        self._device, self._stream = device, stream
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            self.buffer: Tensor | None = torch.empty(size, dtype=torch.uint8, device=device)
-        self._blocks: list[Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        self._turn = 0
-
-    def block(self, at: int, count: int) -> memoryview:
-        if not self._blocks:  # in the thread that reads: no more are needed than there are threads
-            with torch.cuda.device(self._device):
-                self._blocks = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-                self._copied = [torch.cuda.Event(blocking=True) for _ in range(2)]
-        self._copied[self._turn].synchronize()
-        return self._blocks[self._turn].numpy().data[:count]
-
-    def filled(self, at: int, count: int) -> None:
-        assert self.buffer is not None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self.buffer[at : at + count].copy_(self._blocks[self._turn][:count], non_blocking=True)
-            self._copied[self._turn].record(self._stream)
-        self._turn = 1 - self._turn
-
-    def finish(self) -> None:
-        for copied in self._copied:
-            copied.synchronize()
-        self._blocks = []
-
-
-def lay_out(directory: Path) -> list[Part]:
-    """The files of a version and what lies where in them.
-
-    Raises:
-        CommitError: a file is truncated, malformed, or holds a tensor that cannot be: of an unknown type, of another size than its shape
-            says, or one that overlaps another.
-    """
-    parts = []
-    for path in sorted(directory.glob("*.safetensors")):
-        header, offset = read_header(path)
-        pieces = sorted(_pieces(header, path), key=lambda piece: (piece.start, piece.end))
-        for before, after in pairwise(pieces):
-            if after.start < before.end:
-                raise CommitError(f"{path}: tensor {after.name} overlaps {before.name}")
-        parts.append(Part(path, offset, pieces[-1].end if pieces else 0, pieces))
-    return parts
-
-
-def _pieces(header: Mapping[str, Any], path: Path) -> Iterator[Piece]:
-    for name, entry in header.items():
-        piece = Piece(name, entry["dtype"], entry["shape"], *entry["data_offsets"])
-        if piece.dtype not in DTYPES:
-            raise CommitError(f"{path}: tensor {name} is of type {piece.dtype}, which cannot be loaded")
-        if piece.start < 0 or piece.end - piece.start != math.prod(piece.shape) * DTYPES[piece.dtype].itemsize:
-            raise CommitError(f"{path}: tensor {name} has {piece.end - piece.start} bytes, not what its shape says")
-        yield piece
-
-
-def _fill(block: memoryview, descriptor: int, offset: int, path: Path) -> None:
-    done = 0
-    while done < len(block):
-        count = os.preadv(descriptor, [block[done:]], offset + done)
-        if not count:
-            raise CommitError(f"{path} ended while it was read")
-        done += count
 
 
 def _hash(pieces: Sequence[Piece], digests: Sequence[Any], block: memoryview, at: int) -> None:

@@ -26,7 +26,7 @@ Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server 
 
 
 class WeightsExtension:
-    """Loads committed weights through vLLM's own reload, which keeps parameters in place and re-runs their processing."""
+    """Loads committed weights through vLLM's own reload, which keeps parameters in place and re-runs their processing; without it where there is none."""
 
     # Given by vLLM's worker, which this class is mixed into.
     device: torch.device
@@ -42,6 +42,7 @@ class WeightsExtension:
     prime_held: Held | None = None  # of the version that was read last, where the next may tell its changes
     prime_receiver: Receiver | None = None
     prime_received = False  # what is served is in no file
+    prime_in_place: bool | None = None  # whether tensors may be loaded without vLLM's reload; None: not looked at yet
 
     def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> dict[str, Any]:  # fmt: skip
         """Begin to read a committed version that must have this hash, in a thread, beside generation. Returns how far it is, as `prime_staged` does, after a
@@ -129,6 +130,16 @@ class WeightsExtension:
                 raise RuntimeError(f"{self.prime_directory} was received and is in no file: load a version again")
             self.prime_reload(self.prime_directory)
 
+    def prime_may_load_in_place(self) -> bool:
+        """Whether the model computes with what is loaded as it is. Looked at once: nothing changes it."""
+        if self.prime_in_place is None:
+            config = self.vllm_config
+            # Layers with adapters go by other names; scales of a quantized cache are made anew by a reload.
+            plain = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
+            model = self.model_runner.get_model()
+            self.prime_in_place = self.device.type == "cuda" and plain and compat.keeps_as_loaded(model)
+        return self.prime_in_place
+
     def prime_served(self) -> Identity | None:
         """What this rank serves; None for the weights it was started with."""
         return self.prime_identity
@@ -148,7 +159,7 @@ class WeightsExtension:
                 raise RuntimeError("fault injection")
 
     def prime_reload(self, directory: str, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """Through vLLM's own reload: from `tensors`, or from what the version in `directory` consists of."""
+        """From `tensors`, or from what the version in `directory` consists of: into the parameters as they are, or through vLLM's own reload."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
@@ -157,7 +168,9 @@ class WeightsExtension:
             if self.device.type == "cpu":
                 forget_packed_experts(model)
             source, told = (None, tensors) if tensors is not None else source_of(Path(directory))
-            if told is not None:
+            if told is not None and self.prime_may_load_in_place():
+                model.load_weights(told)
+            elif told is not None:
                 self.model_runner.reload_weights(weights_iterator=told)
             else:
                 self.model_runner.reload_weights(weights_path=str(source))

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
@@ -61,3 +62,25 @@ def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(compat.metadata, "entry_points", lambda group: [])
     with pytest.raises(UserError, match="not installed"):
         compat.require_plugin("prime_rl")
+
+
+def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -> None:
+    """Contract: one layer that is quantized, processes what it loaded, or is of a kind that nobody has looked at, and vLLM's own reload is used."""
+    from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    class Packing(UnquantizedLinearMethod):
+        pass
+
+    class Processing(nn.Module):
+        def process_weights_after_loading(self) -> None: ...
+
+    def model(method: LinearMethodBase | UnquantizedEmbeddingMethod | None, *more: nn.Module) -> nn.Module:
+        layer = nn.Linear(1, 1)
+        layer.quant_method = method  # type: ignore[assignment]
+        return nn.Sequential(nn.LayerNorm(1), nn.Sequential(layer), *more)
+
+    for method in (UnquantizedLinearMethod(), UnquantizedEmbeddingMethod(), None):
+        assert compat.keeps_as_loaded(model(method))
+    assert not compat.keeps_as_loaded(model(Packing()))
+    assert not compat.keeps_as_loaded(model(UnquantizedLinearMethod(), Processing()))

@@ -13,8 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prime_rl.inference import staging
-from prime_rl.inference.staging import Staging, lay_out
+from prime_rl.inference import blocks, staging
+from prime_rl.inference.blocks import lay_out
+from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
@@ -30,7 +31,7 @@ FILES = {
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors begin, end and lie within blocks."""
-    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
 
 
 def commit(root: Path, version: int = 1, shift: int = 0) -> Path:
@@ -133,13 +134,13 @@ def no_collection() -> Iterator[None]:
 def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
     """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
     arrays: list[weakref.ref[np.ndarray]] = []
-    in_place = staging._InPlace
+    in_place = staging.InPlace
 
     def noted(array: np.ndarray) -> Any:
         arrays.append(weakref.ref(array))
         return in_place(array)
 
-    monkeypatch.setattr(staging, "_InPlace", noted)
+    monkeypatch.setattr(staging, "InPlace", noted)
     directory = commit(tmp_path)
     if damaged:
         _flip(directory)
@@ -157,23 +158,23 @@ def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_dropping_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: what is not wanted any more is not read to its end, and nothing of it stays."""
-    blocks = 0
-    fill = staging._fill
+    count = 0
+    fill = blocks._fill
 
     def filling(*args: Any) -> None:
-        nonlocal blocks
-        blocks += 1
+        nonlocal count
+        count += 1
         fill(*args)
-        if blocks == 3:
+        if count == 3:
             read.drop()
 
-    monkeypatch.setattr(staging, "_fill", filling)
+    monkeypatch.setattr(blocks, "_fill", filling)
     directory = commit(tmp_path)
     monkeypatch.setattr(staging, "THREADS", 1)
     read = begin(directory)
     with pytest.raises(staging.Dropped):
         read.wait(SECONDS)
-    assert blocks == 3
+    assert count == 3
     assert list(read.tensors()) == []
 
 

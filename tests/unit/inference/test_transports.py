@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from prime_rl.inference import staging
+from prime_rl.inference import blocks, staging
 from prime_rl.inference.places import Places, Refused
 from prime_rl.inference.staging import Held, Staging, tensors_of
 from prime_rl.inference.weights import WeightsExtension, source_of
@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
 
 
 def tensors_at(version: int) -> dict[str, Tensors]:
