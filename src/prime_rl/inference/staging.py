@@ -266,10 +266,13 @@ class Staging:
         def check(part: Part, arrived: Arrived) -> dict[str, TensorEntry]:
             return self._read_part(part, arrived, arrived)
 
-        receiving = ThreadPoolExecutor(sent.at_once, thread_name_prefix="receive")
-        hashing = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
-        with receiving, hashing:  # they end: as those of `_side_by_side`
-            return list(hashing.map(check, sent.parts, receiving.map(receive, sent.parts, sinks)))
+        with _threads(sent.at_once) as receiving, _threads(THREADS) as hashing:
+            arriving = [_submit(receiving, receive, *each) for each in zip(sent.parts, sinks, strict=True)]
+            checked = [
+                _submit(hashing, check, part, future.result())  # bounded: as in `_threads`
+                for part, future in zip(sent.parts, arriving, strict=True)
+            ]
+            return [future.result() for future in checked]  # bounded: as in `_threads`
 
     def _read_into(
         self,
@@ -360,9 +363,26 @@ def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 def _side_by_side(work: Callable[..., T], *items: Sequence[Any], at_once: int | None = None) -> list[T]:
     """`work` on each of the items, several at once."""
-    threads = ThreadPoolExecutor(at_once or THREADS, thread_name_prefix="stage")
-    with threads:  # it ends: whoever waits for a version drops it in the end, and then each stops at its next block
-        return list(threads.map(work, *items))
+    with _threads(at_once or THREADS) as threads:
+        futures = [_submit(threads, work, *each) for each in zip(*items, strict=True)]
+        return [future.result() for future in futures]  # bounded: as in `_threads`
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
+    """So many threads. Where one has failed, the others begin nothing more."""
+    threads = ThreadPoolExecutor(count, thread_name_prefix="stage")
+    try:
+        yield threads
+    finally:
+        # Whoever waits for a version drops it in the end, and then each stops at its next block.
+        threads.shutdown(cancel_futures=True)  # bounded: see above
+
+
+def _submit(threads: ThreadPoolExecutor, work: Callable[..., T], *args: object) -> "Future[T]":
+    future = threads.submit(work, *args)
+    future.add_done_callback(_let_go)
+    return future
 
 
 def _hash(pieces: Sequence[Piece], digests: Sequence[Any], block: memoryview, at: int) -> None:
@@ -375,9 +395,9 @@ def _hash(pieces: Sequence[Piece], digests: Sequence[Any], block: memoryview, at
         digests[index].update(block[max(piece.start, at) - at : min(piece.end, end) - at])
 
 
-def _let_go(done: "Future[None]") -> None:
+def _let_go(done: "Future[Any]") -> None:
     """A failure remembers what its functions held: all that was read, until somebody collects garbage."""
-    if (error := done.exception(timeout=0)) is not None:
+    if not done.cancelled() and (error := done.exception(timeout=0)) is not None:
         traceback.clear_frames(error.__traceback__)
 
 

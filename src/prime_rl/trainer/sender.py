@@ -38,6 +38,7 @@ _ANSWER_SECONDS = 2.0  # … and for the process to say that none goes on any mo
 _PATIENCE = 5.0  # seconds for a killed process to end
 _MOST_ENDS = 3  # of the process, between two versions: then something is wrong with this host
 _BACKLOG = 64
+_NEWS_SECONDS = 2.0  # for the process to read what it was told; who asks for it may be there sooner
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,7 @@ class _Offered:
     def add(self, offer: Offer) -> None:
         with self._readers_changed:
             self._offers[offer.start] = offer
+            self._readers_changed.notify_all()
 
     def retire(self, start: int) -> None:
         """Nobody begins to read it any more. Returns when nobody does, or after `GRACE_SECONDS`: then those who still do are to stop."""
@@ -234,9 +236,10 @@ class _Offered:
 
     @contextmanager
     def reading(self, version: int, life: int, digest: str) -> Iterator[Offer]:
-        """Raises `_Refused` where it is not there."""
+        """Raises `_Refused` where it is not there, and not about to be."""
         with self._readers_changed:
             asked = (version, life, digest)
+            self._readers_changed.wait_for(lambda: self._newest() >= (life, version), timeout=_NEWS_SECONDS)
             found = next((one for one in self._offers.values() if (one.version, one.life, one.hash) == asked), None)
             if found is None:
                 there = (
@@ -253,6 +256,9 @@ class _Offered:
                 if found in self._readers:
                     self._readers[found] -= 1
                 self._readers_changed.notify_all()
+
+    def _newest(self) -> tuple[int, int]:
+        return max(((offer.life, offer.version) for offer in self._offers.values()), default=(-1, -1))
 
     def check(self, offer: Offer) -> None:
         """Raises `_Refused` where one who reads it is to stop."""

@@ -3,6 +3,7 @@
 import gc
 import json
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -130,8 +131,8 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("damaged", [False, True])
-def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool) -> None:
+@pytest.mark.parametrize("trouble", ["none", "damaged", "every file fails"])
+def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
     arrays: list[weakref.ref[np.ndarray]] = []
     in_place = staging.InPlace
@@ -142,10 +143,19 @@ def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(staging, "InPlace", noted)
     directory = commit(tmp_path)
-    if damaged:
+    if trouble == "damaged":
         _flip(directory)
+    if trouble == "every file fails":
+        together, fill = threading.Barrier(2, timeout=SECONDS), blocks._fill
+
+        def failing(*args: Any) -> None:
+            fill(*args)
+            together.wait()
+            raise CommitError("scripted")
+
+        monkeypatch.setattr(blocks, "_fill", failing)
     read = begin(directory)
-    if damaged:
+    if trouble != "none":
         with pytest.raises(CommitError):
             read.wait(SECONDS)
     else:
