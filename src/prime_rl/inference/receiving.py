@@ -166,7 +166,8 @@ class Sent:
     def receive_on_gpu(self, part: Part, buffer: torch.Tensor, go_on: Callable[[], None]) -> None:
         """All of a part into memory of the GPU. `go_on` may raise between two blocks."""
         with self._ask(part) as pair:
-            assert isinstance(pair, Pair)
+            if not isinstance(pair, Pair) or pair.backend != "nccl":
+                raise PairError("the sender is reached in another way than a moment ago")
             pair.receive_there(buffer, blocks.BLOCK_BYTES, go_on)
 
 

@@ -370,7 +370,7 @@ def _side_by_side(work: Callable[..., T], *items: Sequence[Any], at_once: int | 
 
 @contextmanager
 def _threads(count: int) -> Iterator[ThreadPoolExecutor]:
-    """So many threads. Where one has failed, the others begin nothing more."""
+    """So many threads. What has not begun when the block ends, with a failure, is not begun."""
     threads = ThreadPoolExecutor(count, thread_name_prefix="stage")
     try:
         yield threads
@@ -397,8 +397,10 @@ def _hash(pieces: Sequence[Piece], digests: Sequence[Any], block: memoryview, at
 
 def _let_go(done: "Future[Any]") -> None:
     """A failure remembers what its functions held: all that was read, until somebody collects garbage."""
-    if not done.cancelled() and (error := done.exception(timeout=0)) is not None:
+    error = None if done.cancelled() else done.exception(timeout=0)
+    while error is not None:
         traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _views(part: Part, buffer: Tensor | None) -> Iterator[tuple[str, Tensor]]:

@@ -42,7 +42,8 @@ class WeightsExtension:
     prime_held: Held | None = None  # of the version that was read last, where the next may tell its changes
     prime_receiver: Receiver | None = None
     prime_received = False  # what is served is in no file
-    prime_in_place: bool | None = None  # whether tensors may be loaded without vLLM's reload; None: not looked at yet
+    prime_plain: bool | None = None  # whether the model computes with what is loaded as it is; None: not looked at yet
+    prime_whole = True  # no reload of vLLM's has ended before its end: only another one mends what it leaves behind
 
     def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> dict[str, Any]:  # fmt: skip
         """Begin to read a committed version that must have this hash, in a thread, beside generation. Returns how far it is, as `prime_staged` does, after a
@@ -103,9 +104,11 @@ class WeightsExtension:
         if (str(staging.directory), staging.digest) != (directory, identity["hash"]):
             raise RuntimeError(f"{staging.directory} was read, not {directory}")
         staging.wait(STAGE_SECONDS)
-        self.prime_reload(directory, None if staging.place == "nowhere" else self.prime_tensors(staging, identity))
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # before the memory of what was copied is given back
+        try:
+            self.prime_reload(directory, None if staging.place == "nowhere" else self.prime_tensors(staging, identity))
+        finally:  # before the memory of what was copied is given back
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()
 
     def prime_commit(self) -> None:
         """Every rank has loaded: from now on this is what is served."""
@@ -130,15 +133,15 @@ class WeightsExtension:
                 raise RuntimeError(f"{self.prime_directory} was received and is in no file: load a version again")
             self.prime_reload(self.prime_directory)
 
-    def prime_may_load_in_place(self) -> bool:
-        """Whether the model computes with what is loaded as it is. Looked at once: nothing changes it."""
-        if self.prime_in_place is None:
+    def prime_is_plain(self) -> bool:
+        """Whether tensors may be loaded without vLLM's reload. Looked at once: nothing changes it."""
+        if self.prime_plain is None:
             config = self.vllm_config
             # Layers with adapters go by other names; scales of a quantized cache are made anew by a reload.
-            plain = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
+            known = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
             model = self.model_runner.get_model()
-            self.prime_in_place = self.device.type == "cuda" and plain and compat.keeps_as_loaded(model)
-        return self.prime_in_place
+            self.prime_plain = self.device.type == "cuda" and known and compat.keeps_as_loaded(model)
+        return self.prime_plain
 
     def prime_served(self) -> Identity | None:
         """What this rank serves; None for the weights it was started with."""
@@ -168,12 +171,15 @@ class WeightsExtension:
             if self.device.type == "cpu":
                 forget_packed_experts(model)
             source, told = (None, tensors) if tensors is not None else source_of(Path(directory))
-            if told is not None and self.prime_may_load_in_place():
-                model.load_weights(told)
-            elif told is not None:
+            if told is not None and self.prime_whole and self.prime_is_plain():
+                compat.load_in_place(model, told, self.model_config)
+                return
+            self.prime_whole = False
+            if told is not None:
                 self.model_runner.reload_weights(weights_iterator=told)
             else:
                 self.model_runner.reload_weights(weights_path=str(source))
+            self.prime_whole = True
             if self.device.type == "cpu":
                 repack_tied_heads(model)
 

@@ -38,7 +38,7 @@ _ANSWER_SECONDS = 2.0  # … and for the process to say that none goes on any mo
 _PATIENCE = 5.0  # seconds for a killed process to end
 _MOST_ENDS = 3  # of the process, between two versions: then something is wrong with this host
 _BACKLOG = 64
-_NEWS_SECONDS = 2.0  # for the process to read what it was told; who asks for it may be there sooner
+_NEWS_SECONDS = 2.0  # at most, for the process to read what it was told; who asks for it may be there sooner
 
 
 @dataclass(frozen=True)
@@ -235,11 +235,11 @@ class _Offered:
                 self._readers.pop(offer, None)
 
     @contextmanager
-    def reading(self, version: int, life: int, digest: str) -> Iterator[Offer]:
-        """Raises `_Refused` where it is not there, and not about to be."""
+    def reading(self, version: int, life: int, digest: str, seconds: float) -> Iterator[Offer]:
+        """Raises `_Refused` where it is not there, and does not come within so many seconds, where it is newer than what is there."""
         with self._readers_changed:
             asked = (version, life, digest)
-            self._readers_changed.wait_for(lambda: self._newest() >= (life, version), timeout=_NEWS_SECONDS)
+            self._readers_changed.wait_for(lambda: self._newest() >= (life, version), timeout=seconds)
             found = next((one for one in self._offers.values() if (one.version, one.life, one.hash) == asked), None)
             if found is None:
                 there = (
@@ -379,7 +379,8 @@ class _Server:
             digest = str(request["hash"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _Refused(f"that is no question for weights ({error!r})") from error
-        with self._offered.reading(version, life, digest) as offer:
+        patience = min(_NEWS_SECONDS, self._seconds / 2)  # the other side waits for an answer
+        with self._offered.reading(version, life, digest, patience) as offer:
             if at < 0 or count < 0 or at + count > offer.size or not 0 < block <= BLOCK_BYTES:
                 raise _Refused(
                     f"version {version} has {offer.size} bytes, not {at} to {at + count} in blocks of {block}"

@@ -102,21 +102,20 @@ class Pair:
 
     def receive_there(self, data: Tensor, size: int, go_on: Callable[[], None]) -> None:
         """NCCL: fill memory of the GPU `device` with the next blocks, each of `size` bytes but for the last. `go_on` may raise before each.
+        Where this raises, `data` may be written to until `close`.
 
         Raises PairError as `receive` does.
         """
-        assert self._stream is not None
-        data.record_stream(self._stream)  # whoever gives up here: it is nobody else's before NCCL has
         arriving: deque[tuple[dist.Work, Tensor]] = deque()
-        for block in data.split(size) if data.numel() else ():
-            go_on()
-            self._expect("block", block.numel())
-            with self._on_device():
+        with self._on_device():
+            for block in data.split(size) if data.numel() else ():
+                go_on()
+                self._expect("block", block.numel())
                 arriving.append((self._begin(partial(self._group.recv, [block], 0, 0)), block))
-            if len(arriving) >= AHEAD:
+                if len(arriving) >= AHEAD:
+                    self._finish(*arriving.popleft())
+            while arriving:
                 self._finish(*arriving.popleft())
-        while arriving:
-            self._finish(*arriving.popleft())
 
     def end(self, count: int) -> None:
         """After the last block: so many bytes were sent, and were what was asked for until they had gone. Raises PairError as `receive` does."""

@@ -1,0 +1,75 @@
+"""How a worker loads: in place, or through vLLM's own reload. The model, its runner and vLLM's config are stand-ins; what they do on a GPU: tests/gpu/test_serving.py."""
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from prime_rl.inference import compat
+from prime_rl.inference.weights import WeightsExtension
+
+TENSORS = [("a", torch.ones(1))]
+
+
+class Worker(WeightsExtension):
+    """Notes how it was loaded. `trouble`: a reload ends before its end."""
+
+    def __init__(self, lora: object = None, cache: str = "auto") -> None:
+        self.device = torch.device("cuda")
+        self.vllm_config = SimpleNamespace(lora_config=lora, cache_config=SimpleNamespace(cache_dtype=cache))
+        self.model_config = SimpleNamespace(dtype=torch.bfloat16)
+        self.model_runner = self
+        self.loads: list[str] = []
+        self.trouble = False
+
+    def get_model(self) -> Any:
+        return self
+
+    def reload_weights(self, **source: Any) -> None:
+        self.loads.append("reload")
+        if self.trouble:
+            raise RuntimeError("scripted")
+
+    def load(self) -> str:
+        self.prime_reload("nowhere", iter(TENSORS))
+        return self.loads[-1]
+
+
+@pytest.fixture(autouse=True)
+def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_in_place(model: Worker, tensors: Iterable[tuple[str, torch.Tensor]], config: object) -> None:
+        model.loads.append("in place")
+
+    monkeypatch.setattr(compat, "load_in_place", load_in_place)
+    monkeypatch.setattr(compat, "keeps_as_loaded", lambda model: True)
+    pytest.importorskip("vllm")
+    monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())
+
+
+def test_what_a_reload_left_half_done_is_mended_by_a_reload(tmp_path: Path) -> None:
+    """Contract: after a reload that failed, of a version or of the one before it, the next tensors go through a reload; then in place again."""
+    worker = Worker()
+    assert worker.load() == "in place"
+    worker.trouble = True
+    with pytest.raises(RuntimeError, match="scripted"):
+        worker.prime_reload(str(tmp_path))  # a directory: what going back to the version before loads
+    with pytest.raises(RuntimeError, match="scripted"):
+        worker.load()
+    worker.trouble = False
+    assert worker.load() == "reload"
+    assert worker.load() == "in place"
+
+
+@pytest.mark.parametrize("settings", [{"lora": object()}, {"cache": "fp8_e4m3"}])
+def test_what_a_reload_makes_anew_is_reloaded(settings: dict[str, Any]) -> None:
+    """Contract: layers that adapters wrap, and scales of a cache in 8 bits, are not loaded in place."""
+    assert Worker(**settings).load() == "reload"
+
+
+def test_a_model_that_keeps_nothing_as_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "keeps_as_loaded", lambda model: False)
+    assert Worker().load() == "reload"
