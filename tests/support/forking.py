@@ -1,4 +1,4 @@
-"""Ranks forked from one process that has imported everything already."""
+"""Ranks forked from one process that has imported everything already; for GPUs spawned, which a process that has looked at one cannot be forked for."""
 
 import multiprocessing
 import os
@@ -12,10 +12,12 @@ def fork_ranks(ranks: int, target: Callable[..., object], seconds: float, **argu
     """`target` on so many ranks of one host, as torchrun would describe them. Ends this process where one of them fails."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    # What is imported may have looked: torchao does.
+    context = multiprocessing.get_context("spawn" if arguments.get("device") == "cuda" else "fork")
     processes = []
     for rank in range(ranks):
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(multiprocessing.get_context("fork").Process(target=target, kwargs=arguments, daemon=True))
+        processes.append(context.Process(target=target, kwargs=arguments, daemon=True))
         processes[-1].start()
     for process in processes:
         process.join(seconds)
