@@ -178,7 +178,7 @@ def fork_engine() -> None:
 
 def keeps_as_loaded(model: Any) -> bool:
     """Whether every layer of a model on a GPU computes with its parameters as their loaders fill them: neither quantized, nor packed, nor made of several.
-    Then `load_in_place` may take the place of a reload, which makes every layer anew and takes five times as long.
+    Then `load_in_place` may take the place of a reload, which makes every layer anew and takes three to four times as long (benchmarks/README.md).
 
     Judged by what vLLM processes after loading: the method of a layer, and a layer's own hook, of which only that of plain attention is known.
     """
