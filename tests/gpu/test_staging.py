@@ -61,7 +61,7 @@ def test_without_memory_on_the_gpu_after_all(tmp_path: Path, monkeypatch: pytest
     def full(*args: Any) -> None:
         raise torch.OutOfMemoryError("scripted")
 
-    monkeypatch.setattr(staging, "OnDevice", full)
+    monkeypatch.setattr(staging, "empty_on_device", full)
     directory = commit(tmp_path)
     read = Staging(directory, weights_manifest(directory).hash, DEVICE)
     read.wait(SECONDS)

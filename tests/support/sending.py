@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import xxhash
 
 from prime_rl.inference.blocks import DTYPES
 from prime_rl.trainer.sender import Offer, Sender
 from prime_rl.transport.commit import stage
+from prime_rl.transport.tensor_hash import hash_tensor
 from prime_rl.transport.weights import SenderAddress, TensorEntry, manifest_extra, version_dir
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -41,7 +41,7 @@ class SendingTrainer:
             for name, tensor in held.items():
                 data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
                 os.pwrite(self.memory, data, start + at)
-                digest = xxhash.xxh3_128(data).hexdigest()
+                digest = hash_tensor(data)
                 tensors[name] = TensorEntry(file, NAMES[tensor.dtype], list(tensor.shape), digest)
                 at += len(data)
         assert at <= self.size

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
+from prime_rl.transport.tensor_hash import chunks, stretches
 from prime_rl.transport.weights import read_header
 
 BLOCK_BYTES = 16 << 20
@@ -45,10 +46,34 @@ class Part:
     pieces: list[Piece]
 
 
-class Sink(Protocol):
-    """Where a file's bytes go, block by block: read into `block`, then tell by `filled`. `buffer` holds them all, if anything does."""
+class Stretch(NamedTuple):
+    """What one thread reads of a file: its data from byte `start` to `end`, where `pieces`, chunks of tensors with a hash each, lie: from byte to byte of
+    the stretch."""
 
-    buffer: Tensor | None
+    start: int
+    end: int
+    pieces: list[tuple[int, int]]
+
+
+def cut(part: Part) -> list[Stretch]:
+    """All of a file. What lies between its tensors belongs to the stretch before it."""
+    pieces = [
+        (piece.start + start, piece.start + end)
+        for piece in part.pieces
+        for start, end in chunks(piece.end - piece.start)
+    ]
+    groups = [pieces[first:last] for first, last in stretches([end - start for start, end in pieces])]
+    bounds = pairwise([0, *(group[0][0] for group in groups[1:]), part.size])
+    return [
+        Stretch(first, last, [(start - first, end - first) for start, end in group])
+        for group, (first, last) in zip(
+            groups, bounds, strict=False
+        )  # one bound, and no group, where there is no tensor
+    ]
+
+
+class Sink(Protocol):
+    """Where bytes go, block by block: read into `block`, then tell by `filled`."""
 
     def block(self, at: int, count: int) -> memoryview: ...
     def filled(self, at: int, count: int) -> None: ...
@@ -56,17 +81,17 @@ class Sink(Protocol):
 
 
 def copy_blocks(
-    part: Part,
+    size: int,
     source: "Source",
     sink: Sink,
     go_on: Callable[[], None],
     see: Callable[[memoryview, int], None] = lambda block, at: None,
 ) -> None:
-    """Block by block. `go_on` may raise between two of them; `see` is shown each."""
+    """So many bytes, block by block. `go_on` may raise between two of them; `see` is shown each."""
     with source:
-        for at in range(0, part.size, BLOCK_BYTES):
+        for at in range(0, size, BLOCK_BYTES):
             go_on()
-            block = sink.block(at, min(BLOCK_BYTES, part.size - at))
+            block = sink.block(at, min(BLOCK_BYTES, size - at))
             source.fill(block, at)
             see(block, at)
             sink.filled(at, len(block))
@@ -74,7 +99,7 @@ def copy_blocks(
 
 
 class Source(Protocol):
-    """Where a file's bytes come from, block by block; `at` counts from where its data begin."""
+    """Where the bytes of a stretch come from, block by block; `at` counts from its beginning."""
 
     def __enter__(self) -> object: ...
     def __exit__(self, *exc: object) -> None: ...
@@ -82,22 +107,22 @@ class Source(Protocol):
 
 
 class OfFile:
-    def __init__(self, part: Part) -> None:
-        self._part = part
+    def __init__(self, part: Part, stretch: Stretch) -> None:
+        self._path, self._offset = part.path, part.offset + stretch.start
 
     def __enter__(self) -> None:
-        self._descriptor = os.open(self._part.path, os.O_RDONLY)
+        self._descriptor = os.open(self._path, os.O_RDONLY)
 
     def __exit__(self, *exc: object) -> None:
         os.close(self._descriptor)
 
     def fill(self, block: memoryview, at: int) -> None:
-        _fill(block, self._descriptor, self._part.offset + at, self._part.path)
+        _fill(block, self._descriptor, self._offset + at, self._path)
 
 
 class OfMemory:
-    def __init__(self, data: Bytes) -> None:
-        self._data = data
+    def __init__(self, data: Bytes, stretch: Stretch) -> None:
+        self._data = data[stretch.start : stretch.end]
 
     def __enter__(self) -> None:
         pass
@@ -115,7 +140,6 @@ class InPlace:
     """Memory of the host, which may hold the bytes already."""
 
     def __init__(self, data: Bytes) -> None:
-        self.buffer: Tensor | None = torch.from_numpy(data)
         self._bytes = data.data
 
     def block(self, at: int, count: int) -> memoryview:
@@ -129,8 +153,6 @@ class InPlace:
 
 
 class Nowhere:
-    buffer: Tensor | None = None
-
     def __init__(self) -> None:
         self._scratch = bytearray()
 
@@ -146,27 +168,39 @@ class Nowhere:
         self._scratch = bytearray()
 
 
-class OnDevice:
-    """Through two page-locked blocks by turns, on a stream of their own: the engine's goes on."""
+def empty_on_host(size: int) -> Bytes:
+    """Memory for so many bytes."""
+    return np.empty(size, np.uint8)
 
-    def __init__(self, size: int, device: torch.device, stream: Any) -> None:
-        self._device, self._stream = device, stream
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            self.buffer: Tensor | None = torch.empty(size, dtype=torch.uint8, device=device)
+
+def empty_on_device(size: int, stream: Any) -> Tensor:
+    """Memory for so many bytes, beside the engine's stream.
+
+    Raises:
+        torch.OutOfMemoryError: there is none.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        return torch.empty(size, dtype=torch.uint8, device=stream.device)
+
+
+class OnDevice:
+    """Into memory there, through two page-locked blocks by turns, on a stream of their own: the engine's goes on."""
+
+    def __init__(self, buffer: Tensor, stream: Any) -> None:
+        self._buffer, self._stream = buffer, stream
         self._blocks: list[Tensor] = []
         self._copied: list[torch.cuda.Event] = []
         self._turn = 0
 
     def block(self, at: int, count: int) -> memoryview:
         if not self._blocks:  # in the thread that reads: no more are needed than there are threads
-            self._blocks, self._copied = _page_locked(self._device)
+            self._blocks, self._copied = _page_locked(self._stream.device)
         self._copied[self._turn].synchronize()
         return self._blocks[self._turn].numpy().data[:count]
 
     def filled(self, at: int, count: int) -> None:
-        assert self.buffer is not None
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            self.buffer[at : at + count].copy_(self._blocks[self._turn][:count], non_blocking=True)
+        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
+            self._buffer[at : at + count].copy_(self._blocks[self._turn][:count], non_blocking=True)
             self._copied[self._turn].record(self._stream)
         self._turn = 1 - self._turn
 
@@ -180,8 +214,7 @@ class Arrived:
     """What has come to the device another way, read back block by block: the bytes that are hashed are those that the model gets. Source and sink of it."""
 
     def __init__(self, buffer: Tensor, stream: Any) -> None:
-        self.buffer: Tensor | None = buffer
-        self._stream = stream
+        self._buffer, self._stream = buffer, stream
         self._blocks: list[Tensor] = []
         self._copied: list[torch.cuda.Event] = []
 
@@ -209,8 +242,7 @@ class Arrived:
 
     def _copy(self, at: int) -> None:
         """The block that begins there, beside the one that is hashed."""
-        assert self.buffer is not None
-        block, turn = self.buffer[at : at + BLOCK_BYTES], at // BLOCK_BYTES % 2
+        block, turn = self._buffer[at : at + BLOCK_BYTES], at // BLOCK_BYTES % 2
         with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
             self._blocks[turn][: len(block)].copy_(block, non_blocking=True)
             self._copied[turn].record(self._stream)

@@ -14,7 +14,7 @@ import torch
 
 from prime_rl.errors import UserError
 from prime_rl.inference import blocks
-from prime_rl.inference.blocks import DTYPES, Part, Piece
+from prime_rl.inference.blocks import DTYPES, Part, Piece, Stretch
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.line import Line, PairError, introduce
 from prime_rl.transport.pairs import Pair, join
@@ -54,8 +54,8 @@ class Receiver:
         return pair.backend
 
     @contextmanager
-    def part(self, manifest: WeightsManifest, part: Part) -> Iterator[Pair | Borrower]:
-        """Ask for a part of a version, to be received block by block from its beginning to its end.
+    def part(self, manifest: WeightsManifest, start: int, size: int) -> Iterator[Pair | Borrower]:
+        """Ask for so many bytes of a version, to be received block by block from the first to the last.
 
         Raises:
             PairError: the sender has this version no more, is gone, or is silent.
@@ -69,12 +69,12 @@ class Receiver:
                 version=manifest.version,
                 life=manifest.incarnation,
                 hash=manifest.hash,
-                start=part.offset,
-                count=part.size,
+                start=start,
+                count=size,
                 block=blocks.BLOCK_BYTES,
             )
             yield pair
-            pair.end(part.size)
+            pair.end(size)
         except BaseException:
             pair.close()  # it may be anywhere within what it was asked for
             raise
@@ -159,13 +159,13 @@ class Sent:
         self.at_once, self.from_gpu = STREAMS[backend], backend == "nccl"
         self._ask = partial(receiver.part, manifest)
 
-    def source(self, part: Part) -> "_OfSender":
-        """The part, which is asked for when this is entered."""
-        return _OfSender(self._ask(part))
+    def source(self, part: Part, stretch: Stretch) -> "_OfSender":
+        """A stretch of a part, which is asked for when this is entered."""
+        return _OfSender(self._ask(part.offset + stretch.start, stretch.end - stretch.start))
 
     def receive_on_gpu(self, part: Part, buffer: torch.Tensor, go_on: Callable[[], None]) -> None:
         """All of a part into memory of the GPU. `go_on` may raise between two blocks."""
-        with self._ask(part) as pair:
+        with self._ask(part.offset, part.size) as pair:
             if not isinstance(pair, Pair) or pair.backend != "nccl":
                 raise PairError("the sender is reached in another way than a moment ago")
             pair.receive_there(buffer, blocks.BLOCK_BYTES, go_on)

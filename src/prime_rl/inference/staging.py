@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from concurrent.futures import wait as wait_for_futures
@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -36,15 +35,19 @@ from prime_rl.inference.blocks import (
     OfMemory,
     OnDevice,
     Part,
-    Piece,
     Sink,
     Source,
+    Stretch,
     copy_blocks,
+    cut,
+    empty_on_device,
+    empty_on_host,
     lay_out,
 )
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
 from prime_rl.transport.line import PairError
+from prime_rl.transport.tensor_hash import of_tensors
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
@@ -193,7 +196,7 @@ class Staging:
         self.place = self._choose(sum(part.size for part in parts))
         if self.place == "nowhere" and not self._verify:
             return []
-        return self._read_into(manifest, parts, self._make_sinks(parts), [OfFile(part) for part in parts])
+        return self._read_into(manifest, parts, self._make_buffers(parts), [partial(OfFile, part) for part in parts])
 
     def _read_held(self, manifest: WeightsManifest) -> list[tuple[str, Tensor]]:
         """One of those that tell changes: brought about in the host's memory, where it is held for the next one."""
@@ -212,15 +215,15 @@ class Staging:
             if self._verify:
                 check_tensors(manifest, hash_version(manifest))
             return []
-        apply = partial(self._apply, changes)
-        _side_by_side(apply, before.parts, before.data)
-        on_device = self._on_device(before.size)
-        self.place = "device" if on_device else "host"
-        in_place: list[Sink] = [InPlace(data) for data in before.data]
-        sinks = self._make_sinks(before.parts) if on_device else in_place
-        if self.place == "host":  # somebody else took the GPU's memory
-            sinks = in_place
-        tensors = self._read_into(manifest, before.parts, sinks, [OfMemory(data) for data in before.data])
+        _side_by_side(partial(self._apply, changes), zip(before.parts, before.data, strict=True))
+        buffers: list[Tensor | None] = []
+        if self._on_device(before.size):
+            self.place = "device"
+            buffers = self._make_buffers(before.parts)
+        if self.place != "device":  # or somebody else took the GPU's memory
+            self.place = "host"
+            buffers = [torch.from_numpy(data) for data in before.data]
+        tensors = self._read_into(manifest, before.parts, buffers, [partial(OfMemory, data) for data in before.data])
         self.held = Held(manifest.hash, before.parts, before.data)
         return tensors
 
@@ -229,11 +232,11 @@ class Staging:
         parts = lay_out(full.files)
         if not self._keep or SPARE * self._sharing * sum(part.size for part in parts) > available_bytes():
             return None
-        return Held(full.hash, parts, _side_by_side(self._read_bytes, parts))
+        return Held(full.hash, parts, _side_by_side(self._read_bytes, zip(parts)))
 
     def _read_bytes(self, part: Part) -> Bytes:
-        data = np.empty(part.size, np.uint8)
-        copy_blocks(part, OfFile(part), InPlace(data), self._go_on)
+        data = empty_on_host(part.size)
+        copy_blocks(part.size, OfFile(part, Stretch(0, part.size, [])), InPlace(data), self._go_on)
         return data
 
     def _apply(self, changes: Sequence[WeightsManifest], part: Part, data: Bytes) -> None:
@@ -250,55 +253,70 @@ class Staging:
         if self.place == "nowhere":
             why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
             raise UserError(f"{never_written(self.directory)}, and {why}")
-        sinks = self._make_sinks(sent.parts)
+        buffers = self._make_buffers(sent.parts)
         if sent.from_gpu and self.place == "device":
-            return self._views_of(manifest, sent.parts, sinks, self._receive_on_gpu(sent, sinks))
-        return self._read_into(manifest, sent.parts, sinks, [sent.source(part) for part in sent.parts], sent.at_once)
+            return self._views_of(manifest, sent.parts, buffers, self._receive_on_gpu(sent, buffers))
+        sources = [partial(sent.source, part) for part in sent.parts]
+        return self._read_into(manifest, sent.parts, buffers, sources, sent.at_once)
 
-    def _receive_on_gpu(self, sent: "Sent", sinks: "Sequence[Sink]") -> list[dict[str, TensorEntry]]:
-        """From GPU to GPU, and hashed as it lies there: a part while the next ones arrive."""
+    def _receive_on_gpu(self, sent: "Sent", buffers: "Sequence[Tensor | None]") -> list[list[bytes]]:
+        """From GPU to GPU, and hashed as it lies there: a file's tensors while the next ones arrive."""
 
-        def receive(part: Part, sink: Sink) -> Arrived:
-            assert sink.buffer is not None
-            sent.receive_on_gpu(part, sink.buffer, self._go_on)
-            return Arrived(sink.buffer, self._stream)
+        def receive(part: Part, buffer: Tensor) -> Tensor:
+            sent.receive_on_gpu(part, buffer, self._go_on)
+            return buffer
 
-        def check(part: Part, arrived: Arrived) -> dict[str, TensorEntry]:
-            return self._read_part(part, arrived, arrived)
+        def check(stretch: Stretch, buffer: Tensor) -> list[bytes]:
+            arrived = Arrived(buffer[stretch.start : stretch.end], self._stream)
+            return self._read_stretch(stretch, arrived, arrived)
 
         with _threads(sent.at_once) as receiving, _threads(THREADS) as hashing:
-            arriving = [_submit(receiving, receive, *each) for each in zip(sent.parts, sinks, strict=True)]
-            checked = [
-                _submit(hashing, check, part, future.result())  # bounded: as in `_threads`
-                for part, future in zip(sent.parts, arriving, strict=True)
-            ]
+            arriving = [_submit(receiving, receive, *each) for each in zip(sent.parts, buffers, strict=True)]
+            checked = []
+            for part, future in zip(sent.parts, arriving, strict=True):
+                buffer = future.result()  # bounded: as in `_threads`
+                checked += [_submit(hashing, check, stretch, buffer) for stretch in cut(part)]
             return [future.result() for future in checked]  # bounded: as in `_threads`
 
     def _read_into(
         self,
         manifest: WeightsManifest,
         parts: Sequence[Part],
-        sinks: "Sequence[Sink]",
-        sources: "Sequence[Source]",
+        buffers: "Sequence[Tensor | None]",
+        sources: "Sequence[Callable[[Stretch], Source]]",
         at_once: int | None = None,
     ) -> list[tuple[str, Tensor]]:
-        found = _side_by_side(self._read_part, parts, sinks, sources, at_once=at_once)
-        return self._views_of(manifest, parts, sinks, found)
+        """Each file's tensors from what makes a source of a stretch of it."""
+
+        def read(stretch: Stretch, source: Callable[[Stretch], Source], buffer: Tensor | None) -> list[bytes]:
+            return self._read_stretch(stretch, source(stretch), self._sink(stretch, buffer))
+
+        every = zip(parts, sources, buffers, strict=True)
+        each = [(stretch, source, buffer) for part, source, buffer in every for stretch in cut(part)]
+        return self._views_of(manifest, parts, buffers, _side_by_side(read, each, at_once=at_once))
 
     def _views_of(
         self,
         manifest: WeightsManifest,
         parts: Sequence[Part],
-        sinks: "Sequence[Sink]",
-        found: Sequence[Mapping[str, TensorEntry]],
+        buffers: "Sequence[Tensor | None]",
+        digests: Sequence[list[bytes]],
     ) -> list[tuple[str, Tensor]]:
-        """The tensors, which were found to be these.
+        """The tensors, whose chunks were found to have these hashes.
 
         Raises:
             CommitError: they are not the version's.
         """
-        check_tensors(manifest, {name: entry for entries in found for name, entry in entries.items()})
-        return [each for part, sink in zip(parts, sinks, strict=True) for each in _views(part, sink.buffer)]
+        pieces = [(part.path.name, piece) for part in parts for piece in part.pieces]
+        hashes = of_tensors(
+            (piece.end - piece.start for _, piece in pieces), (digest for group in digests for digest in group)
+        )
+        found = {
+            piece.name: TensorEntry(file, piece.dtype, piece.shape, value)
+            for (file, piece), value in zip(pieces, hashes, strict=True)
+        }
+        check_tensors(manifest, found)
+        return [each for part, buffer in zip(parts, buffers, strict=True) for each in _views(part, buffer)]
 
     def _on_device(self, size: int) -> bool:
         return self._may_use_device and SPARE * size <= torch.cuda.mem_get_info(self._device)[0]
@@ -314,23 +332,28 @@ class Staging:
             return "device"
         return "host" if SPARE * size * self._sharing <= available_bytes() else "nowhere"
 
-    def _make_sinks(self, parts: Sequence[Part]) -> "list[Sink]":
+    def _make_buffers(self, parts: Sequence[Part]) -> "list[Tensor | None]":
         if self.place == "device":
             try:
-                return [OnDevice(part.size, self._device, self._stream) for part in parts]
+                return [empty_on_device(part.size, self._stream) for part in parts]
             except torch.OutOfMemoryError:  # somebody else took it
                 self.place = "host"
         if self.place == "host":
-            return [InPlace(np.empty(part.size, np.uint8)) for part in parts]
-        return [Nowhere() for _ in parts]
+            return [torch.from_numpy(empty_on_host(part.size)) for part in parts]
+        return [None for _ in parts]
 
-    def _read_part(self, part: Part, sink: Sink, source: "Source") -> dict[str, TensorEntry]:
-        digests = [xxhash.xxh3_128() for _ in part.pieces]
-        copy_blocks(part, source, sink, self._go_on, lambda block, at: _hash(part.pieces, digests, block, at))
-        return {
-            piece.name: TensorEntry(part.path.name, piece.dtype, piece.shape, digest.hexdigest())
-            for piece, digest in zip(part.pieces, digests, strict=True)
-        }
+    def _sink(self, stretch: Stretch, buffer: Tensor | None) -> Sink:
+        if buffer is None:
+            return Nowhere()
+        there = buffer[stretch.start : stretch.end]
+        return OnDevice(there, self._stream) if there.is_cuda else InPlace(there.numpy())
+
+    def _read_stretch(self, stretch: Stretch, source: "Source", sink: Sink) -> list[bytes]:
+        """The hashes of its chunks."""
+        digests = [xxhash.xxh3_128() for _ in stretch.pieces]
+        see = partial(_hash, stretch.pieces, digests)
+        copy_blocks(stretch.end - stretch.start, source, sink, self._go_on, see)
+        return [digest.digest() for digest in digests]
 
 
 @contextmanager
@@ -361,10 +384,10 @@ def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
         yield from _views(parts[file], torch.from_numpy(data[parts[file].offset :]))
 
 
-def _side_by_side(work: Callable[..., T], *items: Sequence[Any], at_once: int | None = None) -> list[T]:
-    """`work` on each of the items, several at once."""
+def _side_by_side(work: Callable[..., T], each: Iterable[tuple[Any, ...]], *, at_once: int | None = None) -> list[T]:
+    """`work` with each of these arguments, several at once."""
     with _threads(at_once or THREADS) as threads:
-        futures = [_submit(threads, work, *each) for each in zip(*items, strict=True)]
+        futures = [_submit(threads, work, *arguments) for arguments in each]
         return [future.result() for future in futures]  # bounded: as in `_threads`
 
 
@@ -385,14 +408,14 @@ def _submit(threads: ThreadPoolExecutor, work: Callable[..., T], *args: object) 
     return future
 
 
-def _hash(pieces: Sequence[Piece], digests: Sequence[Any], block: memoryview, at: int) -> None:
+def _hash(pieces: Sequence[tuple[int, int]], digests: Sequence[Any], block: memoryview, at: int) -> None:
     """Go on with the hashes of those pieces that `block`, which begins at byte `at`, has bytes of."""
     end = at + len(block)
-    for index in range(bisect_right(pieces, at, key=lambda piece: piece.end), len(pieces)):
-        piece = pieces[index]
-        if piece.start >= end:
+    for index in range(bisect_right(pieces, at, key=lambda piece: piece[1]), len(pieces)):
+        first, last = pieces[index]
+        if first >= end:
             break
-        digests[index].update(block[max(piece.start, at) - at : min(piece.end, end) - at])
+        digests[index].update(block[max(first, at) - at : min(last, end) - at])
 
 
 def _let_go(done: "Future[Any]") -> None:

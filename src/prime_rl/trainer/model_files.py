@@ -25,6 +25,8 @@ _NOT_COPIED = {
     "model.safetensors.index.json",
 }  # the first is ours when the source is a committed version itself
 FILE_BYTES = 256 << 20  # a file of weights holds more only where one tensor does
+_LEAST_FILE_BYTES = 64 << 20
+_FILES = 16  # of a small model, or more: of those who write to one file the kernel lets one in at a time
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,11 @@ class Slot:
 def layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, Slot]]:
     """The safetensors header of every file with its length, and the place of every tensor."""
     size_of = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
+    most = min(FILE_BYTES, max(sum(size_of.values()) // _FILES, _LEAST_FILE_BYTES))
     groups: list[list[StoredTensor]] = [[]]
     taken = 0  # bytes of the last group
     for tensor in tensors:
-        if groups[-1] and taken + size_of[tensor.name] > FILE_BYTES:
+        if groups[-1] and taken + size_of[tensor.name] > most:
             groups.append([])
             taken = 0
         groups[-1].append(tensor)

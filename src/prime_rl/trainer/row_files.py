@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -30,6 +31,7 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import local_ranks
 from prime_rl.lifeline import wake_without_parent
 from prime_rl.transport.delta import delta_file, encode, write_delta
+from prime_rl.transport.tensor_hash import chunks, of_tensors, stretches
 
 THREADS = 16  # at most
 _BLOCK = 1 << 24  # bytes read at once
@@ -117,25 +119,22 @@ def write_rows(
         OSError: with the path of the file.
     """
 
-    def write(file: str) -> dict[str, str]:
-        path, hashes = os.fspath(directory / file), {}
+    def write(file: str) -> None:
+        path = os.fspath(directory / file)
         try:
             descriptor = os.open(path, os.O_WRONLY)
             try:
                 for row in files[file]:
                     arrived(row.start + row.size)
-                    data = buffer[row.start : row.start + row.size]
-                    _pwrite(descriptor, data, row.offset)
-                    if hashing:
-                        hashes[row.tensor] = xxhash.xxh3_128(data).hexdigest()
+                    _pwrite(descriptor, buffer[row.start : row.start + row.size], row.offset)
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
-        return hashes
 
-    return joined(_side_by_side(write, list(files)))
+    rows = [row for of_file in files.values() for row in of_file] if hashing else []
+    return _hash_beside([partial(write, file) for file in files], buffer, rows, arrived)
 
 
 def write_held_rows(
@@ -155,12 +154,11 @@ def write_held_rows(
             before[:] = np.frombuffer(buffer[first:end], np.uint8)
             return hashes
 
-        def write(file: str) -> dict[str, str]:
-            told, hashes = {}, {}
+        def write(file: str) -> None:
+            told = {}
             for row in files[file]:
                 arrived(row.start + row.size)
                 data = np.frombuffer(buffer[row.start : row.start + row.size], np.uint8)
-                hashes[row.tensor] = xxhash.xxh3_128(data.data).hexdigest()
                 place = before[row.start - first : row.start - first + row.size]
                 told[row.tensor] = encode(place, data, how.word_bytes)
                 place[:] = data
@@ -169,49 +167,44 @@ def write_held_rows(
                 write_delta(path, told)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, os.fspath(path)) from error
-            return hashes
 
-        return joined(_side_by_side(write, list(files)))
+        rows = [row for of_file in files.values() for row in of_file]
+        return _hash_beside([partial(write, file) for file in files], buffer, rows, arrived)
 
 
 def copy_rows(buffer: memoryview, into: memoryview, rows: Sequence[Row], arrived: Arrived) -> None:
     """Copy each tensor's rows to its `offset` there. Through a mapping: of those who write to one file the kernel lets one in at a time."""
 
-    def copy_one(row: Row) -> dict[str, str]:
+    def copy_one(row: Row) -> None:
         arrived(row.start + row.size)
         there = np.frombuffer(into[row.offset : row.offset + row.size], np.uint8)
         np.copyto(there, np.frombuffer(buffer[row.start : row.start + row.size], np.uint8))
-        return {}
 
-    _side_by_side(copy_one, rows)
+    _side_by_side([partial(copy_one, row) for row in rows])
 
 
 def hash_rows(buffer: memoryview, rows: Sequence[Row], arrived: Arrived) -> dict[str, str]:
     """The hash of each tensor's rows as they lie in the buffer, which nobody writes."""
-
-    def hash_one(row: Row) -> dict[str, str]:
-        arrived(row.start + row.size)
-        return {row.tensor: xxhash.xxh3_128(buffer[row.start : row.start + row.size]).hexdigest()}
-
-    return joined(_side_by_side(hash_one, rows))
+    return _hash_beside([], buffer, rows, arrived)
 
 
 def hash_ranges(directory: Path, ranges: Sequence[Range]) -> dict[str, str]:
     """The hashes of tensors as they lie there."""
 
-    def hash_one(one: Range) -> dict[str, str]:
+    def hash_chunk(one: Range, first: int, last: int) -> list[bytes]:
         digest = xxhash.xxh3_128()
         with open(directory / one.file, "rb") as file:
-            at, end = one.start, one.start + one.size
+            at, end = one.start + first, one.start + last
             while at < end:
                 data = os.pread(file.fileno(), min(_BLOCK, end - at), at)
                 if not data:
                     raise OSError(errno.EIO, f"it ends at byte {at} of {end}", os.fspath(directory / one.file))
                 digest.update(data)
                 at += len(data)
-        return {one.tensor: digest.hexdigest()}
+        return [digest.digest()]
 
-    return joined(_side_by_side(hash_one, ranges))
+    tasks = [partial(hash_chunk, one, *chunk) for one in ranges for chunk in chunks(one.size)]
+    return _hashes(ranges, _side_by_side(tasks))
 
 
 def joined(parts: Iterable[dict[str, str]]) -> dict[str, str]:
@@ -219,12 +212,37 @@ def joined(parts: Iterable[dict[str, str]]) -> dict[str, str]:
     return dict(chain.from_iterable(part.items() for part in parts))
 
 
-def _side_by_side(work: Callable[[T], dict[str, str]], items: Sequence[T]) -> list[dict[str, str]]:
-    at_once = min(threads_here(), len(items))
+def _hash_beside(
+    writing: Sequence[Callable[[], None]], buffer: memoryview, rows: Sequence[Row], arrived: Arrived
+) -> dict[str, str]:
+    """The rows' hashes, which other threads make than those that write them: of those who write to one file the kernel lets one in at a time."""
+
+    def hash_chunks(first: int, last: int) -> list[bytes]:
+        digests = []
+        for start, end in pieces[first:last]:
+            arrived(end)
+            digests.append(xxhash.xxh3_128_digest(buffer[start:end]))
+        return digests
+
+    pieces = [(row.start + start, row.start + end) for row in rows for start, end in chunks(row.size)]
+    tasks: list[Callable[[], list[bytes] | None]] = [*writing]
+    tasks += [partial(hash_chunks, *stretch) for stretch in stretches([end - start for start, end in pieces])]
+    return _hashes(rows, [digests for digests in _side_by_side(tasks) if digests is not None])
+
+
+def _hashes(tensors: Sequence[Row | Range], digests: Iterable[list[bytes]]) -> dict[str, str]:
+    """The tensors' hashes from those of their chunks."""
+    hashes = of_tensors((tensor.size for tensor in tensors), chain.from_iterable(digests))
+    return {tensor.tensor: value for tensor, value in zip(tensors, hashes, strict=True)}
+
+
+def _side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """They are begun in their order."""
+    at_once = min(threads_here(), len(tasks))
     if at_once < 2:
-        return [work(item) for item in items]
+        return [task() for task in tasks]
     with ThreadPoolExecutor(at_once, thread_name_prefix="export") as threads:  # bounded: by the disk, as one would be
-        return list(threads.map(work, items))
+        return list(threads.map(lambda task: task(), tasks))
 
 
 def _pwrite(descriptor: int, data: memoryview, offset: int) -> None:

@@ -1,6 +1,6 @@
 """Committed policy versions, from the trainer to the engines: `weights/step_v` holds version v in Hugging Face form.
 
-The manifest carries one xxh3-128 per tensor and one hash over those, which identifies the version wherever it is served. Version 0 is the
+The manifest carries a hash of every tensor (`tensor_hash.py`) and one over those, which identifies the version wherever it is served. Version 0 is the
 base model: a manifest with its hashes and its path, no copy. Nothing here needs torch: a safetensors file is a header and byte ranges.
 """
 
@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from prime_rl.transport import tensor_hash
 from prime_rl.transport.canary import Canary, read_canary
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest, stage, verify
 from prime_rl.transport.delta import Bytes, apply_delta, delta_file
 from prime_rl.transport.memory import InMemory, check_memory, read_in_memory
+from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_chunks
 
 INDEX = "model.safetensors.index.json"  # where there are several files: which holds which tensor
-_CHUNK = 1 << 24
+_BLOCK = 1 << 24  # bytes read at once
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ def manifest_extra(
             "version": version,
             "incarnation": incarnation,
             "hash": version_hash(tensors),
+            "hash_chunk": tensor_hash.CHUNK_BYTES,
             "tensors": {name: vars(entry) for name, entry in tensors.items()},
             "base": base,
         }
@@ -131,9 +134,13 @@ def weights_manifest(directory: Path) -> WeightsManifest:
     """Read a committed version's identity without touching its tensors.
 
     Raises:
-        CommitError: the directory is not a committed version.
+        CommitError: the directory is not a committed version, or one whose hashes were made otherwise than here.
     """
     extra = read_manifest(directory).extra
+    if "tensors" in extra and extra.get("hash_chunk") != tensor_hash.CHUNK_BYTES:
+        raise CommitError(
+            f"{directory} was written by another release of prime-rl, which hashes tensors otherwise: go on with that one"
+        )
     try:
         tensors = {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()}
         return WeightsManifest(
@@ -270,7 +277,7 @@ def hash_version(manifest: WeightsManifest) -> dict[str, TensorEntry]:
         header, offset = read_header(full.files / file)
         for name, entry in header.items():
             first, last = entry["data_offsets"]
-            digest = xxhash.xxh3_128(data[offset + first : offset + last].data).hexdigest()
+            digest = hash_tensor(data[offset + first : offset + last].data)
             tensors[name] = TensorEntry(file, entry["dtype"], entry["shape"], digest)
     return tensors
 
@@ -304,7 +311,7 @@ def hash_directory(directory: Path) -> dict[str, TensorEntry]:
 
 
 def hash_tensors(file: Path) -> dict[str, TensorEntry]:
-    """xxh3-128 of each tensor's bytes in one safetensors file.
+    """The hash of each tensor in one safetensors file.
 
     Raises:
         CommitError: the file is truncated or malformed.
@@ -362,12 +369,15 @@ def write_base_version(root: Path, model: Path, canary: Canary | None = None) ->
 
 
 def _hash_range(data: Any, offset: int, count: int, file: Path) -> str:
-    digest = xxhash.xxh3_128()
     data.seek(offset)
-    while count:
-        block = data.read(min(count, _CHUNK))
-        if not block:
-            raise CommitError(f"{file} ended while it was read")
-        digest.update(block)
-        count -= len(block)
-    return digest.hexdigest()
+    digests = []
+    for start, end in chunks(count):
+        digest, left = xxhash.xxh3_128(), end - start
+        while left:
+            block = data.read(min(left, _BLOCK))
+            if not block:
+                raise CommitError(f"{file} ended while it was read")
+            digest.update(block)
+            left -= len(block)
+        digests.append(digest.digest())
+    return of_chunks(digests)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from prime_rl.inference import blocks, staging
 from prime_rl.inference.blocks import lay_out
 from prime_rl.inference.staging import Staging
+from prime_rl.transport import tensor_hash
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
@@ -31,8 +32,9 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors begin, end and lie within blocks."""
+    """Tensors begin, end and lie within blocks and stretches, and are hashed in chunks; the last of one is smaller."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", 30_000)
 
 
 def commit(root: Path, version: int = 1, shift: int = 0) -> Path:
@@ -135,17 +137,18 @@ def no_collection() -> Iterator[None]:
 def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
     arrays: list[weakref.ref[np.ndarray]] = []
-    in_place = staging.InPlace
 
-    def noted(array: np.ndarray) -> Any:
+    def noted(size: int) -> np.ndarray:
+        array = np.empty(size, np.uint8)
         arrays.append(weakref.ref(array))
-        return in_place(array)
+        return array
 
-    monkeypatch.setattr(staging, "InPlace", noted)
+    monkeypatch.setattr(staging, "empty_on_host", noted)
+    monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", 1 << 20)  # a file is one stretch
     directory = commit(tmp_path)
     if trouble == "damaged":
         _flip(directory)
-    if trouble == "every file fails":
+    if trouble == "every file fails":  # at the same time
         together, fill = threading.Barrier(2, timeout=SECONDS), blocks._fill
 
         def failing(*args: Any) -> None:

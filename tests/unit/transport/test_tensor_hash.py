@@ -1,0 +1,104 @@
+"""The hash of a tensor: the same whoever makes it, in whatever pieces."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from prime_rl.inference.blocks import cut, lay_out
+from prime_rl.inference.staging import Staging
+from prime_rl.trainer.row_files import Held, Holding, Range, Row, hash_ranges, hash_rows, write_held_rows, write_rows
+from prime_rl.transport import tensor_hash
+from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_tensors, stretches
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
+
+CHUNK = 1000
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_chunks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_hash, "CHUNK_BYTES", CHUNK)
+        yield
+
+
+def by_hand(data: bytes) -> str:
+    if len(data) <= CHUNK:
+        return xxhash.xxh3_128(data).hexdigest()
+    parts = [data[at : at + CHUNK] for at in range(0, len(data), CHUNK)]
+    return xxhash.xxh3_128(b"".join(bytes.fromhex(xxhash.xxh3_128(part).hexdigest()) for part in parts)).hexdigest()
+
+
+@given(st.binary(max_size=5 * CHUNK))
+def test_value(data: bytes) -> None:
+    """Of a small tensor it is xxh3-128 of its bytes, as ever; of a large one that of its chunks' hashes."""
+    assert hash_tensor(data) == by_hand(data)
+
+
+@given(st.lists(st.integers(0, 3 * CHUNK), max_size=30))
+def test_stretches_are_all_pieces_once(sizes: list[int]) -> None:
+    """And no stretch is longer than a chunk, but one of a single piece."""
+    groups = stretches(sizes)
+    assert [index for first, last in groups for index in range(first, last)] == list(range(len(sizes)))
+    assert all(last - first == 1 or sum(sizes[first:last]) <= CHUNK or sum(sizes[first : last - 1]) == 0 for first, last in groups)  # fmt: skip
+
+
+@given(st.lists(st.integers(0, 3 * CHUNK), max_size=10))
+def test_hashes_from_those_of_all_chunks(sizes: list[int]) -> None:
+    data = [os.urandom(size) for size in sizes]
+    digests = [xxhash.xxh3_128_digest(one[start:end]) for one in data for start, end in chunks(len(one))]
+    assert list(of_tensors(sizes, digests)) == [hash_tensor(one) for one in data]
+
+
+def test_writers_and_readers_agree(tmp_path: Path) -> None:
+    """Contract: who writes rows, tells their changes, hashes them in memory or reads them back, and a server that reads the file, all find what
+    `hash_tensor` says."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+        for name, size in {"a": 3 * CHUNK, "b": 10, "c": 20, "none": 0, "d": 4 * CHUNK + 7}.items()
+    }
+    extra: dict[str, Any] = {}
+    with stage(version_dir(tmp_path, 1), step=1, producer="trainer", extra=extra) as directory:
+        save_file(tensors, directory / "model.safetensors")
+        extra |= manifest_extra(1, 0, hash_directory(directory))
+    directory = version_dir(tmp_path, 1)
+    want = {name: by_hand(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
+    assert {name: entry.xxh3 for name, entry in hash_directory(directory).items()} == want
+
+    (part,) = lay_out(directory)
+    assert len(cut(part)) > 7  # several threads read one tensor
+    read = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"))
+    read.wait(60.0)
+    assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors()} == want
+
+    data = (directory / "model.safetensors").read_bytes()[part.offset :]
+    rows = [Row(piece.name, piece.start, piece.end - piece.start, part.offset + piece.start) for piece in part.pieces]
+    files, there = {"model.safetensors": rows}, memoryview(data)
+    assert write_rows(there, directory, files, lambda end: None, hashing=True) == want
+    assert hash_rows(there, rows, lambda end: None) == want
+    ranges = [Range(row.tensor, "model.safetensors", row.offset, row.size) for row in rows]
+    assert hash_ranges(directory, ranges) == want
+    held = Held()
+    for since in (None, "1"):
+        how = Holding("1", since, 1)
+        assert write_held_rows(there, directory, files, lambda end: None, held, how) == want
+
+
+def test_hashes_that_are_made_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a version of another release is not taken for one whose bytes are wrong."""
+    save_file({"a": torch.zeros(10)}, tmp_path / "model.safetensors")
+    extra = manifest_extra(1, 0, hash_directory(tmp_path))
+    del extra["hash_chunk"]
+    with stage(version_dir(tmp_path, 1), step=1, producer="trainer", extra=extra):
+        pass
+    with pytest.raises(CommitError, match="another release"):
+        weights_manifest(version_dir(tmp_path, 1))
