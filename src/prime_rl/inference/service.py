@@ -138,6 +138,7 @@ class WeightService:
         self._boot = secrets.token_hex(8)
         self._paused_by_client = False
         self._broken: str | None = None
+        self._standing: str | None = None  # why the engine, which is to go on, may not do so
         self._log = log.get(__name__)
         # Hashed beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(asyncio.to_thread(hash_directory, base))
@@ -151,10 +152,11 @@ class WeightService:
         """Ask every worker what it serves.
 
         Raises:
-            Refused: the engine does not answer, its ranks disagree, or a failed update left it unusable (5xx).
+            Refused: the engine does not answer or go on, its ranks disagree, or a failed update left it unusable (5xx).
         """
-        if self._broken is not None:
-            raise Refused(500, self._broken)
+        self._check_usable()
+        if self._standing is not None:
+            raise Refused(503, self._standing)
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 answers = await self._engine.collective_rpc("prime_served")
@@ -354,7 +356,7 @@ class WeightService:
 
     async def _load(self, directory: Path, identity: dict[str, Any], stamp: bytes | None) -> None:
         async with asyncio.timeout(LOAD_SECONDS):
-            await self._engine.collective_rpc("prime_load", args=(str(directory), identity))
+            await self._engine.collective_rpc("prime_load", args=(str(directory), identity, str(self._base)))
             # A new life of the trainer may have set the directory aside, or made it again, since its tensors were hashed.
             committed_anew = stamp is not None and await _read(_stamp, directory) != stamp
             if committed_anew and (await _read(weights_manifest, directory)).hash != identity["hash"]:
@@ -371,14 +373,15 @@ class WeightService:
             self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
             self._log.error("%s", self._broken)
             raise Refused(500, self._broken) from error
+        self._broken = None  # a load before this one may have left it so
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
+        self._check_usable()  # one that lets requests end would have them go on
         await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
         self._paused_by_client = True
 
     async def _resume(self) -> None:
-        if self._broken is not None:
-            raise Refused(500, self._broken)
+        self._check_usable()
         self._paused_by_client = False
         await self._go_on()
 
@@ -393,16 +396,24 @@ class WeightService:
             await self._go_on()  # for one, it cannot clear a cache that another server is filling
             raise Refused(503, f"the engine did not pause: {error!r}") from error
 
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise Refused(500, self._broken)
+
     async def _go_on(self) -> None:
-        if self._paused_by_client:
+        """Unless a client has paused it, or its weights are unusable. One that does not go on is not said to serve, until it does."""
+        if self._paused_by_client or self._broken is not None:
             return
         try:
             async with asyncio.timeout(PAUSE_SECONDS):
                 await self._engine.resume_generation()
         except TimeoutError as error:
-            raise Refused(503, f"the engine did not resume within {PAUSE_SECONDS:.0f} s") from error
+            self._standing = f"the engine did not resume within {PAUSE_SECONDS:.0f} s"
+            raise Refused(503, self._standing) from error
         except Exception as error:  # whatever vLLM raises: several engines do not resume while one is still pausing
-            raise Refused(503, f"the engine did not resume: {error!r}") from error
+            self._standing = f"the engine did not resume: {error!r}"
+            raise Refused(503, self._standing) from error
+        self._standing = None
 
     async def _base_hashes(self) -> dict[str, TensorEntry]:
         try:

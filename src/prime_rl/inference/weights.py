@@ -88,14 +88,17 @@ class WeightsExtension:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what it held is others' again
 
-    def prime_load(self, directory: str, identity: Identity) -> None:
+    def prime_load(self, directory: str, identity: Identity, base: str) -> None:
         """Load what was staged, or the tensors in `directory` where nothing was. A failure leaves the model unusable: `prime_restore` must follow.
+
+        Args:
+            base: Where the weights lie that this worker was started with: vLLM itself knows them by a name, and does not look for its revision again.
 
         Raises:
             Exception: what reading it failed with, or whatever vLLM's loader raises for weights that do not fit.
         """
         if self.prime_directory is None:
-            self.prime_directory = self.model_config.model  # a reload overwrites it
+            self.prime_directory = base
         self.prime_next = (directory, identity)
         staging = self.prime_staging
         if staging is None:
@@ -123,14 +126,16 @@ class WeightsExtension:
         """Some rank failed: go back to what was served before the load, here too.
 
         Raises:
-            RuntimeError: that was received, so that no file holds it: the next load that succeeds makes the model usable again.
+            RuntimeError: that was received, so that no file holds it, or something else stands there now: the next load that succeeds makes the
+                model usable again.
         """
         self.prime_next = None
         self.prime_unstage()
         if self.prime_directory is not None:
-            compat.settle_reload(self.model_runner.get_model(), self.model_config)
             if self.prime_received:
                 raise RuntimeError(f"{self.prime_directory} was received and is in no file: load a version again")
+            if self.prime_identity is not None and not _may_hold(self.prime_directory, self.prime_identity):
+                raise RuntimeError(f"{self.prime_directory} is gone, or was committed anew: load a version again")
             self.prime_reload(self.prime_directory)
 
     def prime_is_plain(self) -> bool:
@@ -171,7 +176,10 @@ class WeightsExtension:
             if self.device.type == "cpu":
                 forget_packed_experts(model)
             source, told = (None, tensors) if tensors is not None else source_of(Path(directory))
-            if told is not None and self.prime_whole and self.prime_is_plain():
+            if not self.prime_whole:
+                # Also where going back has failed, too: the next reload would take half a layer of the last one for its own.
+                compat.settle_reload(model, self.model_config)
+            elif told is not None and self.prime_is_plain():
                 compat.load_in_place(model, told, self.model_config)
                 return
             self.prime_whole = False
@@ -182,6 +190,14 @@ class WeightsExtension:
             self.prime_whole = True
             if self.device.type == "cpu":
                 repack_tied_heads(model)
+
+
+def _may_hold(directory: str, identity: Identity) -> bool:
+    """Whether a version that stands there is this one. The base model's directory is none."""
+    try:
+        return weights_manifest(Path(directory)).hash == identity["hash"]
+    except CommitError:
+        return identity["version"] == 0
 
 
 def source_of(directory: Path) -> tuple[Path, Iterable[tuple[str, torch.Tensor]] | None]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prime_rl.monitor import log
-from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served
+from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served, Unusable
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
@@ -136,17 +136,24 @@ class Canaries:
             CanaryFailed: it computes something else.
             EngineTrouble: it did not answer, or version 0 cannot be read.
         """
-        served = await engine.served()
-        if engine.root in self._bands and self._bands[engine.root][0] == served.boot:
+        known = engine.root in self._bands
+        try:
+            served: Served | None = await engine.served()
+        except Unusable:
+            if known:
+                return  # a load mends it; `check` sees whether it was started again
+            served = None
+        if known and served is not None and self._bands[engine.root][0] == served.boot:
             return
         self._bands.pop(engine.root, None)
         base = _base_of(weights)
         if weights.canary is None or base is None or base.canary is None:
             which = "version 0, on which they would be calibrated" if weights.canary else "the version that is loaded"
             self._say_once(f"servers are checked by hashes alone: there is no canary in {which}")
-            self._bands[engine.root] = served.boot, None
+            if served is not None:
+                self._bands[engine.root] = served.boot, None
             return
-        if not served.holds(base):
+        if served is None or not served.holds(base):
             served = await engine.give(base)
         try:
             scores = await score(engine, base.canary, served.engines)

@@ -25,6 +25,8 @@ _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
 _PROOF_TIMEOUT_SECONDS = 60.0  # for a server that is busy; who takes longer proves nothing
 _SAY_WAIT_AFTER_SECONDS = 0.5
+_BUSY = 409  # another weight change goes on, perhaps one whose answer was lost
+_UNUSABLE = 500  # as an answer to what is served
 _UNSENT = 424  # `inference.service.UNSENT`
 
 
@@ -34,6 +36,10 @@ class EngineTrouble(UserError):
 
 class NotSent(EngineTrouble):
     """The trainer's sender did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
+
+
+class Unusable(EngineTrouble):
+    """The server says that it cannot say what it serves: nothing but another load mends its weights."""
 
 
 class CannotScore(UserError):
@@ -117,6 +123,7 @@ class Engine:
         """Ask what is served.
 
         Raises:
+            Unusable: a load that failed has left it without weights.
             UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
         """
         body = await self._call("GET", "/weights", timeout=min(_PROOF_TIMEOUT_SECONDS, self._config.timeout))
@@ -254,8 +261,11 @@ class Engine:
             raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
         if response.status_code == _UNSENT:
             raise NotSent(f"the inference server at {self.root}: {_message(response)}")
+        if response.status_code == _BUSY:
+            raise EngineTrouble(f"the inference server at {self.root} is at another change: {_message(response)}")
         if response.status_code >= 500:
-            raise EngineTrouble(f"the inference server at {self.root} failed {method} {path}: {_message(response)}")
+            kind = Unusable if (path, response.status_code) == ("/weights", _UNUSABLE) else EngineTrouble
+            raise kind(f"the inference server at {self.root} failed {method} {path}: {_message(response)}")
         if not response.is_success:
             raise UserError(f"the inference server at {self.root} refused {method} {path}: {_message(response)}")
         try:

@@ -17,7 +17,7 @@ from prime_rl.monitor import Status, log
 from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
-from prime_rl.orchestrator.engine import EngineTrouble, NotSent
+from prime_rl.orchestrator.engine import EngineTrouble, NotSent, Unusable
 from prime_rl.orchestrator.fleet import Fleet, Replica
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
@@ -184,7 +184,10 @@ class Serving:
         Raises:
             UserError: the bases differ.
         """
-        served = await replica.engine.served()
+        try:
+            served = await replica.engine.served()
+        except Unusable:
+            return  # there is nothing to overwrite
         base = self.history.manifest(version).hash
         if version == served.version == 0 and served.hash != base:
             raise UserError(

@@ -7,12 +7,14 @@ at the same address. The trainer never waits for a server, but for a moment wher
 import json
 import mmap
 import os
+import resource
 import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -38,6 +40,7 @@ _ANSWER_SECONDS = 2.0  # … and for the process to say that none goes on any mo
 _PATIENCE = 5.0  # seconds for a killed process to end
 _MOST_ENDS = 3  # of the process, between two versions: then something is wrong with this host
 _BACKLOG = 64
+_PAUSE_SECONDS = 1.0  # where no descriptor is free
 _NEWS_SECONDS = 2.0  # at most, for the process to read what it was told; who asks for it may be there sooner
 
 
@@ -314,15 +317,20 @@ class _Server:
             self._make_groups()
 
     def serve(self, listening: socket.socket) -> NoReturn:
-        while True:
-            connection, address = listening.accept()  # bounded: it ends with the process
+        while True:  # bounded: it ends with the process
+            try:
+                connection, address = listening.accept()  # bounded: as above
+            except OSError as error:  # no descriptor is free: those who are connected are served on
+                self._answers.tell(said=f"nobody else can connect at the moment ({error.strerror})")
+                time.sleep(_PAUSE_SECONDS)
+                continue
             threading.Thread(target=self._serve, args=(connection, address[0]), daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
         line = Line(connection)
         try:
             pair = self._begin(line)
-        except PairError as error:
+        except (PairError, OSError) as error:
             line.close()
             self._answers.tell(said=f"{address}: {error}")
             return
@@ -339,6 +347,11 @@ class _Server:
                     pair.line.tell(self._seconds, error=str(refusal))
         except PairError:  # it is gone; it knows why
             pass
+        except (
+            OSError,
+            RuntimeError,
+        ) as error:  # the second is torch's, of a GPU without memory for one: the others are served on
+            self._answers.tell(said=f"{address}: {error}")
         finally:
             pair.close()
 
@@ -405,6 +418,8 @@ def _serve(memory: int, size: int, listening: int, answering: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.excepthook = _end
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every worker of every server keeps a few connections
     settings = json.loads(sys.stdin.buffer.readline())["settings"]
     offered, answers = _Offered(), _Answers(answering)
 

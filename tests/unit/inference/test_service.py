@@ -39,9 +39,13 @@ class FakeEngine:
         self.identity: dict[str, Any] | None = None
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        if "pause" in self.fail:
+            raise RuntimeError("pause failed")
         self.calls.append(("pause", mode, clear_cache))
 
     async def resume_generation(self) -> None:
+        if "resume" in self.fail:
+            raise RuntimeError("resume failed")
         self.calls.append("resume")
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -265,20 +269,56 @@ async def test_a_version_whose_place_changes_while_it_is_read(base: Path, tmp_pa
 
 
 async def test_a_failed_restore_leaves_the_engine_paused(base: Path, tmp_path: Path) -> None:
-    """Contract: if the old weights cannot be restored the server says so (500) and never generates with half of them; a good
-    update mends it."""
+    """Contract: if the old weights cannot be restored the server says so (500) and never generates with half of them, whatever it is asked
+    then, an update that does not stop it included; a good update mends it."""
     engine, root = FakeEngine(), tmp_path / "weights"
     service = make(engine, base, root)
     directory = commit(root, 1)
     engine.fail = {"prime_load", "prime_restore"}
-    for action in (service.update(str(directory), 1), service.served(), service.resume()):
+    for action in (
+        service.update(str(directory), 1),
+        service.served(),
+        service.resume(),
+        service.pause("wait", clear_cache=False),
+    ):
         with pytest.raises(Refused, match="unusable") as error:
             await action
         assert error.value.status == 500
+    engine.fail = {"pause"}
+    with pytest.raises(Refused, match="did not pause"):
+        await service.update(str(directory), 1)
     assert "resume" not in engine.calls
     engine.fail = set()
     assert (await service.update(str(directory), 1)).version == 1
     assert engine.calls[-1] == "resume"
+
+
+async def test_a_restore_that_succeeds_mends_too(base: Path, tmp_path: Path) -> None:
+    """Contract: unusable is what is so now. A load that fails, with a way back this time, leaves a server that serves."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    directory = commit(root, 1)
+    for fail, says in (({"prime_load", "prime_restore"}, "unusable"), ({"prime_load"}, "previous weights go on")):
+        engine.fail = fail
+        with pytest.raises(Refused, match=says):
+            await service.update(str(directory), 1)
+    assert "resume" in engine.calls
+    assert (await service.served()).version == 0
+
+
+async def test_an_engine_that_does_not_go_on_does_not_serve(base: Path, tmp_path: Path) -> None:
+    """Contract: loaded and committed is not enough. Who asks hears that it stands still (503), until it goes on."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    service = make(engine, base, root)
+    directory = commit(root, 1)
+    engine.fail = {"resume"}
+    for action in (service.update(str(directory), 1), service.served()):
+        with pytest.raises(Refused, match="did not resume") as error:
+            await action
+        assert error.value.status == 503
+    engine.fail = set()
+    assert (await service.update(str(directory), 1)).version == 1
+    assert (await service.served()).version == 1
 
 
 async def test_a_client_that_hangs_up_does_not_stop_an_update(base: Path, tmp_path: Path) -> None:

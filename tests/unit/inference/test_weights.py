@@ -46,12 +46,14 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compat, "load_in_place", load_in_place)
     monkeypatch.setattr(compat, "keeps_as_loaded", lambda model: True)
+    monkeypatch.setattr(compat, "settle_reload", lambda model, config: model.loads.append("settled"))
     pytest.importorskip("vllm")
     monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())
 
 
 def test_what_a_reload_left_half_done_is_mended_by_a_reload(tmp_path: Path) -> None:
-    """Contract: after a reload that failed, of a version or of the one before it, the next tensors go through a reload; then in place again."""
+    """Contract: after a reload that failed, of a version or of the one before it, what it left behind is given up and the next tensors go through a
+    reload; then in place again."""
     worker = Worker()
     assert worker.load() == "in place"
     worker.trouble = True
@@ -62,6 +64,7 @@ def test_what_a_reload_left_half_done_is_mended_by_a_reload(tmp_path: Path) -> N
     worker.trouble = False
     assert worker.load() == "reload"
     assert worker.load() == "in place"
+    assert worker.loads == ["in place", "reload", "settled", "reload", "settled", "reload", "in place"]
 
 
 @pytest.mark.parametrize("settings", [{"lora": object()}, {"cache": "fp8_e4m3"}])

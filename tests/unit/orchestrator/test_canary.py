@@ -27,7 +27,7 @@ from prime_rl.orchestrator.canary import (
     compare,
     stayed,
 )
-from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served
+from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served, Unusable
 from prime_rl.transport.canary import Canary, canary_tokens, read_canary
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.weights import WeightsManifest, manifest_extra, version_dir, weights_manifest
@@ -114,13 +114,17 @@ class Scored:
         self.gave: list[int] = []
         self.scored = 0
         self.engines = 1
+        self.unusable = False  # until it is given something
         self.stale: list[float] | None = None  # what the last of several engines goes on to answer
 
     async def served(self) -> Served:
+        if self.unusable:
+            raise Unusable("scripted")
         return Served(self.now.version, self.now.hash, self.boot, engines=self.engines)
 
     async def give(self, weights: WeightsManifest) -> Served:
         self.gave.append(weights.version)
+        self.unusable = False
         self.now = weights
         return await self.served()
 
@@ -183,6 +187,19 @@ async def test_a_server_that_serves_something_else_is_given_the_base_to_be_calib
     canaries = Canaries()
     await server.update(canaries, commit(tmp_path, 8))
     assert server.gave == [0, 8]
+    assert canaries.band(server.root) is not None
+
+
+@pytest.mark.parametrize("known", [True, False])
+async def test_a_server_whose_weights_are_unusable_is_given_others(server, tmp_path, known):
+    """Contract: only a load mends it, so that it is not asked first what it serves for ever. One that is not known yet gets the base."""
+    canaries = Canaries()
+    if known:
+        await server.update(canaries, commit(tmp_path, 1))
+    server.gave.clear()
+    server.unusable = True
+    await server.update(canaries, commit(tmp_path, 2))
+    assert server.gave == ([2] if known else [0, 2])
     assert canaries.band(server.root) is not None
 
 

@@ -14,7 +14,7 @@ import pytest
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
 from prime_rl.orchestrator import engine as engine_module
-from prime_rl.orchestrator.engine import CannotScore, Engine, EngineTrouble, Served
+from prime_rl.orchestrator.engine import CannotScore, Engine, EngineTrouble, Served, Unusable
 from prime_rl.transport.weights import WeightsManifest
 
 
@@ -126,7 +126,9 @@ async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served
             await engine.update(manifest())
 
 
-@pytest.mark.parametrize(("status", "trouble"), [(500, True), (503, True), (400, False), (401, False), (404, False)])
+@pytest.mark.parametrize(
+    ("status", "trouble"), [(500, True), (503, True), (409, True), (400, False), (401, False), (404, False)]
+)
 async def test_a_failure_of_the_server_is_told_from_a_refusal(server, status, trouble):
     """The first is worth another attempt, the second is not."""
     server.answers["GET", "/weights"] = status, {}
@@ -134,6 +136,7 @@ async def test_a_failure_of_the_server_is_told_from_a_refusal(server, status, tr
         with pytest.raises(UserError) as caught:
             await engine.served()
     assert isinstance(caught.value, EngineTrouble) is trouble
+    assert isinstance(caught.value, Unusable) is (status == 500)  # of what is served, and of nothing else
 
 
 async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(server):
