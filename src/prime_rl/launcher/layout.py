@@ -47,6 +47,14 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     serving = config.inference is not None and _on_cuda(config.inference.device, machine)
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
     counts = _servers(config) if serving else [0] * ((config.inference_servers or 1) if config.inference else 0)
+    if not training and config.trainer_gpus > 1:
+        raise UserError(
+            f"trainer_gpus {config.trainer_gpus}: the trainer does not use GPUs here (see --device); processes on a CPU are --trainer-ranks"
+        )
+    if config.inference_gpus is not None and config.inference is not None and not serving:
+        raise UserError(
+            f"inference_gpus {config.inference_gpus}: the servers do not use GPUs here (see --device); several on a CPU are --inference-servers"
+        )
     if training and config.trainer_ranks not in (None, training):
         raise UserError(f"trainer_ranks {config.trainer_ranks} must equal trainer_gpus {training}: one GPU a rank")
     if config.share_gpus:

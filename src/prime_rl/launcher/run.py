@@ -19,7 +19,7 @@ from prime_rl.launcher.layout import Machine
 from prime_rl.launcher.plan import Plan, describe, make_plan
 from prime_rl.launcher.progress import bench_table, minutes, summary
 from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
-from prime_rl.orchestrator.ckpt import resume_progress
+from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.memory import check_place
@@ -132,11 +132,12 @@ def drained(config: RLConfig) -> str:
 
 def ways_on(config: RLConfig) -> str:
     """How to go on with a run that ended too early, by what was committed."""
+    again = "the same command without --clean and with" if config.clean else "the same command with"
     root = _checkpoints_root(config)
     if _seen(lambda: checkpoints.complete_steps(root)):
-        return "to go on: the same command with --recover, or from a checkpoint with --ckpt.resume-step -1"
+        return f"to go on: {again} --recover, or from a checkpoint with --ckpt.resume-step -1"
     saved = _seen(lambda: checkpoints.steps_with(root, "trainer"))  # a part is enough for --recover
-    return "to go on: the same command with --recover" + ("" if saved else f" ({_recovery(config)})")
+    return f"to go on: {again} --recover" + ("" if saved else f" ({_recovery(config)})")
 
 
 def _recovery(config: RLConfig) -> str:
@@ -191,7 +192,9 @@ def _check(config: RLConfig) -> None:
         checks.check_chat_template(config.orchestrator.model.name)
     if (tmpfs := config.trainer.weights.tmpfs) is not None:
         check_place(tmpfs)
-    resume_progress(config.output_dir, config.orchestrator.ckpt, config.orchestrator.max_steps, config.recover)
+    orchestrator = config.orchestrator
+    progress = resume_progress(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
+    refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
     evaluated = [] if config.orchestrator.eval is None else config.orchestrator.eval.environments
     for environment in (*config.orchestrator.environments, *evaluated):
         checks.check_environment(environment)

@@ -117,6 +117,15 @@ def refuse_used(output_dir: Path, progress: Progress) -> None:
         )
 
 
+def refuse_other_seed(progress: Progress, seed: int) -> None:
+    """Raise UserError where a run would go on with other tasks than it began with."""
+    if not progress.fresh and progress.state.groups_opened and progress.state.seed != seed:
+        raise UserError(
+            f"the run began with seed {progress.state.seed} and would go on with {seed}: tasks would be repeated and left out; give --seed "
+            f"{progress.state.seed}"
+        )
+
+
 def read_state(rollouts: Path, step: int) -> State:
     """The state after the batch of `step`.
 

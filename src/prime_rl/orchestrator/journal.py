@@ -16,7 +16,7 @@ from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.orchestrator.account import Account
-from prime_rl.orchestrator.ckpt import Progress, State
+from prime_rl.orchestrator.ckpt import Progress, State, refuse_other_seed
 from prime_rl.orchestrator.core import Batch, Core, Drop, Finished, Group, Start, Task
 from prime_rl.orchestrator.ledger import Ledger, OpenGroup, read_batches
 from prime_rl.orchestrator.metrics import Tally
@@ -44,12 +44,11 @@ class Journal:
                 f"{self.ledger.path} tells of {issued} episodes of an earlier run: choose another output_dir, remove it (`rl --clean`), or go "
                 "on with --recover"
             )
-        if not progress.fresh and progress.state.groups_opened and progress.state.seed != seed:
+        try:
+            refuse_other_seed(progress, seed)
+        except UserError:
             self.ledger.close()
-            raise UserError(
-                f"the run began with seed {progress.state.seed} and would go on with {seed}: tasks would be repeated and left out; give --seed "
-                f"{progress.state.seed}"
-            )
+            raise
 
     # -- going on ------------------------------------------------------------------------------------------------------------
 

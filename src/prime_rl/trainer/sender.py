@@ -327,11 +327,16 @@ class _Server:
             threading.Thread(target=self._serve, args=(connection, address[0]), daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
-        line = Line(connection)
+        try:
+            line = Line(connection)
+        except OSError as error:  # it went at once
+            connection.close()
+            self._answers.tell(said=f"{address}: {error}")
+            return
         try:
             pair = self._begin(line)
         except (PairError, OSError) as error:
-            line.close()
+            line.close()  # with its end announced: else what it had said unread would take the answer from it
             self._answers.tell(said=f"{address}: {error}")
             return
         if (begun := (address, pair.backend)) not in self._begun:

@@ -1,6 +1,7 @@
 """What `rl` would start: placement, arithmetic, command lines. Pure: no process, no GPU."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -219,6 +220,16 @@ def test_one_rank_is_plain_and_several_go_through_torchrun() -> None:
     assert several.drain_children
     with pytest.raises(UserError, match="trainer_ranks 2 must equal trainer_gpus 1"):
         make_plan(config(trainer_ranks=2), machine(2))
+
+
+@pytest.mark.parametrize(
+    ("given", "instead"),
+    [({"trainer_gpus": 2}, "--trainer-ranks"), ({"inference_gpus": 2, "inference": InferenceConfig()}, "--inference-servers")],
+)  # fmt: skip
+def test_gpus_that_nobody_would_use_are_refused(given: dict[str, Any], instead: str) -> None:
+    """Where everything runs on a CPU a number of GPUs means nothing: the error says what does."""
+    with pytest.raises(UserError, match=f"_gpus 2: .* do(es)? not use GPUs here .*{instead}"):
+        make_plan(config(**given), machine(0))
 
 
 @pytest.mark.parametrize(

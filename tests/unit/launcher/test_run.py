@@ -10,8 +10,11 @@ from prime_rl.config.shared import CkptConfig, EnvConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.run import drained, policy, restarts_summary, resume_at, run, ways_on
 from prime_rl.launcher.supervise import Restart
+from prime_rl.orchestrator.ckpt import State
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
+
+MODEL = Path(__file__).parents[3] / "assets" / "tiny-reverse"
 
 
 def config(root: Path, **given: object) -> RLConfig:
@@ -45,6 +48,17 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
         resume_at(given)
 
 
+def test_another_seed_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    """Contract: a run that would go on with other tasks is not begun: the trainer would go back first, and what it had made be gone."""
+    state = State(step=1, seed=1, groups_opened=2)
+    with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator", extra={"state": state.to_json()}):
+        pass
+    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "recover": True, "dry_run": True}
+    with pytest.raises(UserError, match="began with seed 1 and would go on with 2: .*give --seed 1"):
+        run(config(tmp_path, seed=2, **tiny))
+    assert run(config(tmp_path, seed=1, **tiny)) == 0
+
+
 def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     """Only what is set up to be saved, and only what is there to go on from."""
     plain, saving = config(tmp_path), config(tmp_path, ckpt=CkptConfig())
@@ -58,6 +72,7 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
         assert "the recovery checkpoint of step 3" in text
     save(tmp_path, 4, "trainer")
     assert ways_on(saving) == "to go on: the same command with --recover"
+    assert "the same command without --clean and with --recover" in ways_on(config(tmp_path, clean=True))
     save(tmp_path, 4, "orchestrator")
     checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.TOGETHER, "orchestrator")
     assert ways_on(saving).endswith("or from a checkpoint with --ckpt.resume-step -1")

@@ -1,11 +1,16 @@
 """What a sender's process knows of versions, by the time somebody asks for one."""
 
+import errno
+import os
+import socket
 import threading
 import time
+from typing import Any
 
 import pytest
 
-from prime_rl.trainer.sender import Offer, _Offered, _Refused
+from prime_rl.trainer import sender
+from prime_rl.trainer.sender import Offer, _Answers, _Offered, _Refused, _Server
 
 SECONDS = 60.0
 FOREVER = 1e6  # whoever waited so long would not be waited for
@@ -41,3 +46,37 @@ def test_what_is_superseded_is_refused_at_once(version: int, life: int) -> None:
     offered.add(offer(4, life=1))
     with pytest.raises(_Refused, match="superseded .there is: 4"), offered.reading(version, life, "another", FOREVER):
         pass
+
+
+class Crowded:
+    """A listening socket: no descriptor is free, then one is, then the process ends."""
+
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            self.other = socket.create_connection(listening.getsockname(), SECONDS)
+            self.connection, _ = listening.accept()
+        self.outcomes = [
+            OSError(errno.EMFILE, "Too many open files"),
+            (self.connection, ("somewhere", 1)),
+            KeyboardInterrupt(),
+        ]
+
+    def accept(self) -> Any:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+def test_who_cannot_connect_now_can_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: without a free descriptor the process lives on, says so, and serves whoever comes when there is one."""
+    monkeypatch.setattr(sender, "_PAUSE_SECONDS", 0.0)
+    told, answering = os.pipe()
+    memory = os.memfd_create("test")
+    settings = {"backends": ["shared-memory"], "timeout": SECONDS, "token": "secret"}
+    crowded = Crowded()
+    with pytest.raises(KeyboardInterrupt):
+        _Server(memory, 0, settings, _Offered(), _Answers(answering)).serve(crowded)  # type: ignore[arg-type]
+    assert b"Too many open files" in os.read(told, 1000)
+    assert b"shared-memory" in crowded.other.recv(1000)  # the greeting
+    crowded.other.close()
