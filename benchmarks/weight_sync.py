@@ -255,15 +255,9 @@ def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[Infe
         }
     path = [*plugin_path(scratch / "site"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
-    before = dict(os.environ)
-    os.environ.update(environment)
     directory = Path(tempfile.mkdtemp(prefix="server-", dir=scratch))
-    with ExitStack() as stack:
-        try:
-            running = stack.enter_context(launch_server(directory / "run", model, settings))
-        finally:  # a sender that is started later is not to see the server's GPU
-            os.environ.clear()
-            os.environ.update(before)
+    # Only its own environment: a sender that is started later is not to see the server's GPU.
+    with launch_server(directory / "run", model, settings, environment=environment) as running:
         yield running
 
 

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,8 +140,10 @@ def launch_server(
     model: Path,
     settings: dict[str, Any] | None = None,
     module: str = "prime_rl.entrypoints.inference",
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[InferenceServer]:
-    """`inference @ file` in a process group of its own that dies with this process, whatever way it dies. `module` may stand in for it."""
+    """`inference @ file` in a process group of its own that dies with this process, whatever way it dies. `module` may stand in for it; `environment`
+    is beside, or in place of, this process's."""
     directory.mkdir(parents=True, exist_ok=True)
     weights_root = directory / "weights"
     weights_root.mkdir()
@@ -158,13 +160,14 @@ def launch_server(
     file.write_text(tomli_w.dumps(config))
     log = directory / "inference.log"
     command = [sys.executable, "-m", module, "@", str(file)]
-    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")]))
+    given = {**os.environ, **(environment or {})}
+    path = os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), given.get("PYTHONPATH")]))
     with Lifeline() as line, log.open("wb") as output:
         process = subprocess.Popen(
             command,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONPATH": path, **line.env},
+            env={**given, "PYTHONPATH": path, **line.env},
             pass_fds=line.pass_fds,
             start_new_session=True,
             cwd=REPOSITORY,

@@ -210,44 +210,6 @@ class OnDevice:
         self._blocks = []
 
 
-class Arrived:
-    """What has come to the device another way, read back block by block: the bytes that are hashed are those that the model gets. Source and sink of it."""
-
-    def __init__(self, buffer: Tensor, stream: Any) -> None:
-        self._buffer, self._stream = buffer, stream
-        self._blocks: list[Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-
-    def __enter__(self) -> None:
-        self._blocks, self._copied = _page_locked(self._stream.device)
-        self._copy(0)
-
-    def __exit__(self, *exc: object) -> None:
-        self.finish()
-
-    def block(self, at: int, count: int) -> memoryview:
-        return self._blocks[at // BLOCK_BYTES % 2].numpy().data[:count]
-
-    def fill(self, block: memoryview, at: int) -> None:
-        self._copied[at // BLOCK_BYTES % 2].synchronize()
-        self._copy(at + BLOCK_BYTES)
-
-    def filled(self, at: int, count: int) -> None:
-        pass
-
-    def finish(self) -> None:
-        for copied in self._copied:
-            copied.synchronize()
-        self._blocks = []
-
-    def _copy(self, at: int) -> None:
-        """The block that begins there, beside the one that is hashed."""
-        block, turn = self._buffer[at : at + BLOCK_BYTES], at // BLOCK_BYTES % 2
-        with torch.cuda.device(self._stream.device), torch.cuda.stream(self._stream):
-            self._blocks[turn][: len(block)].copy_(block, non_blocking=True)
-            self._copied[turn].record(self._stream)
-
-
 def _page_locked(device: torch.device) -> tuple[list[Tensor], list[torch.cuda.Event]]:
     """Two blocks to copy from and to by turns, and when each was last copied. torch keeps such blocks for the next version."""
     with torch.cuda.device(device):

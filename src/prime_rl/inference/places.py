@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.transport.commit import CommitError, read_manifest
+from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
 from prime_rl.transport.memory import InMemory
-from prime_rl.transport.weights import TensorEntry, WeightsManifest
+from prime_rl.transport.weights import TensorEntry, WeightsManifest, chain, verify_small_files, weights_manifest
 
 
 class Refused(Exception):
@@ -48,6 +48,30 @@ class Places:
             raise Refused(400, f"weight_dir {weight_dir} is not a directory on the server")
         return path
 
+    def look(self, directory: Path, version: int) -> tuple[WeightsManifest, bytes]:
+        """All that can be known of a confined directory without the tensors' bytes. Returns also the manifest as it lies there.
+
+        Raises:
+            Refused: it is not `version`, or not where it may be.
+            CommitError, OSError: it is not whole.
+        """
+        stamp = read_stamp(directory)
+        committed = read_manifest(directory)
+        self.check_files(directory, [MANIFEST, *committed.files])
+        manifest = weights_manifest(directory, committed)
+        if manifest.version != version:
+            raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
+        if manifest.base is not None:
+            return manifest, stamp
+        for link in chain(manifest):
+            if link.memory is not None:
+                self.check_memory(link.directory, link.memory)
+            if link.directory != directory:
+                self.check_files(link.directory, [MANIFEST, *read_manifest(link.directory).files])
+        manifest = verify_small_files(directory, committed)
+        check_index(manifest)
+        return manifest, stamp
+
     def check_files(self, directory: Path, names: Iterable[str]) -> None:
         """Files of a confined directory lie below it, or where a link leads that is allowed as well.
 
@@ -79,6 +103,14 @@ class Places:
             )
         if place.is_dir():
             self.check_files(place, read_manifest(place).files)
+
+
+def read_stamp(directory: Path) -> bytes:
+    """The manifest's bytes, which no two commits share (there is a nonce in them): sooner compared than parsed."""
+    try:
+        return (directory / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise CommitError(f"{directory} is not committed: it holds no {MANIFEST}") from error
 
 
 def check_index(manifest: WeightsManifest) -> None:

@@ -22,7 +22,7 @@ from prime_rl.transport.shared import BACKEND as SHARED
 from prime_rl.transport.shared import Borrower, is_elsewhere, open_memory
 from prime_rl.transport.weights import SenderAddress, WeightsManifest
 
-STREAMS = {SHARED: 4, "gloo": 4, "nccl": 2}
+STREAMS = {SHARED: 8, "gloo": 4, "nccl": 2}
 """Parts at once. Every communicator of NCCL takes memory of the GPU, and two of them take all that the sender can copy to its own."""
 
 

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from prime_rl import faults
-from prime_rl.inference.places import Places, Refused, check_fit, check_index
+from prime_rl.inference.places import Places, Refused, check_fit, read_stamp
 from prime_rl.monitor import Status, log
-from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
+from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
-    chain,
     hash_directory,
-    verify_small_files,
     version_hash,
     weights_manifest,
 )
@@ -34,7 +32,10 @@ DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight 
 UNSENT = 424  # HTTP's "failed dependency": the trainer's sender did not give what was asked for
 ANSWER_SECONDS = 10.0  # for a call that only asks
 _PLACES = ("device", "host", "nowhere")  # where workers keep what they read, the best first
-STAGED_POLL_SECONDS = 0.02  # between two looks at what the workers read: each takes the engine a millisecond or so
+STAGED_POLL_SECONDS = (
+    0.02  # between two looks at what the workers read, at most: each takes the engine a millisecond or so
+)
+_POLL_SHARE = 0.05  # of the time that they have read so far: what takes longer may be heard of later
 
 PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
@@ -178,9 +179,8 @@ class WeightService:
             Refused: 4xx and the old weights go on; 500 if they could not be restored.
         """
         self._check_not_fixed()
-        directory = self._places.confine(weight_dir)
         taken = Parts() if parts is None else parts
-        return await self._alone(lambda: self._update(directory, version, taken))
+        return await self._alone(lambda: self._update(weight_dir, version, taken))
 
     async def reload(self, parts: Parts | None = None) -> Served:
         """Serve the base weights again.
@@ -208,10 +208,11 @@ class WeightService:
         """
         await self._alone(self._resume)
 
-    async def _update(self, directory: Path, version: int, parts: Parts) -> Served:
+    async def _update(self, weight_dir: str, version: int, parts: Parts) -> Served:
         if faults.point(f"update-received:v{version}") == "error":
             raise Refused(500, "fault injection")
         with parts.measure("check"):
+            directory = await _read(lambda _: self._places.confine(weight_dir), Path(weight_dir))
             manifest, stamp = await self._check(directory, version)
         if manifest.base is not None:
             return await self._update_to_base(manifest.hash, directory, parts)
@@ -233,24 +234,11 @@ class WeightService:
             Refused: the directory is not `version`, or not of this model.
         """
         try:
-            stamp = await _read(_stamp, directory)
-            manifest = await _read(weights_manifest, directory)
-            self._places.check_files(directory, [MANIFEST, *read_manifest(directory).files])
-            if manifest.version != version:
-                raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
-            if manifest.base is not None:
-                return manifest, stamp
-            whole = manifest.builds_on is None
-            for link in [manifest] if whole else await _read(lambda _: chain(manifest), directory):
-                if link.memory is not None:
-                    self._places.check_memory(link.directory, link.memory)
-                if link.directory != directory:
-                    files = (await _read(read_manifest, link.directory)).files
-                    self._places.check_files(link.directory, [MANIFEST, *files])
-            manifest = await _read(verify_small_files, directory)
-            check_index(manifest)
+            manifest, stamp = await _read(lambda directory: self._places.look(directory, version), directory)
         except (CommitError, OSError) as error:
             raise Refused(400, str(error)) from error
+        if manifest.base is not None:
+            return manifest, stamp
         check_fit(manifest.tensors, await self._base_hashes(), self._tied)
         return manifest, stamp
 
@@ -279,12 +267,14 @@ class WeightService:
         """
         with parts.measure("stage"):
             self._staged = True
+            began = time.perf_counter()
             try:
                 async with asyncio.timeout(LOAD_SECONDS):
                     options = (self._stage_weights, self._servers_on_host, self._stage_on_device)
                     answers = await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *options))
                     while _reading(answers):
-                        await asyncio.sleep(STAGED_POLL_SECONDS)  # bounded: by the time-out around it
+                        poll = min(_POLL_SHARE * (time.perf_counter() - began), STAGED_POLL_SECONDS)
+                        await asyncio.sleep(poll)  # bounded: by the time-out around it
                         answers = await self._engine.collective_rpc("prime_staged")
             except TimeoutError as error:
                 raise Refused(503, f"{directory} could not be read within {LOAD_SECONDS:.0f} s") from error
@@ -315,7 +305,8 @@ class WeightService:
         """Pause, load on every rank, commit or restore, resume. With a `stamp`, only while the directory's manifest is the same."""
         try:
             self._tell_of(f"version {target.version}")
-            await self._exchange(directory, target, parts, stamp)
+            with parts.measure("pause"):
+                await self._exchange(directory, target, parts, stamp)
         finally:
             if self._status is not None:
                 self._status.phase("serving")
@@ -328,11 +319,7 @@ class WeightService:
         if self._status is not None:
             self._status.waiting(f"{change} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
 
-    async def _exchange(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> None:
-        with parts.measure("pause"):
-            await self._exchange_paused(directory, target, parts, stamp)
-
-    async def _exchange_paused(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> None:
+    async def _exchange(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None) -> None:
         identity = {key: value for key, value in asdict(target).items() if key not in ("base", "boot")}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
         with parts.measure("stop"):
@@ -358,7 +345,7 @@ class WeightService:
         async with asyncio.timeout(LOAD_SECONDS):
             await self._engine.collective_rpc("prime_load", args=(str(directory), identity, str(self._base)))
             # A new life of the trainer may have set the directory aside, or made it again, since its tensors were hashed.
-            committed_anew = stamp is not None and await _read(_stamp, directory) != stamp
+            committed_anew = stamp is not None and await _read(read_stamp, directory) != stamp
             if committed_anew and (await _read(weights_manifest, directory)).hash != identity["hash"]:
                 raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
@@ -438,17 +425,9 @@ class WeightService:
 async def _changed(directory: Path, stamp: bytes) -> bool:
     """Whether the version stands there otherwise than it did: the trainer brings what lies in memory to the disk."""
     try:
-        return await _read(_stamp, directory) != stamp
+        return await _read(read_stamp, directory) != stamp
     except (CommitError, OSError):  # gone: whoever asked for it sees that, too
         return False
-
-
-def _stamp(directory: Path) -> bytes:
-    """The manifest's bytes, which no two commits share (there is a nonce in them): sooner compared than parsed."""
-    try:
-        return (directory / MANIFEST).read_bytes()
-    except FileNotFoundError as error:
-        raise CommitError(f"{directory} is not committed: it holds no {MANIFEST}") from error
 
 
 def _reading(answers: list[dict[str, Any]]) -> bool:

@@ -1,7 +1,8 @@
 """Reading a committed version into memory beside generation, so that the engine only stops for moving it from memory into the model.
 
 A worker reads every file once: the bytes that are hashed are the bytes that are loaded. They are kept on the GPU where it has room beside the
-engine, else in the host's memory, else not at all: then the engine reads the files itself, after they have been hashed, while it is paused.
+engine, and hashed there; else in the host's memory, else not at all: then the engine reads the files itself, after they have been hashed, while it is
+paused.
 """
 
 import os
@@ -17,6 +18,7 @@ from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -28,14 +30,13 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.inference.blocks import (
     DTYPES,
-    Arrived,
     InPlace,
     Nowhere,
     OfFile,
     OfMemory,
     OnDevice,
     Part,
-    Sink,
+    Piece,
     Source,
     Stretch,
     copy_blocks,
@@ -47,7 +48,7 @@ from prime_rl.inference.blocks import (
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
 from prime_rl.transport.line import PairError
-from prime_rl.transport.tensor_hash import of_tensors
+from prime_rl.transport.tensor_hash import chunks, of_tensors
 from prime_rl.transport.weights import (
     TensorEntry,
     WeightsManifest,
@@ -69,6 +70,7 @@ Place = Literal["device", "host", "nowhere"]
 # Files at once: the largest is read by one thread, the others beside it. A worker shares its cores, and the interpreter with the engine.
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)
 TURN_SECONDS = 1e-4  # that the engine may keep the interpreter from a thread that has read a block and asks for it
+ALIGNMENT = 512  # bytes, as torch's own allocator has it
 SPARE = 2  # free memory is this many times what is kept there, at least: others need some, too
 
 
@@ -255,28 +257,18 @@ class Staging:
             raise UserError(f"{never_written(self.directory)}, and {why}")
         buffers = self._make_buffers(sent.parts)
         if sent.from_gpu and self.place == "device":
-            return self._views_of(manifest, sent.parts, buffers, self._receive_on_gpu(sent, buffers))
+            return self._receive_on_gpu(manifest, sent, buffers)
         sources = [partial(sent.source, part) for part in sent.parts]
         return self._read_into(manifest, sent.parts, buffers, sources, sent.at_once)
 
-    def _receive_on_gpu(self, sent: "Sent", buffers: "Sequence[Tensor | None]") -> list[list[bytes]]:
-        """From GPU to GPU, and hashed as it lies there: a file's tensors while the next ones arrive."""
-
-        def receive(part: Part, buffer: Tensor) -> Tensor:
-            sent.receive_on_gpu(part, buffer, self._go_on)
-            return buffer
-
-        def check(stretch: Stretch, buffer: Tensor) -> list[bytes]:
-            arrived = Arrived(buffer[stretch.start : stretch.end], self._stream)
-            return self._read_stretch(stretch, arrived, arrived)
-
-        with _threads(sent.at_once) as receiving, _threads(THREADS) as hashing:
-            arriving = [_submit(receiving, receive, *each) for each in zip(sent.parts, buffers, strict=True)]
-            checked = []
-            for part, future in zip(sent.parts, arriving, strict=True):
-                buffer = future.result()  # bounded: as in `_threads`
-                checked += [_submit(hashing, check, stretch, buffer) for stretch in cut(part)]
-            return [future.result() for future in checked]  # bounded: as in `_threads`
+    def _receive_on_gpu(
+        self, manifest: WeightsManifest, sent: "Sent", buffers: "Sequence[Tensor | None]"
+    ) -> list[tuple[str, Tensor]]:
+        """From GPU to GPU."""
+        receive = partial(sent.receive_on_gpu, go_on=self._go_on)
+        with _threads(sent.at_once) as threads:
+            arriving = [_submit(threads, receive, *each) for each in zip(sent.parts, buffers, strict=True)]
+            return self._finish(manifest, sent.parts, buffers, arriving)
 
     def _read_into(
         self,
@@ -289,37 +281,64 @@ class Staging:
         """Each file's tensors from what makes a source of a stretch of it."""
 
         def read(stretch: Stretch, source: Callable[[Stretch], Source], buffer: Tensor | None) -> list[bytes]:
-            return self._read_stretch(stretch, source(stretch), self._sink(stretch, buffer))
+            return self._read_stretch(stretch, source(stretch), buffer)
 
         every = zip(parts, sources, buffers, strict=True)
-        each = [(stretch, source, buffer) for part, source, buffer in every for stretch in cut(part)]
-        return self._views_of(manifest, parts, buffers, _side_by_side(read, each, at_once=at_once))
+        with _threads(at_once or THREADS) as threads:
+            reading = [
+                _submit(threads, read, stretch, source, buffer)
+                for part, source, buffer in every
+                for stretch in cut(part)
+            ]
+            return self._finish(manifest, parts, buffers, reading)
 
-    def _views_of(
+    def _finish(
         self,
         manifest: WeightsManifest,
         parts: Sequence[Part],
         buffers: "Sequence[Tensor | None]",
-        digests: Sequence[list[bytes]],
+        reading: "Sequence[Future[Any]]",
     ) -> list[tuple[str, Tensor]]:
-        """The tensors, whose chunks were found to have these hashes.
+        """The tensors, once all that is being read is there; each future of it says the hashes of its chunks, or nothing where they lie on the GPU.
 
         Raises:
             CommitError: they are not the version's.
         """
-        pieces = [(part.path.name, piece) for part in parts for piece in part.pieces]
-        hashes = of_tensors(
-            (piece.end - piece.start for _, piece in pieces), (digest for group in digests for digest in group)
-        )
+        pieces = [(part, piece, buffer) for part, buffer in zip(parts, buffers, strict=True) for piece in part.pieces]
+        tensors = {  # beforehand: the engine waits for what is done after the last byte, and shares the interpreter
+            piece.name: _tensor(piece, buffer)
+            for _, piece, buffer in pieces
+            if buffer is not None and not _is_askew(piece, buffer)
+        }
+        there = [chunk for _, piece, buffer in pieces for chunk in _chunks_on_device(piece, buffer)]
+        read = [future.result() for future in reading]  # bounded: as in `_threads`
+        digests = self._hash_there(there) if there else [digest for group in read for digest in group]
+        hashes = of_tensors((piece.end - piece.start for _, piece, _ in pieces), digests)
         found = {
-            piece.name: TensorEntry(file, piece.dtype, piece.shape, value)
-            for (file, piece), value in zip(pieces, hashes, strict=True)
+            piece.name: TensorEntry(part.path.name, piece.dtype, piece.shape, value)
+            for (part, piece, _), value in zip(pieces, hashes, strict=True)
         }
         check_tensors(manifest, found)
-        return [each for part, buffer in zip(parts, buffers, strict=True) for each in _views(part, buffer)]
+        return [
+            (piece.name, tensors[piece.name] if piece.name in tensors else _tensor(piece, buffer))
+            for _, piece, buffer in pieces
+            if buffer is not None
+        ]
+
+    def _hash_there(self, chunks_there: Sequence[Tensor]) -> list[bytes]:
+        from prime_rl.inference import device_hash
+
+        assert self._stream is not None
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            return device_hash.digests(chunks_there)
 
     def _on_device(self, size: int) -> bool:
-        return self._may_use_device and SPARE * size <= torch.cuda.mem_get_info(self._device)[0]
+        if not self._may_use_device or SPARE * size > torch.cuda.mem_get_info(self._device)[0]:
+            return False
+        from prime_rl.inference import device_hash  # imports Triton, which a CPU has no use for
+
+        with torch.cuda.stream(self._stream):
+            return device_hash.works_on(self._device)
 
     def _go_on(self) -> None:
         if self._dropped.is_set():
@@ -335,24 +354,23 @@ class Staging:
     def _make_buffers(self, parts: Sequence[Part]) -> "list[Tensor | None]":
         if self.place == "device":
             try:
-                return [empty_on_device(part.size, self._stream) for part in parts]
+                return _split(empty_on_device(sum(_room(part.size) for part in parts), self._stream), parts)
             except torch.OutOfMemoryError:  # somebody else took it
                 self.place = "host"
         if self.place == "host":
             return [torch.from_numpy(empty_on_host(part.size)) for part in parts]
         return [None for _ in parts]
 
-    def _sink(self, stretch: Stretch, buffer: Tensor | None) -> Sink:
-        if buffer is None:
-            return Nowhere()
-        there = buffer[stretch.start : stretch.end]
-        return OnDevice(there, self._stream) if there.is_cuda else InPlace(there.numpy())
-
-    def _read_stretch(self, stretch: Stretch, source: "Source", sink: Sink) -> list[bytes]:
-        """The hashes of its chunks."""
+    def _read_stretch(self, stretch: Stretch, source: Source, buffer: Tensor | None) -> list[bytes]:
+        """The hashes of its chunks; nothing where it is on the GPU, and hashed there."""
+        there = None if buffer is None else buffer[stretch.start : stretch.end]
+        count = stretch.end - stretch.start
+        if there is not None and there.is_cuda:
+            copy_blocks(count, source, OnDevice(there, self._stream), self._go_on)
+            return []
         digests = [xxhash.xxh3_128() for _ in stretch.pieces]
         see = partial(_hash, stretch.pieces, digests)
-        copy_blocks(stretch.end - stretch.start, source, sink, self._go_on, see)
+        copy_blocks(count, source, Nowhere() if there is None else InPlace(there.numpy()), self._go_on, see)
         return [digest.digest() for digest in digests]
 
 
@@ -381,12 +399,13 @@ def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
     manifest = weights_manifest(directory)
     parts = {part.path.name: part for part in lay_out(chain(manifest)[-1].files)}
     for file, data in read_files(manifest):
-        yield from _views(parts[file], torch.from_numpy(data[parts[file].offset :]))
+        buffer = torch.from_numpy(data[parts[file].offset :])
+        yield from ((piece.name, _tensor(piece, buffer)) for piece in parts[file].pieces)
 
 
-def _side_by_side(work: Callable[..., T], each: Iterable[tuple[Any, ...]], *, at_once: int | None = None) -> list[T]:
+def _side_by_side(work: Callable[..., T], each: Iterable[tuple[Any, ...]]) -> list[T]:
     """`work` with each of these arguments, several at once."""
-    with _threads(at_once or THREADS) as threads:
+    with _threads(THREADS) as threads:
         futures = [_submit(threads, work, *arguments) for arguments in each]
         return [future.result() for future in futures]  # bounded: as in `_threads`
 
@@ -426,14 +445,34 @@ def _let_go(done: "Future[Any]") -> None:
         error = error.__cause__ or error.__context__
 
 
-def _views(part: Part, buffer: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """The tensors within a file's bytes; one that lies askew of its type is copied."""
-    if buffer is None:
-        return
-    for piece in part.pieces:
-        data, dtype = buffer[piece.start : piece.end], DTYPES[piece.dtype]
-        if data.data_ptr() % dtype.itemsize:
-            data = data.clone()
-            if data.is_cuda:
-                torch.cuda.synchronize(data.device)  # cloned on another stream than it will be used on
-        yield piece.name, data.view(dtype).view(piece.shape)
+def _room(size: int) -> int:
+    """For so many bytes, so that what comes after them is aligned as well."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _split(memory: Tensor, parts: Sequence[Part]) -> "list[Tensor | None]":
+    """Of one allocation, a buffer for each file."""
+    starts = accumulate((_room(part.size) for part in parts), initial=0)
+    return [memory[start : start + part.size] for start, part in zip(starts, parts, strict=False)]
+
+
+def _chunks_on_device(piece: Piece, buffer: Tensor | None) -> list[Tensor]:
+    """What of a tensor is hashed by itself, where that is on a GPU."""
+    if buffer is None or not buffer.is_cuda:
+        return []
+    return [buffer[piece.start + start : piece.start + end] for start, end in chunks(piece.end - piece.start)]
+
+
+def _is_askew(piece: Piece, buffer: Tensor) -> bool:
+    """Whether a tensor does not lie as its type asks for."""
+    return bool((buffer.data_ptr() + piece.start) % DTYPES[piece.dtype].itemsize)
+
+
+def _tensor(piece: Piece, buffer: Tensor) -> Tensor:
+    """One that lies within a file's bytes, or a copy where it lies askew there."""
+    data = buffer[piece.start : piece.end]
+    if _is_askew(piece, buffer):
+        data = data.clone()
+        if data.is_cuda:
+            torch.cuda.synchronize(data.device)  # cloned on another stream than it will be used on
+    return data.view(DTYPES[piece.dtype]).view(piece.shape)

@@ -209,13 +209,13 @@ def read_manifest(directory: Path) -> Manifest:
     return manifest
 
 
-def verify(directory: Path, *, hashes: bool = True) -> Manifest:
-    """Check that every file of the manifest is there with its size and, unless `hashes` is off, its hash.
+def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = None) -> Manifest:
+    """Check that every file of the manifest, read already or not, is there with its size and, unless `hashes` is off, its hash.
 
     Raises:
         CommitError: naming the file that differs.
     """
-    manifest = read_manifest(directory)
+    manifest = manifest or read_manifest(directory)
     for name, expected in manifest.files.items():
         path = directory / name
         if Path(name).is_absolute() or ".." in Path(name).parts:

@@ -16,7 +16,7 @@ import xxhash
 
 from prime_rl.transport import tensor_hash
 from prime_rl.transport.canary import Canary, read_canary
-from prime_rl.transport.commit import CommitError, list_steps, read_manifest, stage, verify
+from prime_rl.transport.commit import CommitError, Manifest, list_steps, read_manifest, stage, verify
 from prime_rl.transport.delta import Bytes, apply_delta, delta_file
 from prime_rl.transport.memory import InMemory, check_memory, read_in_memory
 from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_chunks
@@ -130,13 +130,13 @@ def manifest_extra(
     )
 
 
-def weights_manifest(directory: Path) -> WeightsManifest:
-    """Read a committed version's identity without touching its tensors.
+def weights_manifest(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
+    """A committed version's identity, without touching its tensors. `committed` is its manifest where that was read already.
 
     Raises:
         CommitError: the directory is not a committed version, or one whose hashes were made otherwise than here.
     """
-    extra = read_manifest(directory).extra
+    extra = (committed or read_manifest(directory)).extra
     if "tensors" in extra and extra.get("hash_chunk") != tensor_hash.CHUNK_BYTES:
         raise CommitError(
             f"{directory} was written by another release of prime-rl, which hashes tensors otherwise: go on with that one"
@@ -192,19 +192,21 @@ def without_tensors(directory: Path) -> str:
     )
 
 
-def verify_small_files(directory: Path) -> WeightsManifest:
-    """Check all of a committed version but its tensors' bytes: the sizes of all files, and the hashes of those that hold no tensors.
+def verify_small_files(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
+    """Check all of a committed version but its tensors' bytes: the sizes of all files, and the hashes of those that hold no tensors. `committed` is its
+    manifest where that was read already.
 
     Raises:
         CommitError: naming the first file that differs, is missing or is not listed.
     """
-    manifest = weights_manifest(directory)
+    committed = committed or read_manifest(directory)
+    manifest = weights_manifest(directory, committed)
     if manifest.memory is not None:
         check_memory(directory, manifest.memory)
         verify(manifest.files, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
     tensor_files |= {delta_file(file) for file in tensor_files}
-    for name, expected in verify(directory, hashes=False).files.items():
+    for name, expected in verify(directory, hashes=False, manifest=committed).files.items():
         if (
             name not in tensor_files
             and xxhash.xxh3_128(directory.joinpath(name).read_bytes()).hexdigest() != expected["xxh3"]
