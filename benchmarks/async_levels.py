@@ -69,6 +69,11 @@ def run(arguments: argparse.Namespace, level: int, reply: int, steps: int, serve
         "training": mean(row["time/step"] - row["time/wait_for_batch"] for row in trainer),
         "generation": mean(row["time/step"] - row["time/wait_for_weights"] for row in orchestrator),
         "update": mean(row["time/update_weights"] for row in orchestrator),
+        "update_parts": {
+            name.removeprefix("time/update_"): mean(row.get(name, 0.0) for row in orchestrator)
+            for name in orchestrator[0]
+            if name.startswith("time/update_")
+        },
         "tokens": mean(row["progress/tokens"] for row in orchestrator),
         "off_policy": mean(row["off_policy/mean"] for row in orchestrator),
     }
@@ -95,6 +100,7 @@ def report(rows: list[dict[str, Any]]) -> dict[str, Any]:
     print("".join(f"{name:>18}" for name in ("async_level", *columns)))
     for row in rows:
         print(f"{row['async_level']:>18}" + "".join(f"{row[name]:>18.4g}" for name in columns))
+        print(" " * 18 + ", ".join(f"{part} {seconds:.3f}" for part, seconds in row["update_parts"].items()))
     apart, together = rows
     balance = apart["generation"] / apart["training"]
     most = (apart["generation"] + apart["training"]) / max(apart["generation"], apart["training"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from prime_rl.inference import staging
+from prime_rl.inference.blocks import OnDevice
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
@@ -89,8 +89,8 @@ def test_the_sender_is_killed_in_the_middle(
         receive(directory, receiver)
         pid, blocks = trainer.sender.pid, itertools.count()
         assert pid is not None
-        # NCCL's are not hashed before the whole part is there.
-        where, name = (Pair, "_expect") if request.node.callspec.params["trainer"] == "nccl" else (staging, "_hash")
+        nccl = request.node.callspec.params["trainer"] == "nccl"  # whose blocks do not go by the host
+        where, name = (Pair, "_expect") if nccl else (OnDevice, "filled")
         done = getattr(where, name)
 
         def killing(*args: Any) -> None:

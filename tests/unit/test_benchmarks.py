@@ -114,7 +114,7 @@ def test_a_simulated_fleet(modules: dict[str, ModuleType]) -> None:
 
 def test_what_running_ahead_is_worth(modules: dict[str, ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
     """The ratio is of whole steps; where one of the two times is much longer the figure is said not to be of a matched run."""
-    rest = {"update": 0.1, "tokens": 100.0, "off_policy": 0.5}
+    rest = {"update": 0.1, "update_parts": {"load": 0.05}, "tokens": 100.0, "off_policy": 0.5}
     apart = {"async_level": 0, "steps_per_second": 0.5, "step": 2.0, "generation": 0.9, "training": 0.9, **rest}
     together = apart | {"async_level": 1, "steps_per_second": 0.9, "step": 1 / 0.9}
     found = modules["async_levels"].report([apart, together])

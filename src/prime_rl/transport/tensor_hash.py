@@ -8,8 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import xxhash
 
-CHUNK_BYTES = 32 << 20
-"""Part of every manifest: other chunks give other hashes."""
+CHUNK_BYTES = 8 << 20
+"""Part of every manifest: other chunks give other hashes. Small enough for a GPU, which hashes all of them at once (`inference/device_hash.py`)."""
+_CHUNKS = 4  # that a thread takes together
 
 
 def chunks(size: int) -> list[tuple[int, int]]:
@@ -18,10 +19,10 @@ def chunks(size: int) -> list[tuple[int, int]]:
 
 
 def stretches(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Pieces of these sizes in groups of about a chunk, each for a thread: where each begins and ends among them."""
+    """Pieces of these sizes in groups of some chunks, each for a thread: where each begins and ends among them."""
     groups, first, taken = [], 0, 0
     for index, size in enumerate(sizes):
-        if taken and taken + size > CHUNK_BYTES:
+        if taken and taken + size > _CHUNKS * CHUNK_BYTES:
             groups.append((first, index))
             first, taken = index, 0
         taken += size

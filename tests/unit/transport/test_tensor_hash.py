@@ -43,12 +43,12 @@ def test_value(data: bytes) -> None:
     assert hash_tensor(data) == by_hand(data)
 
 
-@given(st.lists(st.integers(0, 3 * CHUNK), max_size=30))
+@given(st.lists(st.integers(0, 6 * CHUNK), max_size=30))
 def test_stretches_are_all_pieces_once(sizes: list[int]) -> None:
-    """And no stretch is longer than a chunk, but one of a single piece."""
+    """And no stretch is longer than four chunks, but one of a single piece."""
     groups = stretches(sizes)
     assert [index for first, last in groups for index in range(first, last)] == list(range(len(sizes)))
-    assert all(last - first == 1 or sum(sizes[first:last]) <= CHUNK or sum(sizes[first : last - 1]) == 0 for first, last in groups)  # fmt: skip
+    assert all(last - first == 1 or sum(sizes[first:last]) <= 4 * CHUNK or sum(sizes[first : last - 1]) == 0 for first, last in groups)  # fmt: skip
 
 
 @given(st.lists(st.integers(0, 3 * CHUNK), max_size=10))
@@ -64,7 +64,7 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
-        for name, size in {"a": 3 * CHUNK, "b": 10, "c": 20, "none": 0, "d": 4 * CHUNK + 7}.items()
+        for name, size in {"a": 9 * CHUNK, "b": 10, "c": 20, "none": 0, "d": 9 * CHUNK + 7}.items()
     }
     extra: dict[str, Any] = {}
     with stage(version_dir(tmp_path, 1), step=1, producer="trainer", extra=extra) as directory:
@@ -75,7 +75,7 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
     assert {name: entry.xxh3 for name, entry in hash_directory(directory).items()} == want
 
     (part,) = lay_out(directory)
-    assert len(cut(part)) > 7  # several threads read one tensor
+    assert len(cut(part)) > 4  # several threads read one tensor
     read = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"))
     read.wait(60.0)
     assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors()} == want
