@@ -1,6 +1,6 @@
 """What it is worth that sampling runs ahead of training: steps per second at async level 1 against level 0, where both take as long.
 
-    python benchmarks/async_levels.py --device cuda --json benchmarks/results/async_levels_h200.json     # two GPUs
+    python benchmarks/async_levels.py --device cuda --workers 4 --json benchmarks/results/async_levels_h200.json     # two GPUs
     uv run --group cpu python benchmarks/async_levels.py --batch 16 --group 4 --reply 32 --steps 6 --warm 2      # that it runs; both share the CPU
 
 Whole runs of `rl` with the bundled model and `reverse_text`, one for each level, with one server that is started first. At level 0 a step is generation, then
@@ -117,10 +117,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", default="assets/tiny-reverse")
-    parser.add_argument("--batch", type=int, default=512, help="episodes of a step")
+    parser.add_argument("--batch", type=int, default=256, help="episodes of a step")
     parser.add_argument("--group", type=int, default=8, help="attempts at one task")
     parser.add_argument("--reply", type=int, default=256, help="tokens of each reply, at first")
-    parser.add_argument("--context", type=int, default=2048, help="most tokens of prompt and reply")
+    parser.add_argument("--context", type=int, default=1024, help="most tokens of prompt and reply")
     parser.add_argument("--workers", type=int, default=1, help="processes that run the environment")
     parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--warm", type=int, default=4, help="steps that are not counted")

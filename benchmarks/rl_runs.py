@@ -20,8 +20,8 @@ def visible() -> list[str]:
     return given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
 
 
-def run_rl(settings: Mapping[str, Any], output_dir: Path, more: Sequence[str], seconds: float, gpus: Sequence[str] | None = None) -> str:  # fmt: skip
-    """`rl` with these settings and further arguments, on these GPUs. Returns what it printed; ends this process with its last lines where it fails."""
+def run_rl(settings: Mapping[str, Any], output_dir: Path, more: Sequence[str], seconds: float, gpus: Sequence[str] | None = None) -> None:  # fmt: skip
+    """`rl` with these settings and further arguments, on these GPUs. Ends this process with its last lines where it fails."""
     command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "--output-dir", str(output_dir)]
     for name, value in settings.items():
         command += [f"--{name}", str(value)]
@@ -40,7 +40,6 @@ def run_rl(settings: Mapping[str, Any], output_dir: Path, more: Sequence[str], s
     if code != 0:
         ended = f"was not done after {seconds:.0f} s" if code is None else f"exited with {code}"
         sys.exit(f"{' '.join(command)}\nrl {ended}\n{log.read_text()[-4000:]}")
-    return log.read_text()
 
 
 def steady(output_dir: Path, process: str, steps: Iterable[int]) -> list[dict[str, float]]:

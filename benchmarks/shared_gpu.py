@@ -14,10 +14,8 @@ import time
 from pathlib import Path
 
 from machine import describe_gpus, describe_machine
-from mismatch import write_model
-from rl_runs import REPOSITORY, mean, run_rl, steady, visible
-
-TOKENIZER = REPOSITORY / "assets" / "tiny-reverse"
+from mismatch import TOKENIZER, write_model
+from rl_runs import mean, run_rl, steady, visible
 
 
 def main() -> None:
