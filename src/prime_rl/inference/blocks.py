@@ -63,12 +63,12 @@ def cut(part: Part) -> list[Stretch]:
         for start, end in chunks(piece.end - piece.start)
     ]
     groups = [pieces[first:last] for first, last in stretches([end - start for start, end in pieces])]
-    bounds = pairwise([0, *(group[0][0] for group in groups[1:]), part.size])
+    bounds = pairwise(
+        [0, *(group[0][0] for group in groups[1:]), part.size]
+    )  # one, and no group, where there is no tensor
     return [
         Stretch(first, last, [(start - first, end - first) for start, end in group])
-        for group, (first, last) in zip(
-            groups, bounds, strict=False
-        )  # one bound, and no group, where there is no tensor
+        for group, (first, last) in zip(groups, bounds, strict=False)
     ]
 
 

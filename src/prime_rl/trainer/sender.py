@@ -352,10 +352,7 @@ class _Server:
                     pair.line.tell(self._seconds, error=str(refusal))
         except PairError:  # it is gone; it knows why
             pass
-        except (
-            OSError,
-            RuntimeError,
-        ) as error:  # the second is torch's, of a GPU without memory for one: the others are served on
+        except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for one: the others are served on
             self._answers.tell(said=f"{address}: {error}")
         finally:
             pair.close()
