@@ -53,7 +53,7 @@ AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`, or `0.6B by=nccl`: sent (shared-memory, nccl, gloo), not by files."""
+    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`, or `0.6B by=nccl`: sent (shared-memory, cuda-ipc, nccl, gloo), not by files."""
 
     name: str
     model: str
@@ -75,11 +75,11 @@ def parse_case(text: str) -> Case:
     on, by = given.pop("on", "disk"), given.pop("by", "files")
     if (
         on not in ("disk", "tmpfs")
-        or by not in ("files", "shared-memory", "gloo", "nccl")
+        or by not in ("files", "shared-memory", "cuda-ipc", "gloo", "nccl")
         or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs"}
     ):
         raise ValueError(
-            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs"
+            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, cuda-ipc, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs"
         )
     return Case(text, model, on=on, stage=stage, by=by, **{name: int(value) for name, value in given.items()})
 
@@ -123,10 +123,13 @@ class Writer:
         config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none")
         self.policy: Policy = build_policy(self.source, config, self.world)
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
-        self.staging = Staging(self.policy, self.world, torch.bfloat16, sent=case.by != "files")
+        self.staging = Staging(
+            self.policy, self.world, torch.bfloat16, sent=case.by != "files", lent=case.by == "cuda-ipc"
+        )
         self._sends = case.by != "files"
         if self._sends:
-            self.staging.double()
+            if case.by != "cuda-ipc":
+                self.staging.double()
             self.staging.open_sender(ProcessGroupTransport(backend=case.by, host="127.0.0.1"))
         self._factor = 1.03125
 

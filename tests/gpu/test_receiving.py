@@ -1,4 +1,4 @@
-"""Receiving versions on a GPU: with gloo and from the host's memory, with NCCL from another GPU. (The protocol itself: tests/unit/inference/test_receiving.py.)"""
+"""Receiving versions on a GPU: with gloo and from the host's memory, from this GPU's, with NCCL from another GPU. (The protocol itself: tests/unit/inference/test_receiving.py.)"""
 
 import itertools
 import os
@@ -15,10 +15,12 @@ from prime_rl.inference.blocks import OnDevice
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
+from prime_rl.transport.device_memory import DeviceMemory
 from prime_rl.transport.line import PairError
 from prime_rl.transport.pairs import Pair
 from prime_rl.transport.weights import weights_manifest
 from prime_rl.wait import wait
+from support.lending import LendingTrainer
 from support.sending import Files, SendingTrainer
 
 if not torch.cuda.is_available():
@@ -42,8 +44,12 @@ def files(version: int, count: int = 5, rows: int = 20_000) -> Files:
     }
 
 
-@pytest.fixture(params=["gloo", "shared-memory", pytest.param("nccl", marks=TWO)])
+@pytest.fixture(params=["gloo", "shared-memory", "cuda-ipc", pytest.param("nccl", marks=TWO)])
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SendingTrainer]:
+    if request.param == "cuda-ipc":
+        with closing(LendingTrainer(tmp_path, SIZE, SECONDS, str(SERVER))) as lending:
+            yield lending
+        return
     device = "cuda:1" if request.param == "nccl" else "cpu"
     with closing(SendingTrainer(tmp_path, SIZE, SECONDS, backends=(request.param,), device=device)) as made:
         yield made
@@ -89,8 +95,9 @@ def test_the_sender_is_killed_in_the_middle(
         receive(directory, receiver)
         pid, blocks = trainer.sender.pid, itertools.count()
         assert pid is not None
-        nccl = request.node.callspec.params["trainer"] == "nccl"  # whose blocks do not go by the host
-        where, name = (Pair, "_expect") if nccl else (OnDevice, "filled")
+        # Those of two backends do not go by the host.
+        ways: dict[str, tuple[Any, str]] = {"nccl": (Pair, "_expect"), "cuda-ipc": (DeviceMemory, "copy_to")}
+        where, name = ways.get(request.node.callspec.params["trainer"], (OnDevice, "filled"))
         done = getattr(where, name)
 
         def killing(*args: Any) -> None:
@@ -105,3 +112,69 @@ def test_the_sender_is_killed_in_the_middle(
         assert torch.ones(1, device=SERVER).item() == 1.0
         wait(lambda: trainer.sender.pid not in (None, pid), subject="sender", owner="the trainer", seconds=SECONDS)
         receive(directory, receiver)
+
+
+@pytest.fixture
+def lending(tmp_path: Path) -> Iterator[LendingTrainer]:
+    with closing(LendingTrainer(tmp_path, SIZE, SECONDS, str(SERVER))) as made:
+        yield made
+
+
+@pytest.mark.parametrize("moment", [0, 1, 5, 20])
+def test_the_owner_of_the_memory_is_killed_in_the_middle(
+    lending: LendingTrainer, monkeypatch: pytest.MonkeyPatch, moment: int
+) -> None:
+    """Contract: a GPU's memory that is taken from under those who copy it ends neither this process nor its GPU: the version is refused, or whole."""
+    blocks, copy = itertools.count(), DeviceMemory.copy_to
+
+    def killing(*args: Any) -> None:
+        copy(*args)
+        if next(blocks) == moment:
+            os.kill(pid, signal.SIGKILL)
+            lending.owner.join(SECONDS)  # the driver takes back what it had
+
+    with closing(Receiver(SERVER)) as receiver:
+        sent = files(1, 4, 55_000)
+        directory = lending.send(1, sent)
+        pid = lending.owner.pid
+        assert pid is not None
+        monkeypatch.setattr(DeviceMemory, "copy_to", killing)
+        try:
+            found = receive(directory, receiver)
+        except (PairError, CommitError):
+            pass
+        else:
+            assert all(torch.equal(found[name].cpu(), x) for held in sent.values() for name, x in held.items())
+        assert next(blocks) > moment
+    assert torch.ones(1000, device=SERVER).sum().item() == 1000
+
+
+def test_memory_of_another_gpu_or_of_none_is_not_borrowed(lending: LendingTrainer) -> None:
+    """Contract: what cannot be opened is not there, in place of an error that ends the GPU's context."""
+    lent = lending.described
+    assert DeviceMemory(lent, SERVER).open()
+    for wrong in (
+        {"gpu": "x"},
+        {"boot": "x"},
+        {"handle": "00"},
+        {"handle": "zz"},
+        {"handle": "00" * 64},
+        {"size": None},
+    ):
+        assert not DeviceMemory({**lent, **wrong}, SERVER).open()
+    assert not DeviceMemory(None, SERVER).open()
+    lending.owner.kill()
+    lending.owner.join(SECONDS)
+    assert not DeviceMemory(lent, SERVER).open()
+    assert torch.ones(1, device=SERVER).item() == 1.0
+
+
+def test_no_memory_of_the_trainers_is_held_between_two_versions(lending: LendingTrainer) -> None:
+    """Contract: a trainer that has died finds its GPU's memory free, though servers live on."""
+    with closing(Receiver(SERVER)) as receiver:
+        receive(lending.send(1, files(1)), receiver)
+        torch.cuda.empty_cache()
+        held = SIZE * 2 + torch.cuda.mem_get_info(SERVER)[0]
+        lending.owner.kill()
+        lending.owner.join(SECONDS)
+        wait(lambda: torch.cuda.mem_get_info(SERVER)[0] >= held, subject="memory", owner="the driver", seconds=SECONDS)

@@ -1,7 +1,7 @@
 """What a trainer that sends its weights has: memory that it shares with a sender, and a run directory. Tensors are the test's own."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,14 +21,15 @@ class SendingTrainer:
     """Sends the last two versions of at most `size` bytes each."""
 
     def __init__(
-        self, root: Path, size: int, timeout: float, port: int = 0, backends: Sequence[str] = ("gloo",), device: str = "cpu"
+        self, root: Path, size: int, timeout: float, port: int = 0, backends: Sequence[str] = ("gloo",), device: str = "cpu",
+        lent: Mapping[str, object] | None = None,
     ) -> None:  # fmt: skip
         self.root, self.size, self.life = root, size, 0
         self.memory = os.memfd_create("test")
         os.ftruncate(self.memory, 2 * size)
         self.sender = Sender(
-            self.memory, 2 * size, host="127.0.0.1", port=port, backends=backends, device=device, timeout=timeout
-        )
+            self.memory, 2 * size, host="127.0.0.1", port=port, backends=backends, device=device, timeout=timeout, lent=lent
+        )  # fmt: skip
 
     def send(
         self, version: int, files: Files, *, config: Path | None = None, address: SenderAddress | None = None, spoil: bool = False
@@ -47,6 +48,7 @@ class SendingTrainer:
         assert at <= self.size
         if spoil:
             os.pwrite(self.memory, b"x", start + at - 10)
+        self.staged(start, at)
         extra = manifest_extra(version, self.life, tensors, sender=address or self.sender.address)
         self.sender.offer(Offer(version, self.life, extra["hash"], start, at))
         final = version_dir(self.root, version)
@@ -54,6 +56,9 @@ class SendingTrainer:
             if config is not None:
                 (tmp / "config.json").write_bytes(config.read_bytes())
         return final
+
+    def staged(self, start: int, size: int) -> None:
+        """All is there, so many bytes."""
 
     def close(self) -> None:
         self.sender.close()

@@ -11,9 +11,9 @@ class ProcessGroupTransport(Section):
     """Servers get each version from the trainer's memory; only what has to outlive the trainer is written."""
 
     type: Literal["process-group"] = Field(default="process-group", description="How servers get the weights.")
-    backend: Literal["auto", "shared-memory", "gloo", "nccl"] = Field(
+    backend: Literal["auto", "cuda-ipc", "shared-memory", "gloo", "nccl"] = Field(
         default="auto",
-        description="How (auto: the memory of one host where it is one, else nccl from a GPU, gloo from a CPU).",
+        description="How (auto: shared-memory on one host, else nccl from a GPU, gloo from a CPU; cuda-ipc: one GPU for both).",
     )
     host: str | None = Field(
         default=None,

@@ -107,8 +107,11 @@ class RLConfig(BaseConfig):
         key, message = "trainer.weights.transport.type", "trainer.weights.transport process-group "
         if self.trainer.weights.transport.type != "process-group":
             return None
-        if self.share_gpus and self.trainer.weights.transport.backend == "nccl":
-            return Problem(message + "cannot use nccl within one GPU: shared-memory can", "trainer.weights.transport.backend", "share_gpus")  # fmt: skip
+        backend = self.trainer.weights.transport.backend
+        if self.share_gpus and backend == "nccl":
+            return Problem(message + "cannot use nccl within one GPU: cuda-ipc and shared-memory can", "trainer.weights.transport.backend", "share_gpus")  # fmt: skip
+        if backend == "cuda-ipc" and self.inference is not None and not self.share_gpus:
+            return Problem(message + "can use cuda-ipc within one GPU only: see --share-gpus", "trainer.weights.transport.backend", "share_gpus")  # fmt: skip
         if self.inference is not None and not self.inference.stage_weights:
             return Problem(message + "needs servers that stage weights", key, "inference.stage_weights")
         return None

@@ -221,11 +221,12 @@ class TrainerConfig(TrainingConfig):
     )
 
     @model_validator(mode="after")
-    def _nccl_has_a_gpu(self) -> Self:
+    def _sends_from_a_gpu(self) -> Self:
         transport = self.weights.transport
-        if isinstance(transport, ProcessGroupTransport) and transport.backend == "nccl" and self.device == "cpu":
+        backend = transport.backend if isinstance(transport, ProcessGroupTransport) else "auto"
+        if backend in ("nccl", "cuda-ipc") and self.device == "cpu":
             raise Problem(
-                "weights.transport.backend nccl needs a trainer on a GPU: leave it at auto",
+                f"weights.transport.backend {backend} needs a trainer on a GPU: leave it at auto",
                 "weights.transport.backend",
                 "device",
             )

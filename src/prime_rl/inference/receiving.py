@@ -1,7 +1,6 @@
 """Receiving a version from the trainer's sender in place of reading its files: another source of bytes for the same memory (`staging.py`)."""
 
 import math
-import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,14 +15,16 @@ from prime_rl.errors import UserError
 from prime_rl.inference import blocks
 from prime_rl.inference.blocks import DTYPES, Part, Piece, Stretch
 from prime_rl.transport.commit import CommitError
+from prime_rl.transport.device_memory import DeviceBorrower, DeviceMemory, is_of
 from prime_rl.transport.line import Line, PairError, introduce
 from prime_rl.transport.pairs import Pair, join
 from prime_rl.transport.shared import BACKEND as SHARED
-from prime_rl.transport.shared import Borrower, is_elsewhere, open_memory
+from prime_rl.transport.shared import CUDA_IPC, Borrower, HostMemory, is_elsewhere
 from prime_rl.transport.weights import SenderAddress, WeightsManifest
 
-STREAMS = {SHARED: 8, "gloo": 4, "nccl": 2}
-"""Parts at once. Every communicator of NCCL takes memory of the GPU, and two of them take all that the sender can copy to its own."""
+STREAMS = {CUDA_IPC: 1, SHARED: 8, "gloo": 4, "nccl": 2}
+"""Parts at once. Every communicator of NCCL takes memory of the GPU, and two of them take all that the sender can copy to its own; one
+thread keeps a GPU busy that copies from itself to itself."""
 
 
 class Receiver:
@@ -106,7 +107,7 @@ class Receiver:
 
 
 def connect(sender: SenderAddress, device: torch.device) -> Pair | Borrower:
-    """Come together with a sender: by its memory where that is on this host and the sender allows it, else in a process group. `device` is the model's.
+    """Come together with a sender: by its memory where that is on this GPU or this host and the sender allows it, else in a process group. `device` is the model's.
 
     Raises:
         PairError: nobody is there, the sender refuses, or is silent.
@@ -117,28 +118,32 @@ def connect(sender: SenderAddress, device: torch.device) -> Pair | Borrower:
         line = Line(socket.create_connection((host, port), seconds))
     except OSError as error:
         raise PairError(f"no sender of weights answers at {host}:{port} ({error.strerror or error})") from error
-    described: Any = None
+    lent: DeviceMemory | HostMemory | None = None
 
     def choose(hello: Mapping[str, Any]) -> str:
-        nonlocal described
+        nonlocal lent
         offered, described = hello.get("backends"), hello.get("memory")
         offered = offered if isinstance(offered, list) else []
-        if SHARED in offered and (memory := open_memory(described)) is not None:
-            os.close(memory)
-            return SHARED
+        if CUDA_IPC in offered and is_of(described, device):
+            lent = DeviceMemory(described, device)
+        elif SHARED in offered and not is_elsewhere(described):
+            lent = HostMemory(described)
+        if lent is not None and lent.open():
+            lent.close()
+            return lent.backend
         for backend in ("nccl", "gloo"):
             if backend in offered and (backend == "gloo" or device.type == "cuda"):
                 return backend
         trouble = f"the sender at {host}:{port} offers {' and '.join(map(str, offered)) or 'nothing'}, which cannot be used here: set trainer.weights.transport.backend"  # fmt: skip
-        if SHARED in offered and not is_elsewhere(described):
+        if lent is not None:
             raise PairError(trouble)  # the sender may have died just now
         raise UserError(trouble)
 
     try:
         backend = introduce(line, token=sender.token, choose=choose, seconds=seconds)
-        if backend == SHARED:
+        if lent is not None and backend == lent.backend:
             line.expect("welcome", seconds)
-            return Borrower(line, described, seconds)
+            return DeviceBorrower(line, lent, seconds) if isinstance(lent, DeviceMemory) else Borrower(line, lent, seconds)  # fmt: skip
         return join(line, host, backend="nccl" if backend == "nccl" else "gloo", device=device, seconds=seconds)
     except (PairError, UserError):
         line.close()
@@ -149,14 +154,14 @@ class Sent:
     """The tensors of a version that lies with its sender: `parts`, of which so many are asked for `at_once`.
 
     Attributes:
-        from_gpu: Whether they come from GPU to GPU.
+        from_gpu: Whether they come from GPU to GPU, or from one memory of a GPU to another.
     """
 
     def __init__(self, receiver: Receiver, manifest: WeightsManifest) -> None:
         assert manifest.sender is not None
         self.parts = sent_parts(manifest)
         backend = receiver.backend(manifest.sender)
-        self.at_once, self.from_gpu = STREAMS[backend], backend == "nccl"
+        self.at_once, self.from_gpu = STREAMS[backend], backend in ("nccl", CUDA_IPC)
         self._ask = partial(receiver.part, manifest)
 
     def source(self, part: Part, stretch: Stretch) -> "_OfSender":
@@ -166,7 +171,7 @@ class Sent:
     def receive_on_gpu(self, part: Part, buffer: torch.Tensor, go_on: Callable[[], None]) -> None:
         """All of a part into memory of the GPU. `go_on` may raise between two blocks."""
         with self._ask(part.offset, part.size) as pair:
-            if not isinstance(pair, Pair) or pair.backend != "nccl":
+            if not (isinstance(pair, DeviceBorrower) or (isinstance(pair, Pair) and pair.backend == "nccl")):
                 raise PairError("the sender is reached in another way than a moment ago")
             pair.receive_there(buffer, blocks.BLOCK_BYTES, go_on)
 

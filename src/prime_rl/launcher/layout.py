@@ -118,6 +118,11 @@ def _check_shared(config: RLConfig, serving: int, training: int) -> None:
         raise UserError("share_gpus splits GPUs between trainer and server: here both do not use GPUs (see --device)")
     if serving != training:
         raise UserError(f"share_gpus needs as many GPUs that train as serve, not {training} and {serving}")
+    transport = config.trainer.weights.transport
+    if transport.type == "process-group" and transport.backend == "cuda-ipc" and training > 1:
+        raise UserError(
+            f"trainer.weights.transport.backend cuda-ipc is for one GPU that trains and serves, not {training}: leave it at auto"
+        )
 
 
 def _check_enough(wants: Mapping[str, int], shared: bool, machine: Machine) -> None:

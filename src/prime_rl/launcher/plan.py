@@ -11,7 +11,7 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.launcher.layout import Layout, Machine, lay_out
+from prime_rl.launcher.layout import Layout, Machine, Split, lay_out
 
 RECOVER = "--recover"  # tells a job to go on from what is committed
 SERVER = "inference"
@@ -166,15 +166,21 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
                 "server": config.inference.server.model_copy(update={"port": server.port}),
                 "replica": number,
                 "servers_on_host": len(servers),
-                # What is free on a shared GPU is the trainer's.
-                **(
-                    {}
-                    if layout.split is None
-                    else {"gpu_memory_utilization": layout.split.serving, "stage_on_device": False}
-                ),
+                **({} if layout.split is None else _on_shared_gpu(config, layout.split)),
             }
         )
     return sections
+
+
+def _on_shared_gpu(config: RLConfig, split: Split) -> dict[str, object]:
+    """What is free on a shared GPU is the trainer's, unless the new weights are there anyway, and read there."""
+    transport = config.trainer.weights.transport
+    there = transport.type == "process-group" and transport.backend == "cuda-ipc"
+    assert config.inference is not None
+    return {
+        "gpu_memory_utilization": split.serving,
+        "stage_on_device": there and config.inference.stage_on_device,
+    }
 
 
 def _shown(key: str, value: str) -> str:

@@ -86,6 +86,7 @@ def plan_memory(
     itemsize: int,
     tokens: int | None,
     optim: "OptimConfig | None",
+    lent: float = 0.0,
 ) -> MemoryPlan:
     """Settle what `config` leaves open, alike on all ranks, and say on rank 0 what was chosen and why.
 
@@ -93,12 +94,13 @@ def plan_memory(
         lm: May be on the meta device.
         itemsize: Bytes of a computed number.
         tokens: Most tokens of a micro-batch.
+        lent: Bytes per parameter of a copy of the weights on the GPU that servers read.
     """
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:
         return MemoryPlan(_unplanned(config, shape, world), shape)
     states = 8.0 if optim is None else state_bytes(optim, shape)
-    job = Job(tokens, itemsize, world.shards, world.size, states, compiled)
+    job = Job(tokens, itemsize, world.shards, world.size, states, compiled, lent)
     host_bytes = _host_bytes(
         shape, job, 8.0 if optim is None else state_bytes(optim.model_copy(update={"offload": False}), shape)
     )

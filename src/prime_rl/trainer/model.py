@@ -73,12 +73,14 @@ def build_policy(
     *,
     tokens: int | None = None,
     optim: "OptimConfig | None" = None,
+    lent: float = 0.0,
 ) -> Policy:
     """Build the sharded policy and give every parameter its value.
 
     Args:
         tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: what `config` leaves open is not fitted to the memory).
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
+        lent: Bytes per parameter of a copy of the weights that servers read on the GPU, which is counted, too.
 
     Raises:
         UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.
@@ -101,7 +103,7 @@ def build_policy(
     lm.set_attn_implementation(attention.NAME)
     lm.train()
     itemsize = dtype.itemsize
-    memory = plan_memory(config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim)
+    memory = plan_memory(config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim, lent=lent)
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
     last = final_norm(lm)

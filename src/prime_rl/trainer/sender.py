@@ -27,7 +27,7 @@ from prime_rl.lifeline import wake_without_parent
 from prime_rl.monitor import log
 from prime_rl.transport.line import BLOCK_BYTES, Line, PairError, welcome
 from prime_rl.transport.shared import BACKEND as SHARED
-from prime_rl.transport.shared import Lender, describe
+from prime_rl.transport.shared import CUDA_IPC, Lender, describe
 from prime_rl.transport.weights import SenderAddress
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ class Sender:
     Args:
         memory: A file descriptor of the memory, of `size` bytes.
         host: This host's address to listen at; `port` 0: any.
-        backends: What servers may choose from: `shared-memory` on this host, `gloo`, or `nccl` by way of `device`, a GPU.
+        backends: What servers may choose from: `shared-memory` on this host, `gloo`, or `nccl` by way of `device`, a GPU; or `cuda-ipc` alone.
+        lent: For `cuda-ipc`, what `DeviceCopy.described` says of a GPU's memory that holds what `memory` does (None: there is none).
         timeout: Seconds without progress after which either side gives a transfer up.
 
     Raises:
@@ -72,10 +73,11 @@ class Sender:
     """
 
     def __init__(
-        self, memory: int, size: int, *, host: str, port: int, backends: Sequence[str], device: str, timeout: float
-    ) -> None:
+        self, memory: int, size: int, *, host: str, port: int, backends: Sequence[str], device: str, timeout: float,
+        lent: Mapping[str, object] | None = None,
+    ) -> None:  # fmt: skip
         self._memory, self._size = memory, size
-        self._settings = {"host": host, "backends": [*backends], "device": device, "timeout": timeout}
+        self._settings = {"host": host, "backends": [*backends], "device": device, "timeout": timeout, "lent": lent}
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             # Kept here: a process that takes the place of another one has the same address.
@@ -313,7 +315,9 @@ class _Server:
         self._groups: _Groups | None = None
         self._begun: set[tuple[str, str]] = set()
         self._making = threading.Lock()  # bounded: held while torch is imported, which waits for nobody
-        if SHARED not in settings["backends"]:
+        self._lends = {SHARED, CUDA_IPC}.intersection(settings["backends"])
+        self._described = settings.get("lent") or (describe(memory, size) if self._lends else {})
+        if not self._lends:
             self._make_groups()
 
     def serve(self, listening: socket.socket) -> NoReturn:
@@ -360,11 +364,11 @@ class _Server:
     def _begin(self, line: Line) -> "Lender | Pair":
         backend = welcome(
             line, token=self._settings["token"], backends=self._settings["backends"],
-            memory=describe(self._memory, self._size) if SHARED in self._settings["backends"] else {}, seconds=self._seconds,
+            memory=self._described, seconds=self._seconds,
         )  # fmt: skip
-        if backend == SHARED:
+        if backend in self._lends:
             line.tell(self._seconds, welcome=True)
-            return Lender(line, self._seconds)
+            return Lender(line, self._seconds, backend)
         from prime_rl.transport.pairs import accept
 
         try:

@@ -23,6 +23,7 @@ from prime_rl.trainer.parallel import World, agree, on_main
 from prime_rl.trainer.row_files import Holding, Range, Row
 from prime_rl.trainer.sender import Offer, Sender
 from prime_rl.transport.addresses import own_address
+from prime_rl.transport.device_memory import DeviceCopy
 from prime_rl.transport.shared import BACKEND as SHARED
 from prime_rl.transport.shared import describe, open_memory
 
@@ -44,6 +45,7 @@ class Staging:
             are sent).
         told, sent: Versions tell what has changed, or are sent. Either needs whole tensors in the memory of the host, not rows: several ranks, all of
             one host, put their rows together there (`open_whole`).
+        lent: Servers on the same GPU read a copy there; with it there is one buffer. Of a single rank.
 
     Attributes:
         own: The buffers. With two of them a version may be copied while the one before it is still being written.
@@ -60,7 +62,9 @@ class Staging:
         shared: bool | None = None,
         told: bool = False,
         sent: bool = False,
+        lent: bool = False,
     ) -> None:
+        assert not lent or (world.device.type == "cuda" and world.size == 1), "lent is what one rank has on its GPU"
         self.world, self.dtype, self._sent = world, dtype, sent
         self.tensors = list(stored_tensors(policy))
         self.headers, self.slots = layout(self.tensors, dtype)
@@ -77,6 +81,8 @@ class Staging:
         if self.whole is None and (told or sent):
             self.whole = HostBuffers(self.file_bytes, shared=True)
         self.sender: Sender | None = None
+        self._lent = lent
+        self._on_device: DeviceCopy | None = None
         self.written: Written | None = None  # for versions that tell what has changed since
         self._filled: list[Tensor] = []
         self._copies = 0
@@ -120,11 +126,11 @@ class Staging:
             self.whole.count = 2
 
     def affords_two(self) -> bool:
-        """Whether the host has memory for a second buffer beside what else is needed there."""
+        """Whether the host has memory for a second buffer beside what else is needed there. Of one that lies on the GPU as well there is one."""
         taken = 2 * local_ranks() * self.own.stride
         if self.whole is not None and self.assembles:
             taken += 2 * self.whole.stride  # two of them, or one and what is held of it
-        return self.own.shared and taken <= STAGING_SHARE * available_bytes()
+        return self.own.shared and not self._lent and taken <= STAGING_SHARE * available_bytes()
 
     def allocate(self) -> None:
         """Make the buffers. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
@@ -137,6 +143,8 @@ class Staging:
         if self.world.device.type == "cuda" and self.elements:
             with torch.cuda.device(self.world.device):  # a thread does not know it
                 self._lock(filled)
+                if self._lent:
+                    self._on_device = DeviceCopy(self.own.size, self.world.device)
         self._filled = filled
 
     def open_whole(self, world: World) -> None:
@@ -199,19 +207,22 @@ class Staging:
         size = min(max(CHUNK_BYTES // self.dtype.itemsize, -(-self.elements // CHUNKS)), self.elements)
         self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):
-            if self._chunk.numel() < size:
-                self._chunk = torch.empty(size, dtype=self.dtype, device=self.world.device)
+            there = None if self._on_device is None else self._on_device.tensor.view(self.dtype)
+            if not self._shares and size:
                 self._shares = chunk_shares(self.ends, size)
+                if there is None:
+                    self._chunk = torch.empty(size, dtype=self.dtype, device=self.world.device)
             rows = [self._local(parameter) for parameter in self.parameters]
             moments = [self._moment()]
             for first, shares in zip(range(0, self.elements, max(size, 1)), self._shares, strict=True):
                 last = min(first + size, self.elements)
+                chunk = self._chunk[: last - first] if there is None else there[first:last]
                 torch._foreach_copy_(
-                    [self._chunk[share.start - first : share.end - first] for share in shares],
+                    [chunk[share.start - first : share.end - first] for share in shares],
                     [rows[share.parameter][share.offset : share.offset + share.end - share.start] for share in shares],
                 )
                 moments.append(self._moment())
-                buffer[first:last].copy_(self._chunk[: last - first], non_blocking=True)
+                buffer[first:last].copy_(chunk, non_blocking=True)
                 moments.append(self._moment())
         self._copies += 1  # not where something failed: the other buffer may still be read
         return Copy(index, 0.0, moments, size)
@@ -311,6 +322,7 @@ class Staging:
             backends=backends,
             device=str(self.world.device) if "nccl" in backends else "cpu",
             timeout=transport.timeout,
+            lent=None if self._on_device is None else self._on_device.described,
         )
 
     def offer(self, copied: "Copy", version: int, life: int, digest: str) -> None:
@@ -341,7 +353,14 @@ class Staging:
 
     def close(self) -> None:
         """Give the buffers back. Nothing may be copying into them any more."""
+        if (
+            self._on_device is not None
+        ):  # who reads it has a moment to end: it is a mistake to free what others have open
+            self.retire()
         self.close_sender()
+        if self._on_device is not None:
+            self._on_device.close()
+            self._on_device = None
         for buffer in self._locked:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
         self._filled, self._locked = [], []

@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from prime_rl.config.process_group import ProcessGroupTransport
+from prime_rl.errors import UserError
 from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.model_files import DTYPE_NAMES
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weights import InTmpfs, Times, Versions
+from prime_rl.transport.shared import CUDA_IPC
 
 if TYPE_CHECKING:
     from prime_rl.config import SFTConfig, TrainerConfig
@@ -41,6 +43,23 @@ def anchor_every(config: "TrainerConfig") -> int | None:
     """What the settings ask for."""
     transport = config.weights.transport
     return transport.anchor_every if transport.type == "filesystem-delta" else None
+
+
+def lent_bytes(config: "TrainerConfig", source: Source, world: World) -> int:
+    """Bytes per parameter of a copy of the exported weights that servers read on the trainer's GPU; 0 where none is asked for.
+
+    Raises:
+        UserError: it is, and the trainer is on no GPU, or on several.
+    """
+    transport = config.weights.transport
+    if not isinstance(transport, ProcessGroupTransport) or transport.backend != CUDA_IPC:
+        return 0
+    if world.device.type != "cuda" or world.size > 1:
+        raise UserError(
+            f"trainer.weights.transport.backend cuda-ipc needs a trainer of one rank on the GPU of its server, not {world.size} on "
+            f"{world.device.type}: leave it at auto"
+        )
+    return export_dtype(config.weights.dtype, source).itemsize
 
 
 def make_versions(

@@ -48,7 +48,7 @@ from prime_rl.transport.memory import (
     remove_in_memory,
 )
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
-from prime_rl.transport.shared import host_id
+from prime_rl.transport.shared import CUDA_IPC, host_id
 from prime_rl.transport.weights import version_dir, weights_manifest, write_base_version
 from prime_rl.wait import WaitTimeout
 
@@ -115,7 +115,8 @@ class Versions:
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        self._staging = Staging(policy, world, dtype, told=anchor_every is not None, sent=transport is not None)
+        lent = transport is not None and transport.backend == CUDA_IPC
+        self._staging = Staging(policy, world, dtype, told=anchor_every is not None, sent=transport is not None, lent=lent)  # fmt: skip
         self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
         self._had_memory = True  # some version may lie in memory

@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from prime_rl.transport.line import Line, PairError
 
 BACKEND = "shared-memory"
+CUDA_IPC = "cuda-ipc"  # `device_memory.py`, which needs torch
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _WORD_SECONDS = 0.5  # between two words of a receiver that goes on reading
 
@@ -63,10 +64,8 @@ def host_id() -> str:
 class Lender:
     """The sender's side."""
 
-    backend = BACKEND
-
-    def __init__(self, line: Line, seconds: float) -> None:
-        self.line, self._seconds = line, seconds
+    def __init__(self, line: Line, seconds: float, backend: str = BACKEND) -> None:
+        self.line, self.backend, self._seconds = line, backend, seconds
 
     def lend(self, start: int, count: int, go_on: Callable[[], None]) -> None:
         """Let so many bytes of the memory be read, and wait until they were. `go_on` may raise at every word of the receiver's.
@@ -89,36 +88,70 @@ class Lender:
         self.line.close()
 
 
-class Borrower:
-    """The receiver's side. The memory is open while a part of it is read, not longer: it would outlive a sender that has died.
+class Lent(Protocol):
+    """The sender's memory, as the receiver sees it."""
 
-    Args:
-        described: The sender's memory.
-    """
+    def open(self) -> bool:
+        """Whether it could be had: to be read, and closed."""
+        ...
+
+    def fill(self, block: memoryview, at: int) -> None:
+        """With the bytes from `at` on. Raises PairError where they cannot be read."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HostMemory:
+    """That which `describe` told of."""
 
     backend = BACKEND
 
-    def __init__(self, line: Line, described: Any, seconds: float) -> None:
-        self.line, self._described, self._seconds = line, described, seconds
-        self._memory: int | None = None
-        self._at = self._read = 0
-        self._told = 0.0  # when the sender heard last how much was read
+    def __init__(self, described: Any) -> None:
+        self._described = described
+        self._descriptor: int | None = None
 
-    def receive(self, block: memoryview) -> None:
-        """Fill `block` with the next bytes. Raises PairError where the sender gives the transfer up, with its reason, or is gone, or silent."""
-        memory = self._begin()
+    def open(self) -> bool:
+        self._descriptor = open_memory(self._described)
+        return self._descriptor is not None
+
+    def fill(self, block: memoryview, at: int) -> None:
+        assert self._descriptor is not None
         filled = 0
         while filled < len(block):  # each turn reads something, or raises
             try:
-                more = os.preadv(memory, [block[filled:]], self._at + self._read + filled)
+                more = os.preadv(self._descriptor, [block[filled:]], at + filled)
             except OSError as error:
                 raise PairError(f"the sender's memory cannot be read ({error.strerror})") from error
             if not more:
                 raise PairError("the sender's memory ends before what it says")
             filled += more
-        self._read += filled
-        if time.monotonic() - self._told > _WORD_SECONDS:
-            self._tell()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+class Borrower:
+    """The receiver's side. The memory is open while a part of it is read, not longer: it would outlive a sender that has died.
+
+    Args:
+        memory: The sender's.
+    """
+
+    backend = BACKEND
+
+    def __init__(self, line: Line, memory: Lent, seconds: float) -> None:
+        self.line, self._memory, self._seconds = line, memory, seconds
+        self._open = False
+        self._at = self._read = 0
+        self._told = 0.0  # when the sender heard last how much was read
+
+    def receive(self, block: memoryview) -> None:
+        """Fill `block` with the next bytes. Raises PairError where the sender gives the transfer up, with its reason, or is gone, or silent."""
+        self._memory.fill(block, self._begin())
+        self._has_read(len(block))
 
     def end(self, count: int) -> None:
         """After the last block: so many bytes were read, and were what was asked for until then. Raises PairError as `receive` does."""
@@ -135,23 +168,27 @@ class Borrower:
         self.line.close()
         self._close_memory()
 
+    def _has_read(self, count: int) -> None:
+        """So many bytes more."""
+        self._read += count
+        if time.monotonic() - self._told > _WORD_SECONDS:
+            self._tell()
+
     def _tell(self) -> None:
         self.line.tell(self._seconds, read=self._read)
         self._told = time.monotonic()
 
     def _begin(self) -> int:
-        """Where the sender says that the bytes lie, once for each part. Returns the memory."""
-        if self._memory is None:
+        """Open the memory, once for each part. Returns where in it the next bytes lie."""
+        if not self._open:
             at = self.line.expect("at", self._seconds)
             if not isinstance(at, int) or at < 0:
                 raise PairError(f"the sender says that the bytes lie at {at!r}")
-            self._memory = open_memory(self._described)
-            if self._memory is None:
+            if not self._memory.open():
                 raise PairError("the sender's memory is not there any more")
-            self._at, self._read, self._told = at, 0, time.monotonic()
-        return self._memory
+            self._open, self._at, self._read, self._told = True, at, 0, time.monotonic()
+        return self._at + self._read
 
     def _close_memory(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            os.close(memory)
+        self._open = False
+        self._memory.close()

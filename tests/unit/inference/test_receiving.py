@@ -21,6 +21,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference import blocks, receiving, staging
 from prime_rl.inference.receiving import Receiver, sent_parts
 from prime_rl.inference.staging import Staging
+from prime_rl.transport import shared
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.line import BLOCK_BYTES, Line, PairError, introduce
 from prime_rl.transport.shared import describe, open_memory
@@ -336,7 +337,7 @@ def test_where_the_memory_cannot_be_had(tmp_path: Path, receiver: Receiver, monk
             assert [pair.backend for _, pair in receiver._idle] == ["shared-memory"]
             receiver.close()
             with monkeypatch.context() as patch:
-                patch.setattr(receiving, "open_memory", lambda described: None)
+                patch.setattr(shared, "open_memory", lambda described: None)
                 if "gloo" in backends:
                     assert_same(receive(directory, receiver), directory)
                     assert {pair.backend for _, pair in receiver._idle} == {"gloo"}
@@ -389,7 +390,7 @@ def test_a_group_that_cannot_be_made(tmp_path: Path, receiver: Receiver, monkeyp
     with closing(Trainer(tmp_path / "weights", "shared-memory", "nccl", device="cuda:0")) as trainer:
         directory, pid = trainer.commit(), trainer.sender.pid
         with monkeypatch.context() as patch:
-            patch.setattr(receiving, "open_memory", lambda described: None)
+            patch.setattr(shared, "open_memory", lambda described: None)
             patch.setattr(receiving, "introduce", partial(_introduce, backend="nccl"))
             fails(directory, receiver, "no nccl group can be made by the sender")
         assert_same(receive(directory, receiver), directory)

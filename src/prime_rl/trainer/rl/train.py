@@ -29,7 +29,7 @@ from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
-from prime_rl.trainer.versions import anchor_every, in_tmpfs, make_versions
+from prime_rl.trainer.versions import anchor_every, in_tmpfs, lent_bytes, make_versions
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
@@ -72,7 +72,10 @@ def run(
         checkpoints.check_model(source)
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
     check_host_memory(config, source, world, config.seq_len, SMALL_RL)
-    policy = build_policy(source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim)
+    lent = lent_bytes(config, source, world) if fake is None else 0
+    policy = build_policy(
+        source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim, lent=lent
+    )
     optimizer = build_optimizer(policy, config.optim)
     say_without_effect(config, policy, world)
     token_loss = make_token_loss(config.loss)
