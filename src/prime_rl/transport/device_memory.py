@@ -88,7 +88,7 @@ class DeviceMemory:
     def fill(self, block: memoryview, at: int) -> None:
         """By way of the host, for who has no room on the GPU."""
         self.copy_to(torch.frombuffer(block, dtype=torch.uint8), at)
-        self.wait()
+        self.finish()
 
     def copy_to(self, data: Tensor, at: int) -> None:
         """Enqueue copying the bytes from `at` on, beside what the engine computes. Raises PairError where there are not so many."""
@@ -99,7 +99,7 @@ class DeviceMemory:
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 data.copy_(_tensor(self._address + at, data.numel(), self._device), non_blocking=True)
 
-    def wait(self) -> None:
+    def finish(self) -> None:
         """Until all is copied."""
         self._stream.synchronize()
 
@@ -108,7 +108,7 @@ class DeviceMemory:
         if address is not None:
             from cuda.bindings import runtime
 
-            self.wait()
+            self.finish()
             with torch.cuda.device(self._device):
                 runtime.cudaIpcCloseMemHandle(address)
 
@@ -134,7 +134,7 @@ class DeviceBorrower(Borrower):
                 self._on_device.copy_to(block, at)
                 at += block.numel()
         finally:
-            self._on_device.wait()
+            self._on_device.finish()
         self._has_read(data.numel())
 
 

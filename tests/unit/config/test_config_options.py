@@ -248,11 +248,12 @@ def test_node_options_of_the_inference_page() -> None:
     assert (config.api_key, config.server.host) == ("k", "0.0.0.0")
 
 
-def test_nccl_needs_a_gpu() -> None:
+@pytest.mark.parametrize("backend", ["nccl", "cuda-ipc"])
+def test_what_sends_from_a_gpu_needs_one(backend: str) -> None:
     """Seen in the config where the config says so, not minutes later in a trainer."""
-    argv = ["--weights.transport.type", "process-group", "--weights.transport.backend", "nccl"]
+    argv = ["--weights.transport.type", "process-group", "--weights.transport.backend", backend]
     parse(TrainerConfig, argv, {})
-    with pytest.raises(ConfigError, match="backend nccl needs a trainer on a GPU: leave it at auto"):
+    with pytest.raises(ConfigError, match=f"backend {backend} needs a trainer on a GPU: leave it at auto"):
         parse(TrainerConfig, [*argv, "--device", "cpu"], {})
 
 

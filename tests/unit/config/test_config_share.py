@@ -398,3 +398,7 @@ def test_weights_cannot_be_sent_to_servers_that_keep_none() -> None:
     rl(*given, "--trainer.weights.transport.backend", "gloo")
     rl(*given, "--share-gpus")
     assert "share_gpus" in problem(*given, "--share-gpus", "--trainer.weights.transport.backend", "nccl")
+    assert "--share-gpus" in problem(
+        *given, "--inference.server.port", "8001", "--trainer.weights.transport.backend", "cuda-ipc"
+    )
+    rl(*given, "--share-gpus", "--trainer.weights.transport.backend", "cuda-ipc")

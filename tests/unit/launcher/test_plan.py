@@ -137,6 +137,23 @@ def test_within_one_gpu_weights_go_through_the_hosts_memory() -> None:
     assert planned.weights.transport.backend == "shared-memory"
 
 
+@pytest.mark.parametrize(("backend", "there"), [("cuda-ipc", True), ("auto", False)])
+def test_what_is_lent_within_one_gpu_is_staged_there(backend: str, there: bool) -> None:
+    """Else what is free on a shared GPU is the trainer's."""
+    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": "process-group", "backend": backend}}})
+    planned = section(make_plan(config(trainer=trainer, share_gpus=True), Machine(["0"], 8, {}, gpu_gib=80.0)), "inference")  # fmt: skip
+    assert isinstance(planned, InferenceConfig)
+    assert planned.stage_on_device is there
+
+
+def test_several_gpus_are_not_lent() -> None:
+    """Before anything is started: each rank would have a part of what each server needs whole."""
+    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": "process-group", "backend": "cuda-ipc"}}})
+    both = config(InferenceConfig(tensor_parallel_size=2), trainer=trainer, share_gpus=True, trainer_gpus=2)
+    with pytest.raises(UserError, match="cuda-ipc is for one GPU that trains and serves, not 2"):
+        make_plan(both, Machine(["0", "1"], 8, {}, gpu_gib=80.0))
+
+
 @pytest.mark.parametrize(
     ("inference", "shared", "message"),
     [
