@@ -190,9 +190,20 @@ class TrainingConfig(BaseConfig):
     dist_timeout: PositiveFloat = Field(default=600.0, description="Seconds that a collective may take.")
 
     @model_validator(mode="after")
-    def _steps_fit(self) -> Self:
-        check(resume_within(self.max_steps, self.ckpt), schedule_within(self.max_steps, self.scheduler))
+    def _fits_together(self) -> Self:
+        check(
+            resume_within(self.max_steps, self.ckpt),
+            schedule_within(self.max_steps, self.scheduler),
+            self._kernel_has_a_gpu(),
+        )
         return self
+
+    def _kernel_has_a_gpu(self) -> Problem | None:
+        attention = self.model.attention
+        if self.device != "cpu" or attention in ("auto", "sdpa"):
+            return None
+        message = f"model.attention {attention} needs a GPU; `auto` takes the fastest that runs here"
+        return Problem(message, "model.attention", "device")
 
 
 class TrainerConfig(TrainingConfig):

@@ -100,8 +100,9 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 
 
 @router.get("/weights")
-async def weights(service: Service, departure: Leaving) -> dict[str, Any]:
-    return asdict(await service.served()) | {"engines": service.engines, "leaving": departure.asked}
+async def weights(request: Request, service: Service, departure: Leaving) -> dict[str, Any]:
+    more = {"engines": service.engines, "leaving": departure.asked, "models": request.app.state.prime_models}
+    return asdict(await service.served()) | more
 
 
 @router.post("/leave")

@@ -45,6 +45,7 @@ from prime_rl.inference.blocks import (
     empty_on_host,
     lay_out,
 )
+from prime_rl.monitor import log
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
 from prime_rl.transport.line import PairError
@@ -63,6 +64,8 @@ from prime_rl.transport.weights import (
 
 if TYPE_CHECKING:
     from prime_rl.inference.receiving import Receiver, Sent
+
+logger = log.get(__name__)
 
 T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
@@ -256,6 +259,16 @@ class Staging:
             why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
             raise UserError(f"{never_written(self.directory)}, and {why}")
         buffers = self._make_buffers(sent.parts)
+        try:
+            return self._receive_into(manifest, sent, buffers)
+        except CommitError as error:
+            logger.warning("%s: asking for it once more, as it may have been spoilt on its way", error)
+            return self._receive_into(manifest, sent, buffers)
+
+    def _receive_into(
+        self, manifest: WeightsManifest, sent: "Sent", buffers: "Sequence[Tensor | None]"
+    ) -> list[tuple[str, Tensor]]:
+        """Raises CommitError where it is not what the manifest says."""
         if sent.from_gpu and self.place == "device":
             return self._receive_on_gpu(manifest, sent, buffers)
         sources = [partial(sent.source, part) for part in sent.parts]

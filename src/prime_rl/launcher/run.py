@@ -10,6 +10,7 @@ from typing import TypeVar
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
+from prime_rl.inference.arguments import guarded_host
 from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart, steps_apart
 from prime_rl.launcher.clock import Policy
@@ -190,6 +191,8 @@ def _check(config: RLConfig) -> None:
         checks.check_model(name)
     if config.orchestrator.renderer == "auto":
         checks.check_chat_template(config.orchestrator.model.name)
+    if config.inference is not None:
+        guarded_host(config.inference)
     if (tmpfs := config.trainer.weights.tmpfs) is not None:
         check_place(tmpfs)
     orchestrator = config.orchestrator

@@ -49,7 +49,7 @@ class CannotScore(UserError):
 @dataclass(frozen=True)
 class Served:
     """What the server says it serves. `boot` names the life of the server, where it tells one; `seconds`, what parts its update took, of one that
-    answered (`inference.service.Parts`)."""
+    answered (`inference.service.Parts`); `models`, the names that requests may give."""
 
     version: int
     hash: str
@@ -57,6 +57,14 @@ class Served:
     leaving: bool = field(default=False, compare=False)  # it was asked to leave; that changes nothing in what it serves
     engines: int = field(default=1, compare=False)  # that data parallelism has behind the server
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
+    models: tuple[str, ...] = field(default=(), compare=False)
+
+    def check_name(self, root: str, model: str) -> None:
+        """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and its tokens are another's."""
+        if self.models and model not in self.models:
+            raise UserError(
+                f"the server at {root} serves {', '.join(self.models)}, not {model}: give both the same model.name"
+            )
 
     def holds(self, weights: WeightsManifest) -> bool:
         """Whether these are the weights."""
@@ -134,6 +142,7 @@ class Engine:
                 str(body.get("boot", "")),
                 body.get("leaving") is True,
                 int(body.get("engines", 1)),
+                models=tuple(map(str, body.get("models", ()))),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(

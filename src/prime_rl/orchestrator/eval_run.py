@@ -60,7 +60,9 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
                 _, found = await first_members(config.client, config.model.name, status.waiting)
                 engines = [connect(member.address) for member in found]
             fleet = Fleet(engines)
-            version = await _admit(fleet, await fleet.wait_ready(status.waiting, config.client.ready_timeout))
+            version = await _admit(
+                fleet, await fleet.wait_ready(status.waiting, config.client.ready_timeout), config.model.name
+            )
             await pool.start(config.client.ready_timeout)
             routed = RoutedPool(pool, fleet)
             for env in config.environments:
@@ -94,13 +96,15 @@ def _connect(stack: AsyncExitStack, client: "ClientConfig", root: str) -> Engine
     return engine
 
 
-async def _admit(fleet: Fleet, ready: list[Replica]) -> int:
+async def _admit(fleet: Fleet, ready: list[Replica], model: str) -> int:
     """Let in all servers that are there. Returns the version that they serve.
 
     Raises:
-        UserError: they do not serve the same.
+        UserError: they do not serve the same, or another model.
     """
     served = {replica: await replica.engine.served() for replica in ready}
+    for replica, one in served.items():
+        one.check_name(replica.name, model)
     served = {replica: one for replica, one in served.items() if not one.leaving} or served  # if there is another
     if mixed := next((replica.name for replica, one in served.items() if one.version == NO_VERSION), None):
         raise UserError(f"the servers behind {mixed} do not serve the same weights")

@@ -182,6 +182,7 @@ def _joined(answers: Sequence[Served]) -> Served:
         any(one.leaving for one in answers),
         sum(one.engines for one in answers),
         {part: max(one.seconds.get(part, 0.0) for one in answers) for part in parts},
+        tuple(name for name in first.models if all(name in one.models for one in answers)),
     )
 
 

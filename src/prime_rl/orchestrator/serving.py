@@ -182,12 +182,13 @@ class Serving:
         """Before anything is loaded: a server that holds another base model than the trainer is not ours to overwrite.
 
         Raises:
-            UserError: the bases differ.
+            UserError: the bases differ, or their names do.
         """
         try:
             served = await replica.engine.served()
         except Unusable:
             return  # there is nothing to overwrite
+        served.check_name(replica.name, self.config.model.name)
         base = self.history.manifest(version).hash
         if version == served.version == 0 and served.hash != base:
             raise UserError(

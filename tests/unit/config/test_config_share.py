@@ -402,3 +402,19 @@ def test_weights_cannot_be_sent_to_servers_that_keep_none() -> None:
         *given, "--inference.server.port", "8001", "--trainer.weights.transport.backend", "cuda-ipc"
     )
     rl(*given, "--share-gpus", "--trainer.weights.transport.backend", "cuda-ipc")
+
+
+def test_replies_fit_into_the_servers_context() -> None:
+    """Refused before anything is started: each request would be."""
+    given = ["--inference.max-model-len", "128", "--orchestrator.sampling.max-tokens"]
+    assert "leaves no room for a prompt within inference.max_model_len 128" in problem(*given, "128")
+    rl(*given, "127")
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "flash_attention_3"])
+def test_kernels_need_a_gpu(attention: str) -> None:
+    """Seen in the config where the config says so."""
+    given = ["--trainer.model.attention", attention, "--device", "cpu"]
+    assert f"model.attention {attention} needs a GPU" in problem(*given)
+    rl(*given[:2])
+    rl("--trainer.model.attention", "sdpa", "--device", "cpu")

@@ -44,7 +44,16 @@ FIXED = {"type", "environment_ids", "base_url", "admin_base_url"}
 CONSTRAINED = {"seq_len", "max_steps", "resume_step", "warmup_steps", "decay_steps", "batch_size", "micro_batch_size"}
 CONSTRAINED |= {"rollouts_per_example", "max_off_policy_steps", "async_level", "max_tokens", "data_parallel_size_local"}
 CONSTRAINED |= {"headless", "data_parallel_start_rank"}
-CONSTRAINED |= {"keep_interval", "checkpointed_layers", "advertise", "register_dir", "tmpfs", "backend"}
+CONSTRAINED |= {
+    "keep_interval",
+    "checkpointed_layers",
+    "advertise",
+    "register_dir",
+    "tmpfs",
+    "backend",
+    "attention",
+    "max_model_len",
+}
 
 
 def values(setting: Setting) -> st.SearchStrategy[Any]:

@@ -1,5 +1,6 @@
 """Versions that are sent, by every way that a CPU has: real processes, no engine. What arrives is what was offered, or one clear reason."""
 
+import itertools
 import os
 import signal
 import socket
@@ -463,6 +464,22 @@ def test_a_trainer_that_starts_again(start_trainer: Callable[..., Trainer], rece
 def test_wrong_bytes_are_refused(trainer: Trainer, receiver: Receiver) -> None:
     """Contract: what arrives is hashed against the manifest, tensor by tensor, as files are."""
     fails(trainer.commit(spoil=True), receiver, "tensor norm is not the one its manifest describes", CommitError)
+
+
+def test_what_is_spoilt_on_its_way_is_asked_for_once_more(
+    trainer: Trainer, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: one wrong bit of a transfer costs that transfer, not the version."""
+    fill, blocks_filled = receiving._OfSender.fill, itertools.count()
+
+    def spoilt(source: Any, block: memoryview, at: int) -> None:
+        fill(source, block, at)
+        if next(blocks_filled) == 1:
+            block[7] ^= 1
+
+    monkeypatch.setattr(receiving._OfSender, "fill", spoilt)
+    assert_same(receive(directory := trainer.commit(), receiver), directory)
+    assert next(blocks_filled) > 1
 
 
 def test_who_cannot_receive_says_so(trainer: Trainer, receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:

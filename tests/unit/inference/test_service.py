@@ -486,6 +486,7 @@ def make_client(base: Path, root: Path) -> TestClient:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.prime_service = make(FakeEngine(), base, root)
+        app.state.prime_models = ["m"]
         app.state.prime_departure = Departure()
         yield
 
@@ -519,6 +520,7 @@ def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: l
     app.post("/inference/v1/generate")(lambda: {})
     PrimeRoutes().attach_router(app)
     app.state.prime_keys = keys
+    app.state.prime_models = ["m"]
     app.state.prime_service = _Answering()
     app.state.prime_departure = Departure()
     client = TestClient(app)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.config import OrchestratorConfig, RLConfig
+from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig
+from prime_rl.config.inference import ServerConfig
 from prime_rl.config.shared import CkptConfig, EnvConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.run import drained, policy, restarts_summary, resume_at, run, ways_on
@@ -57,6 +58,17 @@ def test_another_seed_is_refused_before_anything_is_started(tmp_path: Path) -> N
     with pytest.raises(UserError, match="began with seed 1 and would go on with 2: .*give --seed 1"):
         run(config(tmp_path, seed=2, **tiny))
     assert run(config(tmp_path, seed=1, **tiny)) == 0
+
+
+def test_an_open_server_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a plan that `--dry-run` shows is one whose server would start."""
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "dry_run": True}
+    open_to_all = InferenceConfig(server=ServerConfig(host="0.0.0.0"))
+    with pytest.raises(UserError, match="would open the weight routes"):
+        run(config(tmp_path, inference=open_to_all, **tiny))
+    monkeypatch.setenv("VLLM_API_KEY", "k")
+    assert run(config(tmp_path, inference=open_to_all, **tiny)) == 0
 
 
 def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:

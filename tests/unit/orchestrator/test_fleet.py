@@ -302,9 +302,9 @@ async def test_servers_of_different_weights_are_not_evaluated_together():
     fleet = Fleet([Server("http://0"), Server("http://1")])
     fleet.replicas[1].engine.now = Served(3, "f" * 32)
     with pytest.raises(UserError, match="do not serve the same weights: http://0 version 0 .*, http://1 version 3"):
-        await eval_run._admit(fleet, fleet.replicas)
+        await eval_run._admit(fleet, fleet.replicas, "m")
     fleet.replicas[1].engine.base()
-    assert await eval_run._admit(fleet, fleet.replicas[:1]) == 0
+    assert await eval_run._admit(fleet, fleet.replicas[:1], "m") == 0
     assert [replica.serving for replica in fleet.replicas] == [True, False]
 
 
@@ -313,8 +313,17 @@ async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_anothe
         fleet = Fleet([Server("http://0"), Server("http://1")])
         for number in leaving:
             fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
-        await eval_run._admit(fleet, fleet.replicas)
+        await eval_run._admit(fleet, fleet.replicas, "m")
         assert [replica.serving for replica in fleet.replicas] == expected
+
+
+async def test_a_server_of_another_model_evaluates_nothing():
+    """Contract: one line at once, in place of a search for the tokenizer of a model that nobody serves, and of requests that are all refused."""
+    fleet = Fleet([Server("http://0")])
+    fleet.replicas[0].engine.now = replace(fleet.replicas[0].engine.now, models=("other", "more"))
+    with pytest.raises(UserError, match="the server at http://0 serves other, more, not mine: give both the same"):
+        await eval_run._admit(fleet, fleet.replicas, "mine")
+    assert await eval_run._admit(fleet, fleet.replicas, "more") == 0
 
 
 async def test_no_server_at_all_is_one_clear_line(tmp_path):

@@ -108,7 +108,7 @@ async def test_parts_of_different_weights_prove_nothing(servers, routed, heard):
     ] == [heard.messages[-1]]
     fleet = Fleet([routed])
     with pytest.raises(UserError, match="the servers behind http://router do not serve the same weights"):
-        await eval_run._admit(fleet, fleet.replicas)
+        await eval_run._admit(fleet, fleet.replicas, "m")
 
 
 async def test_a_proof_during_an_update_waits_for_its_end(servers, routed):
