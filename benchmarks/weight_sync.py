@@ -48,6 +48,10 @@ from conftest import InferenceServer, launch_server
 
 MEMORY = Path("/dev/shm")
 QUIET_SECONDS = 2.0  # before each version: what generation is like undisturbed
+CANARY = {
+    "token_ids": [*range(1, 65)],
+    "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
+}
 AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights arrive
 
 
@@ -65,6 +69,7 @@ class Case:
     watched: int = 4  # of these, token by token
     tokens: int = 384  # of a request, at most
     syncs: int = 5
+    priority: int = -1  # of the prompt that proves what is served, as canaries have it; 0: in its turn
 
 
 def parse_case(text: str) -> Case:
@@ -76,10 +81,10 @@ def parse_case(text: str) -> Case:
     if (
         on not in ("disk", "tmpfs")
         or by not in ("files", "shared-memory", "cuda-ipc", "gloo", "nccl")
-        or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs"}
+        or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs", "priority"}
     ):
         raise ValueError(
-            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, cuda-ipc, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs"
+            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, cuda-ipc, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs, priority"
         )
     return Case(text, model, on=on, stage=stage, by=by, **{name: int(value) for name, value in given.items()})
 
@@ -181,7 +186,7 @@ def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path,
             with httpx.Client(
                 base_url=running.root, timeout=120, trust_env=False
             ) as client:  # made before it is measured
-                moments = [sync(writer, client, root, version) for version in range(first, first + case.syncs + 1)]
+                moments = [sync(case, writer, client, root, version) for version in range(first, first + case.syncs + 1)]
             time.sleep(AFTER_SECONDS)
         arrivals = arrived()
         syncs = [describe(moment, arrivals, case.in_flight) for moment in moments[1:]]  # the first one allocates
@@ -190,7 +195,7 @@ def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path,
     return {**asdict(case), "bytes": writer.staging.file_bytes, "median": medians(syncs), "syncs": syncs}
 
 
-def sync(writer: Writer, client: httpx.Client, root: Path, version: int) -> dict[str, Any]:
+def sync(case: Case, writer: Writer, client: httpx.Client, root: Path, version: int) -> dict[str, Any]:
     """From a step to what is served."""
     time.sleep(AFTER_SECONDS + QUIET_SECONDS)
     stepped = writer.step()
@@ -200,6 +205,8 @@ def sync(writer: Writer, client: httpx.Client, root: Path, version: int) -> dict
     answer = client.post("/update_weights", json={"weight_dir": str(directory), "version": version})
     served = time.monotonic()
     answer.raise_for_status()
+    client.post("/inference/v1/generate", json=CANARY | {"priority": case.priority}).raise_for_status()
+    proven = time.monotonic()
     for old in root.glob("step_*"):
         if old not in (directory, version_dir(root, version - 1)):
             prune(old)
@@ -208,6 +215,7 @@ def sync(writer: Writer, client: httpx.Client, root: Path, version: int) -> dict
         "stepped": stepped,
         "committed": committed,
         "served": served,
+        "prove": proven - served,
         **parts,
         **told["seconds"],
         "place": told["place"],

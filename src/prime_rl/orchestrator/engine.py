@@ -49,7 +49,7 @@ class CannotScore(UserError):
 @dataclass(frozen=True)
 class Served:
     """What the server says it serves. `boot` names the life of the server, where it tells one; `seconds`, what parts its update took, of one that
-    answered (`inference.service.Parts`); `models`, the names that requests may give."""
+    answered (`inference.service.Parts`, and `prove`, its canary); `models`, the names that requests may give."""
 
     version: int
     hash: str
@@ -160,8 +160,9 @@ class Engine:
             return await self.give(weights)
         await self._canaries.prepare(self, weights)
         served = await self.give(weights)
+        began = time.monotonic()
         await self._canaries.check(self, weights, served)
-        return served
+        return replace(served, seconds={**served.seconds, "prove": time.monotonic() - began})
 
     async def give(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and say what it serves.
@@ -200,6 +201,8 @@ class Engine:
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
             # vLLM reads no cached prefix for such a request; another server might.
             "cache_salt": f"canary-{secrets.token_hex(8)}",
+            # Right after an update all that is in flight waits to be computed anew, and who waits for the proof waits longest for it.
+            "priority": -1,
         }
         try:
             which = {} if engine is None else {"X-data-parallel-rank": str(engine)}  # vLLM's own header

@@ -65,7 +65,8 @@ def step_metrics(
         stale: Episodes dropped as stale over the whole run.
         seconds: Since the step before.
         updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
-        update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated).
+        update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated), and `time/update_prove`, until the
+            canary was scored.
 
     `reward/mean` is over all finished episodes of the batch, before the zero-advantage filter; `off_policy/*` counts, for the samples that
     are trained, the steps between this one and the oldest version that sampled one of their tokens.
