@@ -186,7 +186,9 @@ def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path,
             with httpx.Client(
                 base_url=running.root, timeout=120, trust_env=False
             ) as client:  # made before it is measured
-                moments = [sync(case, writer, client, root, version) for version in range(first, first + case.syncs + 1)]
+                moments = [
+                    sync(case, writer, client, root, version) for version in range(first, first + case.syncs + 1)
+                ]
             time.sleep(AFTER_SECONDS)
         arrivals = arrived()
         syncs = [describe(moment, arrivals, case.in_flight) for moment in moments[1:]]  # the first one allocates

@@ -15,7 +15,7 @@ from prime_rl.inference.blocks import OnDevice
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.device_memory import DeviceMemory
+from prime_rl.transport.device_memory import DeviceMemory, size_of
 from prime_rl.transport.line import PairError
 from prime_rl.transport.pairs import Pair
 from prime_rl.transport.weights import weights_manifest
@@ -152,20 +152,18 @@ def test_the_owner_of_the_memory_is_killed_in_the_middle(
 def test_memory_of_another_gpu_or_of_none_is_not_borrowed(lending: LendingTrainer) -> None:
     """Contract: what cannot be opened is not there, in place of an error that ends the GPU's context."""
     lent = lending.described
-    assert DeviceMemory(lent, SERVER).open()
-    for wrong in (
-        {"gpu": "x"},
-        {"boot": "x"},
-        {"handle": "00"},
-        {"handle": "zz"},
-        {"handle": "00" * 64},
-        {"size": None},
-    ):
-        assert not DeviceMemory({**lent, **wrong}, SERVER).open()
-    assert not DeviceMemory(None, SERVER).open()
+    assert size_of(lent, SERVER) == 2 * SIZE
+    for wrong in ({"gpu": "x"}, {"boot": "x"}, {"size": None}):
+        assert size_of({**lent, **wrong}, SERVER) is None
+    handle = str(lent["handle"])
+    memory = DeviceMemory(SIZE, handle, SERVER)
+    assert memory.open() is None
+    memory.close()
+    for other in ("00", "zz", "00" * 64):
+        assert DeviceMemory(SIZE, other, SERVER).open() is not None
     lending.owner.kill()
     lending.owner.join(SECONDS)
-    assert not DeviceMemory(lent, SERVER).open()
+    assert DeviceMemory(SIZE, handle, SERVER).open() is not None
     assert torch.ones(1, device=SERVER).item() == 1.0
 
 

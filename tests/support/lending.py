@@ -23,7 +23,7 @@ class LendingTrainer(SendingTrainer):
         there.close()
         self._seconds = timeout
         self.described: dict[str, int | str] = self._ask(None)
-        super().__init__(root, size, timeout, backends=("cuda-ipc",), lent=self.described)
+        super().__init__(root, size, timeout, backends=("cuda-ipc", "shared-memory"), lent=lambda _: self.described)
 
     def staged(self, start: int, size: int) -> None:
         self._ask((f"/proc/{os.getpid()}/fd/{self.memory}", start, size))

@@ -1,7 +1,7 @@
 """What a trainer that sends its weights has: memory that it shares with a sender, and a run directory. Tensors are the test's own."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,13 +22,14 @@ class SendingTrainer:
 
     def __init__(
         self, root: Path, size: int, timeout: float, port: int = 0, backends: Sequence[str] = ("gloo",), device: str = "cpu",
-        lent: Mapping[str, object] | None = None,
+        lent: Callable[[int], Mapping[str, object]] | None = None,
     ) -> None:  # fmt: skip
         self.root, self.size, self.life = root, size, 0
         self.memory = os.memfd_create("test")
         os.ftruncate(self.memory, 2 * size)
         self.sender = Sender(
-            self.memory, 2 * size, host="127.0.0.1", port=port, backends=backends, device=device, timeout=timeout, lent=lent
+            self.memory, 2 * size, host="127.0.0.1", port=port, backends=backends, device=device, timeout=timeout,
+            lent=None if lent is None else lent(self.memory),
         )  # fmt: skip
 
     def send(

@@ -83,15 +83,24 @@ def digests(pieces: Sequence[Tensor]) -> list[bytes]:
     return [next(there) if _fits(piece) else xxhash.xxh3_128_digest(piece.cpu().numpy().data) for piece in pieces]
 
 
-@cache
 def works_on(device: torch.device) -> bool:
-    """Whether this device hashes as xxhash does; if not, it is said why. The first call compiles."""
+    """Whether this device hashes as xxhash does; if not, it is said why, once. The first call compiles. Without memory for the trial it does not, this time."""
+    try:
+        return _works_on(device)
+    except torch.OutOfMemoryError:
+        return False
+
+
+@cache
+def _works_on(device: torch.device) -> bool:
     try:
         with torch.cuda.device(device):
             words = torch.arange(_TRIED // _WORD, device=device) * (_PRIME64_1 - (1 << 64))
             pieces = words.view(torch.uint8).split([248, 1032, _TRIED - 1280])
             right = digests(pieces) == [xxhash.xxh3_128_digest(piece.cpu().numpy().data) for piece in pieces]
             why = "hashes are wrong there"
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - whatever Triton raises: no compiler on the host, a GPU that it does not know
         right, why = False, str(error)
     if not right:

@@ -259,6 +259,7 @@ class Staging:
             why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
             raise UserError(f"{never_written(self.directory)}, and {why}")
         buffers = self._make_buffers(sent.parts)
+        sent.meet(on_device=self.place == "device")
         try:
             return self._receive_into(manifest, sent, buffers)
         except CommitError as error:
@@ -269,18 +270,18 @@ class Staging:
         self, manifest: WeightsManifest, sent: "Sent", buffers: "Sequence[Tensor | None]"
     ) -> list[tuple[str, Tensor]]:
         """Raises CommitError where it is not what the manifest says."""
-        if sent.from_gpu and self.place == "device":
-            return self._receive_on_gpu(manifest, sent, buffers)
+        if sent.from_gpu:
+            return self._receive_on_gpu(manifest, sent, [buffer for buffer in buffers if buffer is not None])
         sources = [partial(sent.source, part) for part in sent.parts]
         return self._read_into(manifest, sent.parts, buffers, sources, sent.at_once)
 
     def _receive_on_gpu(
-        self, manifest: WeightsManifest, sent: "Sent", buffers: "Sequence[Tensor | None]"
+        self, manifest: WeightsManifest, sent: "Sent", buffers: Sequence[Tensor]
     ) -> list[tuple[str, Tensor]]:
-        """From GPU to GPU."""
+        """From GPU to GPU, or from one memory of a GPU to another."""
         receive = partial(sent.receive_on_gpu, go_on=self._go_on)
         with _threads(sent.at_once) as threads:
-            arriving = [_submit(threads, receive, *each) for each in zip(sent.parts, buffers, strict=True)]
+            arriving = [_submit(threads, receive, group) for group in sent.groups(buffers)]
             return self._finish(manifest, sent.parts, buffers, arriving)
 
     def _read_into(
@@ -343,7 +344,10 @@ class Staging:
 
         assert self._stream is not None
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return device_hash.digests(chunks_there)
+            try:
+                return device_hash.digests(chunks_there)
+            except torch.OutOfMemoryError:  # somebody else took what little that needs
+                return [xxhash.xxh3_128_digest(chunk.cpu().numpy().data) for chunk in chunks_there]
 
     def _on_device(self, size: int) -> bool:
         if not self._may_use_device or SPARE * size > torch.cuda.mem_get_info(self._device)[0]:

@@ -105,7 +105,7 @@ def _root_is_embedding_and_head(lm: PreTrainedModel) -> bool:
 @dataclass(frozen=True)
 class Job:
     """What is trained with one shape: tokens of a micro-batch, bytes of a computed number, GPUs, bytes of optimizer state on the GPU per parameter,
-    and of a copy of the weights that servers read there."""
+    and of weights that a server reads and keeps there."""
 
     tokens: int
     itemsize: int = 2
@@ -195,7 +195,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "fp32 weights": 4 * s.parameters // job.shards,
         "gradients": 4 * s.parameters // job.shards,
         "optimizer states": int(job.state_bytes * s.parameters) // job.shards,
-        "weights that servers read": int(job.lent_bytes * s.parameters) // job.shards,
+        "weights for the server": int(job.lent_bytes * s.parameters) // job.shards,
         # Those that stay: weights that are freed come and go around their use.
         "gathered weights": size * (root_stays if settings.reshard else s.parameters),
     }

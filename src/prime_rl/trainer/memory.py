@@ -94,7 +94,7 @@ def plan_memory(
         lm: May be on the meta device.
         itemsize: Bytes of a computed number.
         tokens: Most tokens of a micro-batch.
-        lent: Bytes per parameter of a copy of the weights on the GPU that servers read.
+        lent: Bytes per parameter of what servers read on this GPU, and keep there (`versions.lent_bytes`).
     """
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:

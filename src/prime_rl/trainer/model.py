@@ -80,7 +80,7 @@ def build_policy(
     Args:
         tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: what `config` leaves open is not fitted to the memory).
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
-        lent: Bytes per parameter of a copy of the weights that servers read on the GPU, which is counted, too.
+        lent: Bytes per parameter of what servers read on this GPU, and keep there, which is counted, too (`versions.lent_bytes`).
 
     Raises:
         UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.

@@ -64,8 +64,8 @@ class Sender:
     Args:
         memory: A file descriptor of the memory, of `size` bytes.
         host: This host's address to listen at; `port` 0: any.
-        backends: What servers may choose from: `shared-memory` on this host, `gloo`, or `nccl` by way of `device`, a GPU; or `cuda-ipc` alone.
-        lent: For `cuda-ipc`, what `DeviceCopy.described` says of a GPU's memory that holds what `memory` does (None: there is none).
+        backends: What servers may choose from: `shared-memory` on this host, `gloo`, or `nccl` by way of `device`, a GPU; `cuda-ipc` with `lent`.
+        lent: What `DeviceCopy.described` says of a GPU's memory that holds what `memory` does (None: there is none).
         timeout: Seconds without progress after which either side gives a transfer up.
 
     Raises:
@@ -315,9 +315,10 @@ class _Server:
         self._groups: _Groups | None = None
         self._begun: set[tuple[str, str]] = set()
         self._making = threading.Lock()  # bounded: held while torch is imported, which waits for nobody
-        self._lends = {SHARED, CUDA_IPC}.intersection(settings["backends"])
-        self._described = settings.get("lent") or (describe(memory, size) if self._lends else {})
-        if not self._lends:
+        self._lent = dict(settings.get("lent") or {})
+        # Who has it can write there, too, so that it is for those who know the token.
+        self._opens = {SHARED: True, CUDA_IPC: self._lent.pop("handle", None)}
+        if SHARED not in settings["backends"]:
             self._make_groups()
 
     def serve(self, listening: socket.socket) -> NoReturn:
@@ -364,10 +365,11 @@ class _Server:
     def _begin(self, line: Line) -> "Lender | Pair":
         backend = welcome(
             line, token=self._settings["token"], backends=self._settings["backends"],
-            memory=self._described, seconds=self._seconds,
+            memory=describe(self._memory, self._size) if SHARED in self._settings["backends"] else {}, gpu=self._lent,
+            seconds=self._seconds,
         )  # fmt: skip
-        if backend in self._lends:
-            line.tell(self._seconds, welcome=True)
+        if backend in self._opens:
+            line.tell(self._seconds, welcome=self._opens[backend])
             return Lender(line, self._seconds, backend)
         from prime_rl.transport.pairs import accept
 

@@ -25,7 +25,7 @@ from prime_rl.trainer.sender import Offer, Sender
 from prime_rl.transport.addresses import own_address
 from prime_rl.transport.device_memory import DeviceCopy
 from prime_rl.transport.shared import BACKEND as SHARED
-from prime_rl.transport.shared import describe, open_memory
+from prime_rl.transport.shared import CUDA_IPC, describe, open_memory
 
 logger = log.get(__name__)
 
@@ -312,6 +312,8 @@ class Staging:
         backends: tuple[str, ...] = (transport.backend,)
         if transport.backend == "auto":
             backends = (SHARED, "nccl" if on_gpu else "gloo")
+        if transport.backend == CUDA_IPC:
+            backends = (CUDA_IPC, SHARED)  # for a server that has no room on the GPU
         if "nccl" in backends and not on_gpu:
             raise UserError("trainer.weights.transport.backend nccl needs a trainer on a GPU: leave it at auto")
         self.sender = Sender(
@@ -353,14 +355,7 @@ class Staging:
 
     def close(self) -> None:
         """Give the buffers back. Nothing may be copying into them any more."""
-        if (
-            self._on_device is not None
-        ):  # who reads it has a moment to end: it is a mistake to free what others have open
-            self.retire()
         self.close_sender()
-        if self._on_device is not None:
-            self._on_device.close()
-            self._on_device = None
         for buffer in self._locked:
             torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
         self._filled, self._locked = [], []

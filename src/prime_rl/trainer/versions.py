@@ -46,7 +46,8 @@ def anchor_every(config: "TrainerConfig") -> int | None:
 
 
 def lent_bytes(config: "TrainerConfig", source: Source, world: World) -> int:
-    """Bytes per parameter of a copy of the exported weights that servers read on the trainer's GPU; 0 where none is asked for.
+    """Bytes per parameter that exported weights take on the trainer's GPU where a server reads them there: the copy that is lent, and the server's own.
+    0 where that is not asked for.
 
     Raises:
         UserError: it is, and the trainer is on no GPU, or on several.
@@ -59,7 +60,7 @@ def lent_bytes(config: "TrainerConfig", source: Source, world: World) -> int:
             f"trainer.weights.transport.backend cuda-ipc needs a trainer of one rank on the GPU of its server, not {world.size} on "
             f"{world.device.type}: leave it at auto"
         )
-    return export_dtype(config.weights.dtype, source).itemsize
+    return 2 * export_dtype(config.weights.dtype, source).itemsize
 
 
 def make_versions(

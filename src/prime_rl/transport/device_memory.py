@@ -4,7 +4,8 @@ The words are those of `shared.py`. The memory comes from the driver by itself: 
 """
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,77 +17,68 @@ from prime_rl.transport.shared import CUDA_IPC as BACKEND
 from prime_rl.transport.shared import Borrower, host_id
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE; `runtime` shows a handle by its address only
+_GRANULE = 2 << 20  # bytes that the driver hands out at least: a smaller piece is lent with what lies beside it
 
 
 class DeviceCopy:
-    """The lender's memory of so many bytes.
+    """The lender's memory of so many bytes. It goes with the process: to free what another one may have open is undefined.
 
     Attributes:
         tensor: The bytes.
-        described: By what a process that uses the same GPU finds them.
+        described: By what a process that uses the same GPU finds them. Its `handle` opens them, to be read and written: only for who is trusted.
 
     Raises:
-        UserError: the GPU has no room for it, or does not lend.
+        UserError: the GPU has no room for them, or does not lend.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
         from cuda.bindings import runtime  # comes with torch for GPUs
 
-        self._device = device
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # a context, if there was none yet
-            self._address = _done(
-                runtime.cudaMalloc(size), f"{size / 2**30:.2f} GiB of the GPU for the weights that servers read there"
-            )
-            handle = _done(runtime.cudaIpcGetMemHandle(self._address), "a way for others to read the GPU's memory")
-        self.tensor = _tensor(self._address, size, device)
+        with _on(device):
+            torch.cuda.empty_cache()  # what the driver gives out is what torch does not hold
+            room = max(-(-size // _GRANULE), 1) * _GRANULE
+            gib = f"{room / 2**30:.2f} GiB of the GPU for the weights that servers read there"
+            address = _done(runtime.cudaMalloc(room), f"there are no {gib}")
+            handle = _done(runtime.cudaIpcGetMemHandle(address), "the GPU's memory cannot be lent")
+        self.tensor = _tensor(int(address), size, device)
+        opens = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES).hex()
         self.described: dict[str, int | str] = {
-            "boot": host_id(), "gpu": _uuid(device), "handle": ctypes.string_at(handle.getPtr(), _HANDLE_BYTES).hex(), "size": size,
-        }  # fmt: skip
-
-    def close(self) -> None:
-        """Give it back. Nobody may be copying into it any more."""
-        from cuda.bindings import runtime
-
-        self.tensor = self.tensor[:0]
-        with torch.cuda.device(self._device):
-            runtime.cudaFree(self._address)
+            "boot": host_id(),
+            "gpu": _uuid(device),
+            "size": size,
+            "handle": opens,
+        }
 
 
 class DeviceMemory:
     """The same as a borrower on `device`, a GPU, sees it."""
 
-    backend = BACKEND
-
-    def __init__(self, described: Any, device: torch.device) -> None:
-        self._described, self._device = described, device
+    def __init__(self, size: int, handle: str, device: torch.device) -> None:
+        self._size, self._handle, self._device = size, handle, device
         self._address: int | None = None
         self._stream = torch.cuda.Stream(device)
 
-    def open(self) -> bool:
-        """Whether it could be had: not where it is another GPU's, or its owner is gone."""
+    def open(self) -> str | None:
+        """None, or why it cannot be had."""
         from cuda.bindings import runtime
 
         try:
-            if not is_of(self._described, self._device):
-                return False
-            told, self._size = bytes.fromhex(self._described["handle"]), int(self._described["size"])
-        except (KeyError, TypeError, ValueError):
-            return False
+            told = bytes.fromhex(self._handle)
+        except ValueError:
+            told = b""
         if len(told) != _HANDLE_BYTES:
-            return False
+            return "what it is opened by is malformed"
         handle = runtime.cudaIpcMemHandle_t()
         ctypes.memmove(handle.getPtr(), told, _HANDLE_BYTES)
-        with torch.cuda.device(self._device):
+        with _on(self._device):
             failed, address = runtime.cudaIpcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess)
-            if failed:
-                runtime.cudaGetLastError()  # else the next call of torch's raises it
-                return False
+        if failed:
+            return str(failed.name)
         self._address = int(address)
-        return True
+        return None
 
     def fill(self, block: memoryview, at: int) -> None:
-        """By way of the host, for who has no room on the GPU."""
+        """By way of the host."""
         self.copy_to(torch.frombuffer(block, dtype=torch.uint8), at)
         self.finish()
 
@@ -109,7 +101,7 @@ class DeviceMemory:
             from cuda.bindings import runtime
 
             self.finish()
-            with torch.cuda.device(self._device):
+            with _on(self._device):
                 runtime.cudaIpcCloseMemHandle(address)
 
 
@@ -138,27 +130,32 @@ class DeviceBorrower(Borrower):
         self._has_read(data.numel())
 
 
-def is_of(described: Any, device: torch.device) -> bool:
-    """Whether `DeviceCopy.described` tells of memory of this GPU."""
-    return (
-        isinstance(described, Mapping)
-        and described.get("boot") == host_id()
-        and device.type == "cuda"
-        and described.get("gpu") == _uuid(device)
-    )
+def size_of(described: Any, device: torch.device) -> int | None:
+    """How much memory of this very GPU `DeviceCopy.described` tells of; None where it is none of it."""
+    if not isinstance(described, Mapping) or described.get("boot") != host_id() or device.type != "cuda":
+        return None
+    size = described.get("size")
+    return size if isinstance(size, int) and described.get("gpu") == _uuid(device) else None
 
 
 def _uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _done(result: tuple[Any, ...], what: str) -> Any:
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """For `runtime`, which has an idea of its own of what the device is, beside torch's."""
+    from cuda.bindings import runtime
+
+    with torch.cuda.device(device):
+        runtime.cudaSetDevice(torch.cuda.current_device())
+        yield
+
+
+def _done(result: tuple[Any, ...], trouble: str) -> Any:
     failed, value = result
     if failed:
-        from cuda.bindings import runtime
-
-        runtime.cudaGetLastError()
-        raise UserError(f"there is not {what}: {failed.name}")
+        raise UserError(f"{trouble} ({failed.name})")
     return value
 
 

@@ -96,8 +96,8 @@ class Line:
         self._socket.close()
 
 
-def welcome(line: Line, *, token: str, backends: Sequence[str], memory: Mapping[str, object], seconds: float) -> str:
-    """The sender's side of the beginning: who asks has to know the token, and takes one of the backends. `memory` is what `shared.describe` says.
+def welcome(line: Line, *, token: str, backends: Sequence[str], seconds: float, **memory: Mapping[str, object]) -> str:
+    """The sender's side of the beginning: who asks has to know the token, and takes one of the backends. `memory` says what is lent, to anybody.
 
     Returns:
         The backend that the receiver has taken.
@@ -106,7 +106,7 @@ def welcome(line: Line, *, token: str, backends: Sequence[str], memory: Mapping[
         PairError: the other side does not know the token, can use none of the backends, or is silent.
     """
     challenge = secrets.token_hex(16)
-    line.tell(seconds, protocol=PROTOCOL, challenge=challenge, backends=list(backends), memory=dict(memory))
+    line.tell(seconds, protocol=PROTOCOL, challenge=challenge, backends=list(backends), **memory)
     answer = line.hear(seconds)
     if not hmac.compare_digest(str(answer.get("proof")).encode(errors="replace"), _proof(token, challenge).encode()):
         line.tell(seconds, error="the sender does not know this token")

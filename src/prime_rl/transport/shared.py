@@ -91,8 +91,8 @@ class Lender:
 class Lent(Protocol):
     """The sender's memory, as the receiver sees it."""
 
-    def open(self) -> bool:
-        """Whether it could be had: to be read, and closed."""
+    def open(self) -> str | None:
+        """To be read, and closed. Returns None, or why it cannot be had."""
         ...
 
     def fill(self, block: memoryview, at: int) -> None:
@@ -105,15 +105,13 @@ class Lent(Protocol):
 class HostMemory:
     """That which `describe` told of."""
 
-    backend = BACKEND
-
     def __init__(self, described: Any) -> None:
         self._described = described
         self._descriptor: int | None = None
 
-    def open(self) -> bool:
+    def open(self) -> str | None:
         self._descriptor = open_memory(self._described)
-        return self._descriptor is not None
+        return "it cannot be opened" if self._descriptor is None else None
 
     def fill(self, block: memoryview, at: int) -> None:
         assert self._descriptor is not None
@@ -184,8 +182,8 @@ class Borrower:
             at = self.line.expect("at", self._seconds)
             if not isinstance(at, int) or at < 0:
                 raise PairError(f"the sender says that the bytes lie at {at!r}")
-            if not self._memory.open():
-                raise PairError("the sender's memory is not there any more")
+            if (why := self._memory.open()) is not None:
+                raise PairError(f"the sender's memory is not there any more: {why}")
             self._open, self._at, self._read, self._told = True, at, 0, time.monotonic()
         return self._at + self._read
 
