@@ -23,3 +23,16 @@ def test_as_xxhash_does() -> None:
 def test_it_is_used() -> None:
     """Contract: no GPU that we know of falls back to the host."""
     assert device_hash.works_on(DEVICE)
+
+
+def test_a_passing_lack_of_memory_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a GPU that somebody else had filled for a moment hashes the next version."""
+
+    def full(pieces: object) -> None:
+        raise torch.OutOfMemoryError("scripted")
+
+    device_hash._works_on.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(device_hash, "digests", full)
+        assert not device_hash.works_on(DEVICE)
+    assert device_hash.works_on(DEVICE)

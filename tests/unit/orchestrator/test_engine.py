@@ -151,6 +151,7 @@ async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(ser
     assert bodies[0]["token_ids"] == [9, 7, 5]
     assert bodies[0]["sampling_params"] == {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     assert bodies[0]["cache_salt"] != bodies[1]["cache_salt"]
+    assert bodies[0]["priority"] < 0  # before all that waits
 
 
 @pytest.mark.parametrize(
