@@ -69,6 +69,7 @@ class Case:
     watched: int = 4  # of these, token by token
     tokens: int = 384  # of a request, at most
     syncs: int = 5
+    there: bool = False  # hashed and sent from a copy on the trainer's GPU (by=nccl)
     priority: int = -1  # of the prompt that proves what is served, as canaries have it; 0: in its turn
 
 
@@ -76,7 +77,7 @@ def parse_case(text: str) -> Case:
     """Raises ValueError for what is none."""
     model, *rest = text.split()
     given = dict(part.split("=", 1) for part in rest)
-    stage = {"true": True, "false": False}[given.pop("stage", "true")]
+    stage, there = ({"true": True, "false": False}[given.pop(name, plain)] for name, plain in (("stage", "true"), ("there", "false")))  # fmt: skip
     on, by = given.pop("on", "disk"), given.pop("by", "files")
     if (
         on not in ("disk", "tmpfs")
@@ -84,9 +85,17 @@ def parse_case(text: str) -> Case:
         or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs", "priority"}
     ):
         raise ValueError(
-            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, cuda-ipc, gloo or nccl; the others are layers, stage, in_flight, watched, tokens, syncs, priority"
+            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, cuda-ipc, gloo or nccl; there is true or false; the others are layers, stage, in_flight, watched, tokens, syncs, priority"
         )
-    return Case(text, model, on=on, stage=stage, by=by, **{name: int(value) for name, value in given.items()})
+    return Case(
+        text,
+        model,
+        on=on,
+        stage=stage,
+        by=by,
+        there=there or by == "cuda-ipc",
+        **{name: int(value) for name, value in given.items()},
+    )
 
 
 @dataclass(frozen=True)
@@ -133,9 +142,9 @@ class Writer:
         )
         self._sends = case.by != "files"
         if self._sends:
-            if case.by != "cuda-ipc":
+            if not case.there:
                 self.staging.double()
-            self.staging.open_sender(ProcessGroupTransport(backend=case.by, host="127.0.0.1"))
+            self.staging.open_sender(ProcessGroupTransport(backend=case.by, host="127.0.0.1", device_copy=case.there))
         self._factor = 1.03125
 
     def step(self) -> float:
@@ -155,8 +164,13 @@ class Writer:
             self.staging, copied, self.source, self.world, directory, version=version, incarnation=0,
             send=self._sends and version > 0,  # the server starts with version 0
         )  # fmt: skip
-        cast, copy = copied.finish()
-        return {"cast": cast, "copy": copy, "write": times.pop("send", 0.0), **times}
+        self._copied = copied
+        return {"write": times.pop("send", 0.0), **times}
+
+    def finish(self) -> dict[str, float]:
+        """The seconds of what may go on after that, as the trainer waits for it: casting, and copying to the host."""
+        cast, copy = self._copied.finish()
+        return {"cast": cast, "copy": copy}
 
     def close(self) -> None:
         self.staging.close()
@@ -209,6 +223,7 @@ def sync(case: Case, writer: Writer, client: httpx.Client, root: Path, version: 
     answer.raise_for_status()
     client.post("/inference/v1/generate", json=CANARY | {"priority": case.priority}).raise_for_status()
     proven = time.monotonic()
+    parts |= writer.finish()
     for old in root.glob("step_*"):
         if old not in (directory, version_dir(root, version - 1)):
             prune(old)

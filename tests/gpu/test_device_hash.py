@@ -1,4 +1,4 @@
-"""Hashing on a GPU gives what xxhash gives. (At every border between its rules: tests/unit/inference/interpreted_device_hash.py.)"""
+"""Hashing on a GPU gives what xxhash gives. (At every border between its rules: tests/unit/transport/interpreted_device_hash.py.)"""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import xxhash
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
-device_hash = pytest.importorskip("prime_rl.inference.device_hash")  # imports Triton
+device_hash = pytest.importorskip("prime_rl.transport.device_hash")  # imports Triton
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda:0")
@@ -33,6 +33,8 @@ def test_a_passing_lack_of_memory_is_not_remembered(monkeypatch: pytest.MonkeyPa
 
     device_hash._works_on.cache_clear()
     with monkeypatch.context() as patch:
-        patch.setattr(device_hash, "digests", full)
+        patch.setattr(device_hash, "_digests", full)
+        piece = torch.ones(1 << 20, dtype=torch.uint8, device=DEVICE)
+        assert device_hash.digests([piece]) == [xxhash.xxh3_128_digest(bytes(piece.cpu().numpy()))]
         assert not device_hash.works_on(DEVICE)
     assert device_hash.works_on(DEVICE)

@@ -31,6 +31,7 @@ SECONDS = 120.0
 SIZE = 512 << 20
 TWO = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL speaks to another GPU")
 SERVER = torch.device("cuda:0")
+LENT = ("cuda-ipc", "shared-memory")
 
 
 def files(version: int, count: int = 5, rows: int = 20_000) -> Files:
@@ -44,10 +45,19 @@ def files(version: int, count: int = 5, rows: int = 20_000) -> Files:
     }
 
 
-@pytest.fixture(params=["gloo", "shared-memory", "cuda-ipc", pytest.param("nccl", marks=TWO)])
+@pytest.fixture(
+    params=[
+        "gloo",
+        "shared-memory",
+        "cuda-ipc",
+        pytest.param("nccl", marks=TWO),
+        pytest.param("nccl, from a copy", marks=TWO),
+    ]
+)
 def trainer(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[SendingTrainer]:
-    if request.param == "cuda-ipc":
-        with closing(LendingTrainer(tmp_path, SIZE, SECONDS, str(SERVER))) as lending:
+    if request.param in ("cuda-ipc", "nccl, from a copy"):
+        where, backends = (str(SERVER), LENT) if request.param == "cuda-ipc" else ("cuda:1", ("nccl",))
+        with closing(LendingTrainer(tmp_path, SIZE, SECONDS, where, backends)) as lending:
             yield lending
         return
     device = "cuda:1" if request.param == "nccl" else "cpu"
@@ -96,7 +106,8 @@ def test_the_sender_is_killed_in_the_middle(
         pid, blocks = trainer.sender.pid, itertools.count()
         assert pid is not None
         # Those of two backends do not go by the host.
-        ways: dict[str, tuple[Any, str]] = {"nccl": (Pair, "_expect"), "cuda-ipc": (DeviceMemory, "copy_to")}
+        ways: dict[str, tuple[Any, str]] = {"cuda-ipc": (DeviceMemory, "copy_to")}
+        ways |= dict.fromkeys(("nccl", "nccl, from a copy"), (Pair, "_expect"))
         where, name = ways.get(request.node.callspec.params["trainer"], (OnDevice, "filled"))
         done = getattr(where, name)
 
@@ -116,7 +127,7 @@ def test_the_sender_is_killed_in_the_middle(
 
 @pytest.fixture
 def lending(tmp_path: Path) -> Iterator[LendingTrainer]:
-    with closing(LendingTrainer(tmp_path, SIZE, SECONDS, str(SERVER))) as made:
+    with closing(LendingTrainer(tmp_path, SIZE, SECONDS, str(SERVER), LENT)) as made:
         yield made
 
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from support.sending import SendingTrainer
 class LendingTrainer(SendingTrainer):
     """Attributes: `owner`, the process that the memory on the GPU belongs to, and how that is `described`."""
 
-    def __init__(self, root: Path, size: int, timeout: float, device: str) -> None:
+    def __init__(self, root: Path, size: int, timeout: float, device: str, backends: Sequence[str]) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._line, there = spawn.Pipe()
         self.owner = spawn.Process(target=_own, args=(there, 2 * size, device), daemon=True)
@@ -23,7 +24,7 @@ class LendingTrainer(SendingTrainer):
         there.close()
         self._seconds = timeout
         self.described: dict[str, int | str] = self._ask(None)
-        super().__init__(root, size, timeout, backends=("cuda-ipc", "shared-memory"), lent=lambda _: self.described)
+        super().__init__(root, size, timeout, backends=backends, device=device, lent=lambda _: self.described)
 
     def staged(self, start: int, size: int) -> None:
         self._ask((f"/proc/{os.getpid()}/fd/{self.memory}", start, size))

@@ -1,6 +1,7 @@
 """Resolved configurations as TOML that, fed back with `@`, gives an equal configuration."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ def write_toml(config: BaseConfig, path: Path) -> None:
         staged.write_text(to_toml(config), encoding="utf-8")
         staged.replace(path)
     except OSError as error:
+        with suppress(OSError):
+            staged.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -234,7 +234,15 @@ class TrainerConfig(TrainingConfig):
     @model_validator(mode="after")
     def _sends_from_a_gpu(self) -> Self:
         transport = self.weights.transport
-        backend = transport.backend if isinstance(transport, ProcessGroupTransport) else "auto"
+        if not isinstance(transport, ProcessGroupTransport):
+            return self
+        backend = transport.backend
+        if transport.device_copy and backend not in ("nccl", "cuda-ipc"):
+            raise Problem(
+                f"weights.transport.device_copy is for backend nccl (cuda-ipc has one anyway), not {backend}",
+                "weights.transport.device_copy",
+                "weights.transport.backend",
+            )
         if backend in ("nccl", "cuda-ipc") and self.device == "cpu":
             raise Problem(
                 f"weights.transport.backend {backend} needs a trainer on a GPU: leave it at auto",

@@ -340,19 +340,16 @@ class Staging:
         ]
 
     def _hash_there(self, chunks_there: Sequence[Tensor]) -> list[bytes]:
-        from prime_rl.inference import device_hash
+        from prime_rl.transport import device_hash
 
         assert self._stream is not None
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            try:
-                return device_hash.digests(chunks_there)
-            except torch.OutOfMemoryError:  # somebody else took what little that needs
-                return [xxhash.xxh3_128_digest(chunk.cpu().numpy().data) for chunk in chunks_there]
+            return device_hash.digests(chunks_there)
 
     def _on_device(self, size: int) -> bool:
         if not self._may_use_device or SPARE * size > torch.cuda.mem_get_info(self._device)[0]:
             return False
-        from prime_rl.inference import device_hash  # imports Triton, which a CPU has no use for
+        from prime_rl.transport import device_hash  # imports Triton, which a CPU has no use for
 
         with torch.cuda.stream(self._stream):
             return device_hash.works_on(self._device)

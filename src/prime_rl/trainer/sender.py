@@ -290,18 +290,31 @@ class _Answers:
 
 
 class _Groups:
-    """What process groups need: torch, which takes seconds to import, the memory as a tensor, and a store."""
+    """What process groups need: torch, which takes seconds to import, the memory as a tensor, and a store.
+
+    Raises:
+        PairError: the GPU's memory that is sent from cannot be opened.
+    """
 
     def __init__(self, memory: int, size: int, settings: Mapping[str, Any]) -> None:
         import torch
 
         from prime_rl.transport.pairs import open_store
 
-        self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
         self.device = torch.device(settings["device"])
-        if self.device.type == "cuda":  # else copying to the GPU waits for a copy on the host
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-            torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0)
+        if (lent := settings.get("lent")) is not None:  # the host's may come later, or not at all
+            from prime_rl.transport.device_memory import DeviceMemory
+
+            there = DeviceMemory(int(lent["size"]), str(lent["handle"]), self.device)
+            if (why := there.open()) is not None:
+                raise PairError(f"the trainer's copy of the weights on {self.device} cannot be opened ({why})")
+            self.memory = there.tensor
+        else:
+            self.memory = torch.frombuffer(mmap.mmap(memory, size), dtype=torch.uint8)
+            if self.device.type == "cuda":  # else copying to the GPU waits for a copy on the host
+                torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0)
         self.store, self.store_port = open_store(settings["host"], settings["timeout"])
 
 
@@ -318,7 +331,7 @@ class _Server:
         self._lent = dict(settings.get("lent") or {})
         # Who has it can write there, too, so that it is for those who know the token.
         self._opens = {SHARED: True, CUDA_IPC: self._lent.pop("handle", None)}
-        if SHARED not in settings["backends"]:
+        if self._opens.keys().isdisjoint(settings["backends"]):
             self._make_groups()
 
     def serve(self, listening: socket.socket) -> NoReturn:

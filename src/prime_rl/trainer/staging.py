@@ -45,7 +45,7 @@ class Staging:
             are sent).
         told, sent: Versions tell what has changed, or are sent. Either needs whole tensors in the memory of the host, not rows: several ranks, all of
             one host, put their rows together there (`open_whole`).
-        lent: Servers on the same GPU read a copy there; with it there is one buffer. Of a single rank.
+        on_device: Of a single rank on a GPU, there is a copy there, too, which is hashed, sent or lent; with it there is one buffer.
 
     Attributes:
         own: The buffers. With two of them a version may be copied while the one before it is still being written.
@@ -62,9 +62,11 @@ class Staging:
         shared: bool | None = None,
         told: bool = False,
         sent: bool = False,
-        lent: bool = False,
+        on_device: bool = False,
     ) -> None:
-        assert not lent or (world.device.type == "cuda" and world.size == 1), "lent is what one rank has on its GPU"
+        assert not on_device or (world.device.type == "cuda" and world.size == 1), (
+            "rows of several ranks are no tensors"
+        )
         self.world, self.dtype, self._sent = world, dtype, sent
         self.tensors = list(stored_tensors(policy))
         self.headers, self.slots = layout(self.tensors, dtype)
@@ -81,14 +83,15 @@ class Staging:
         if self.whole is None and (told or sent):
             self.whole = HostBuffers(self.file_bytes, shared=True)
         self.sender: Sender | None = None
-        self._lent = lent
-        self._on_device: DeviceCopy | None = None
+        self._has_copy = on_device
+        self._there: DeviceCopy | None = None
+        self._hashes_there, self._from_host = False, True  # some server may read the host's memory
         self.written: Written | None = None  # for versions that tell what has changed since
         self._filled: list[Tensor] = []
         self._copies = 0
         self._locked: list[Tensor] = []
         if world.device.type == "cuda":
-            self._stream = torch.cuda.Stream(world.device)
+            self._stream, self._aside = torch.cuda.Stream(world.device), torch.cuda.Stream(world.device)
             self._chunk = torch.empty(0, dtype=dtype, device=world.device)
             self._shares: list[list[Share]] = []
 
@@ -130,7 +133,7 @@ class Staging:
         taken = 2 * local_ranks() * self.own.stride
         if self.whole is not None and self.assembles:
             taken += 2 * self.whole.stride  # two of them, or one and what is held of it
-        return self.own.shared and not self._lent and taken <= STAGING_SHARE * available_bytes()
+        return self.own.shared and not self._has_copy and taken <= STAGING_SHARE * available_bytes()
 
     def allocate(self) -> None:
         """Make the buffers. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
@@ -143,8 +146,8 @@ class Staging:
         if self.world.device.type == "cuda" and self.elements:
             with torch.cuda.device(self.world.device):  # a thread does not know it
                 self._lock(filled)
-                if self._lent:
-                    self._on_device = DeviceCopy(self.own.size, self.world.device)
+                if self._has_copy:
+                    self._make_copy()
         self._filled = filled
 
     def open_whole(self, world: World) -> None:
@@ -207,25 +210,39 @@ class Staging:
         size = min(max(CHUNK_BYTES // self.dtype.itemsize, -(-self.elements // CHUNKS)), self.elements)
         self._stream.wait_stream(torch.cuda.current_stream(self.world.device))
         with torch.cuda.stream(self._stream):
-            there = None if self._on_device is None else self._on_device.tensor.view(self.dtype)
             if not self._shares and size:
                 self._shares = chunk_shares(self.ends, size)
-                if there is None:
+                if self._there is None:
                     self._chunk = torch.empty(size, dtype=self.dtype, device=self.world.device)
+            bounds = [(first, min(first + size, self.elements)) for first in range(0, self.elements, max(size, 1))]
             rows = [self._local(parameter) for parameter in self.parameters]
             moments = [self._moment()]
-            for first, shares in zip(range(0, self.elements, max(size, 1)), self._shares, strict=True):
-                last = min(first + size, self.elements)
-                chunk = self._chunk[: last - first] if there is None else there[first:last]
-                torch._foreach_copy_(
-                    [chunk[share.start - first : share.end - first] for share in shares],
-                    [rows[share.parameter][share.offset : share.offset + share.end - share.start] for share in shares],
-                )
-                moments.append(self._moment())
-                buffer[first:last].copy_(chunk, non_blocking=True)
-                moments.append(self._moment())
+            cast = None
+            if self._there is None:
+                for (first, last), shares in zip(bounds, self._shares, strict=True):
+                    chunk = self._chunk[: last - first]
+                    _cast(rows, shares, first, chunk)
+                    moments.append(self._moment())
+                    buffer[first:last].copy_(chunk, non_blocking=True)
+                    moments.append(self._moment())
+            else:
+                there = self._there.tensor.view(self.dtype)
+                for (first, last), shares in zip(bounds, self._shares, strict=True):
+                    _cast(rows, shares, first, there[first:last])
+                cast = self._moment()
+                for first, last in bounds:
+                    moments.append(moments[-1] if len(moments) > 1 else cast)
+                    buffer[first:last].copy_(there[first:last], non_blocking=True)
+                    moments.append(self._moment())
         self._copies += 1  # not where something failed: the other buffer may still be read
-        return Copy(index, 0.0, moments, size)
+        return Copy(index, 0.0, moments, size, cast)
+
+    def _make_copy(self) -> None:
+        from prime_rl.transport import device_hash  # imports Triton, which a CPU has no use for
+
+        self._there = DeviceCopy(self.own.size, self.world.device)
+        with torch.cuda.stream(self._aside):
+            self._hashes_there = device_hash.works_on(self.world.device)
 
     def _moment(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True, blocking=True)
@@ -267,8 +284,27 @@ class Staging:
     def hash_staged(self, copied: "Copy") -> dict[str, str]:
         """The hashes of this rank's share of the whole tensors as they arrive. Nothing is written."""
         assert self.whole is not None, "of rows there are no tensors' hashes"
+        if self._there is not None and self._hashes_there:
+            return self._hash_there(copied)
         rows = [row for rows in self.whole_files.values() for row in rows][self.world.rank :: self.world.size]
         return self.whole.hash(self._place(copied), rows, self._arrivals(copied))
+
+    def _hash_there(self, copied: "Copy") -> dict[str, str]:
+        """Before the host has it, where that is asked for what comes from the GPU alone."""
+        from prime_rl.transport import device_hash
+
+        assert self._there is not None
+        assert copied.cast is not None
+        rows = [(row.tensor, row.start, row.size) for rows in self.whole_files.values() for row in rows]
+        copied.cast.synchronize()
+        with (
+            torch.cuda.device(self.world.device),
+            torch.cuda.stream(self._aside),
+        ):  # not behind what the training computes
+            hashes = device_hash.of_rows(self._there.tensor, rows)
+        if self._from_host:
+            copied.finish()
+        return hashes
 
     def assemble(self, copied: "Copy") -> None:
         """Put this rank's rows, as they arrive, to those of the others.
@@ -324,8 +360,9 @@ class Staging:
             backends=backends,
             device=str(self.world.device) if "nccl" in backends else "cpu",
             timeout=transport.timeout,
-            lent=None if self._on_device is None else self._on_device.described,
+            lent=None if self._there is None else self._there.described,
         )
+        self._from_host = SHARED in backends or not self._hashes_there
 
     def offer(self, copied: "Copy", version: int, life: int, digest: str) -> None:
         """Let servers ask for what this copy has staged, which is all there."""
@@ -376,6 +413,14 @@ def whole_files(slots: Mapping[str, Slot]) -> dict[str, list[Row]]:
     return files
 
 
+def _cast(rows: Sequence[Tensor], shares: "Sequence[Share]", first: int, chunk: Tensor) -> None:
+    """Fill a chunk, which begins at element `first` of the buffer."""
+    torch._foreach_copy_(
+        [chunk[share.start - first : share.end - first] for share in shares],
+        [rows[share.parameter][share.offset : share.offset + share.end - share.start] for share in shares],
+    )
+
+
 class Share(NamedTuple):
     """What a chunk of the staging buffer holds of one parameter: elements `start` to `end` of the buffer, from `offset` of the parameter's rows on."""
 
@@ -406,11 +451,12 @@ class Copy:
     seconds: float
     moments: Sequence[torch.cuda.Event] = ()
     chunk: int = 0
+    cast: torch.cuda.Event | None = None  # all, where that is before anything is copied
 
     def before_update(self) -> None:
         """Let the device change the weights only after they are copied. The host does not wait."""
         if self.moments:
-            torch.cuda.current_stream().wait_event(self.moments[-1])
+            torch.cuda.current_stream().wait_event(self.cast or self.moments[-1])
 
     def arrivals(self, itemsize: int) -> Iterator[int]:
         """Wait for one chunk after the other; each time the bytes that the buffer holds, in the end more than any."""

@@ -12,7 +12,7 @@ from prime_rl.trainer.model import Policy, compute_dtype
 from prime_rl.trainer.model_files import DTYPE_NAMES
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weights import InTmpfs, Times, Versions
+from prime_rl.trainer.weights import InTmpfs, Times, Versions, on_device
 from prime_rl.transport.shared import CUDA_IPC
 
 if TYPE_CHECKING:
@@ -46,21 +46,23 @@ def anchor_every(config: "TrainerConfig") -> int | None:
 
 
 def lent_bytes(config: "TrainerConfig", source: Source, world: World) -> int:
-    """Bytes per parameter that exported weights take on the trainer's GPU where a server reads them there: the copy that is lent, and the server's own.
-    0 where that is not asked for.
+    """Bytes per parameter that exported weights take on the trainer's GPU: a copy that is sent from or lent, and the server's own where it is on this
+    GPU, too. 0 where that is not asked for.
 
     Raises:
         UserError: it is, and the trainer is on no GPU, or on several.
     """
     transport = config.weights.transport
-    if not isinstance(transport, ProcessGroupTransport) or transport.backend != CUDA_IPC:
+    if not isinstance(transport, ProcessGroupTransport) or not on_device(transport):
         return 0
+    lends = transport.backend == CUDA_IPC
     if world.device.type != "cuda" or world.size > 1:
+        where = "one rank on the GPU of its server" if lends else "one rank on a GPU"
+        key, instead = ("backend cuda-ipc", "auto") if lends else ("device_copy", "false")
         raise UserError(
-            f"trainer.weights.transport.backend cuda-ipc needs a trainer of one rank on the GPU of its server, not {world.size} on "
-            f"{world.device.type}: leave it at auto"
+            f"trainer.weights.transport.{key} needs a trainer of {where}, not {world.size} on {world.device.type}: leave it at {instead}"
         )
-    return 2 * export_dtype(config.weights.dtype, source).itemsize
+    return (2 if lends else 1) * export_dtype(config.weights.dtype, source).itemsize
 
 
 def make_versions(

@@ -57,6 +57,11 @@ logger = log.get(__name__)
 Times = dict[str, float]
 
 
+def on_device(transport: ProcessGroupTransport) -> bool:
+    """Whether what is exported lies on the trainer's GPU as well."""
+    return transport.backend == CUDA_IPC or transport.device_copy
+
+
 def refuse_outlived(output_dir: Path, life: int) -> None:
     """Raise UserError where a later life than `life` was opened: two trainers must not write one history."""
     newest = max(read_lives(output_dir), default=life)
@@ -115,8 +120,8 @@ class Versions:
         self.life, self._start, self._overlapping = 0, 0, overlapping
         self._seen: Seen = {}
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        lent = transport is not None and transport.backend == CUDA_IPC
-        self._staging = Staging(policy, world, dtype, told=anchor_every is not None, sent=transport is not None, lent=lent)  # fmt: skip
+        there = transport is not None and on_device(transport)
+        self._staging = Staging(policy, world, dtype, told=anchor_every is not None, sent=transport is not None, on_device=there)  # fmt: skip
         self._in_tmpfs, self._anchor_every = memory, anchor_every
         self._memory: Path | None = None  # of this run, under the tmpfs
         self._had_memory = True  # some version may lie in memory

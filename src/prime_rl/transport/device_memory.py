@@ -77,6 +77,12 @@ class DeviceMemory:
         self._address = int(address)
         return None
 
+    @property
+    def tensor(self) -> Tensor:
+        """The bytes, as long as it is open."""
+        assert self._address is not None
+        return _tensor(self._address, self._size, self._device)
+
     def fill(self, block: memoryview, at: int) -> None:
         """By way of the host."""
         self.copy_to(torch.frombuffer(block, dtype=torch.uint8), at)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import xxhash
 
 CHUNK_BYTES = 8 << 20
-"""Part of every manifest: other chunks give other hashes. Small enough for a GPU, which hashes all of them at once (`inference/device_hash.py`)."""
+"""Part of every manifest: other chunks give other hashes. Small enough for a GPU, which hashes all of them at once (`transport/device_hash.py`)."""
 _CHUNKS = 4  # that a thread takes together
 
 

@@ -255,6 +255,14 @@ def test_what_sends_from_a_gpu_needs_one(backend: str) -> None:
     parse(TrainerConfig, argv, {})
     with pytest.raises(ConfigError, match=f"backend {backend} needs a trainer on a GPU: leave it at auto"):
         parse(TrainerConfig, [*argv, "--device", "cpu"], {})
+    parse(TrainerConfig, [*argv, "--weights.transport.device-copy"], {})
+
+
+def test_a_copy_on_the_gpu_is_for_what_is_sent_from_there() -> None:
+    argv = ["--weights.transport.type", "process-group", "--weights.transport.device-copy"]
+    for backend in ("auto", "gloo", "shared-memory"):
+        with pytest.raises(ConfigError, match=f"device_copy is for backend nccl .*, not {backend}"):
+            parse(TrainerConfig, [*argv, "--weights.transport.backend", backend], {})
 
 
 def test_transports_of_weights() -> None:

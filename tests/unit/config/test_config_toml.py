@@ -1,5 +1,6 @@
 """Contract: a resolved configuration, written and fed back with `@`, is the identical configuration."""
 
+import errno
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from prime_rl.config import (
 from prime_rl.config.base import Section
 from prime_rl.config.schema import Setting
 from prime_rl.config.schema import settings as settings_of
+from prime_rl.errors import UserError
 
 CLASSES = [TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig, RLConfig]
 PLAIN_TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8).filter(
@@ -160,6 +162,23 @@ def assert_same_when_fed_back(config: BaseConfig) -> None:
         path = Path(directory) / "config.toml"
         write_toml(config, path)
         assert parse(type(config), ["@", str(path)], {}) == expected
+
+
+def test_nothing_is_left_of_what_the_disk_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: one clear line; the file from before stays, and no half of another lies beside it."""
+    path = tmp_path / "t.toml"
+    write_toml(TrainerConfig(), path)
+    before, write = path.read_text(), Path.write_text
+
+    def full(staged: Path, text: str, **options: str) -> None:
+        write(staged, text[:100], **options)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UserError, match="cannot write .*No space left"):
+        write_toml(TrainerConfig(max_steps=3), path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["t.toml"]
+    assert path.read_text() == before
 
 
 def test_a_written_file_wins_over_variables(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ block to eight sums, which are then scrambled: what the stripes of many blocks a
 block. Several thousand pieces are hashed beside each other.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor
 
 from prime_rl.monitor import log
+from prime_rl.transport.tensor_hash import chunks, of_tensors
 
 logger = log.get(__name__)
 
@@ -78,9 +79,29 @@ def _sums_of(addresses, sizes, table, out, BLOCKS: tl.constexpr):  # type: ignor
 
 def digests(pieces: Sequence[Tensor]) -> list[bytes]:
     """xxh3-128 of each of these bytes on a GPU. Enqueued on the current stream, and waited for."""
+    try:
+        return _digests(pieces)
+    except torch.OutOfMemoryError:  # somebody else took what little that needs
+        return [_on_host(piece) for piece in pieces]
+
+
+def of_rows(data: Tensor, rows: Iterable[tuple[str, int, int]]) -> dict[str, str]:
+    """The hashes of tensors by their names, which lie in `data` from some byte on, so many bytes (`tensor_hash`). Where as `digests`."""
+    named = list(rows)
+    pieces = [data[at + first : at + last] for _, at, size in named for first, last in chunks(size)]
+    return dict(
+        zip((name for name, *_ in named), of_tensors((size for *_, size in named), digests(pieces)), strict=True)
+    )
+
+
+def _digests(pieces: Sequence[Tensor]) -> list[bytes]:
     fit = [piece for piece in pieces if _fits(piece)]
     there = iter(_hash(fit) if fit else [])
-    return [next(there) if _fits(piece) else xxhash.xxh3_128_digest(piece.cpu().numpy().data) for piece in pieces]
+    return [next(there) if _fits(piece) else _on_host(piece) for piece in pieces]
+
+
+def _on_host(piece: Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(piece.cpu().numpy().data)
 
 
 def works_on(device: torch.device) -> bool:
@@ -97,14 +118,14 @@ def _works_on(device: torch.device) -> bool:
         with torch.cuda.device(device):
             words = torch.arange(_TRIED // _WORD, device=device) * (_PRIME64_1 - (1 << 64))
             pieces = words.view(torch.uint8).split([248, 1032, _TRIED - 1280])
-            right = digests(pieces) == [xxhash.xxh3_128_digest(piece.cpu().numpy().data) for piece in pieces]
+            right = _digests(pieces) == [_on_host(piece) for piece in pieces]
             why = "hashes are wrong there"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever Triton raises: no compiler on the host, a GPU that it does not know
         right, why = False, str(error)
     if not right:
-        logger.warning("new weights are hashed and kept in host memory, not on the GPU: %s", why)
+        logger.warning("new weights are hashed in host memory, not on the GPU: %s", why)
     return right
 
 
