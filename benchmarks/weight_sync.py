@@ -138,7 +138,11 @@ class Writer:
         self.policy: Policy = build_policy(self.source, config, self.world)
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
         self.staging = Staging(
-            self.policy, self.world, torch.bfloat16, sent=case.by != "files", lent=case.by == "cuda-ipc"
+            self.policy,
+            self.world,
+            torch.bfloat16,
+            sent=case.by != "files",
+            on_device=case.there,
         )
         self._sends = case.by != "files"
         if self._sends:
