@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from prime_rl import lifeline
@@ -20,6 +21,11 @@ def main() -> None:
 
 
 def _run() -> int:
+    for word in sys.argv[1:2]:
+        if not word.startswith(("-", "@")):
+            near = get_close_matches(word, ("doctor", "audit"), 1)
+            meant = f"did you mean `rl {near[0]} RUN`?" if near else "there are `rl @ CONFIG.toml`, `rl doctor RUN` and `rl audit RUN`"  # fmt: skip
+            raise UserError(f"there is no `rl {word}`: {meant}")
     config = load(RLConfig, prog="rl")
 
     from prime_rl.launcher.run import run  # after --help and bad options have had their answer

@@ -1,8 +1,13 @@
 """What the doctor shows beside its sentence."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from prime_rl.entrypoints import rl
+from prime_rl.errors import UserError
 from prime_rl.launcher.diagnosis import Diagnosis, Facts, ProcessFacts, State, Verdict
 from prime_rl.launcher.doctor import examination
 from prime_rl.monitor.status import ProcessStatus
@@ -27,3 +32,15 @@ def test_errors_of_a_log_are_shown_where_something_is_wrong(tmp_path: Path) -> N
     assert shown(Verdict.FAILED, "failed: it was killed") == shown(Verdict.STUCK)
     assert shown(Verdict.MOVES) == []
     assert shown(Verdict.INTERRUPTED, "stopped") == []
+
+
+@pytest.mark.parametrize(
+    ("word", "answer"), [("docter", "did you mean `rl doctor RUN`"), ("run.toml", "there are `rl @ CONFIG.toml`")]
+)
+def test_what_is_no_command_is_answered_by_those_there_are(
+    monkeypatch: pytest.MonkeyPatch, word: str, answer: str
+) -> None:
+    """Contract: a slip of the pen names the way on, and starts nothing."""
+    monkeypatch.setattr(sys, "argv", ["rl", word, "outputs"])
+    with pytest.raises(UserError, match=answer):
+        rl._run()
