@@ -70,7 +70,9 @@ class Case:
     tokens: int = 384  # of a request, at most
     syncs: int = 5
     there: bool = False  # hashed and sent from a copy on the trainer's GPU (by=nccl)
-    priority: int = -1  # of the prompt that proves what is served, as canaries have it; 0: in its turn
+    priority: int = (
+        0  # of the prompt that proves what is served; -1: before what waits, of a server that goes by priority
+    )
 
 
 def parse_case(text: str) -> Case:
@@ -275,6 +277,8 @@ def medians(syncs: list[dict[str, Any]]) -> dict[str, Any]:
 def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[InferenceServer]:
     """A real one, on the last GPU."""
     settings: dict[str, Any] = {"weights_root": "/", "stage_weights": case.stage, "max_model_len": 512}
+    if case.priority:
+        settings["vllm"] = {"scheduling_policy": "priority"}
     environment: dict[str, str] = {}
     if device == "cuda":
         gpus = torch.cuda.device_count()
@@ -341,12 +345,14 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")
     parser.add_argument("--json", type=Path, help="file for the figures; rows of other cases in it stay")
     options = parser.parse_args()
+    if any(case.there for case in options.case[:-1]):
+        parser.error("a copy on the trainer's GPU goes with the process: such a case comes last")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended and removed
     rows: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
     machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
-    for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.stage)):
+    for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.stage, case.priority)):
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
             # By files first: what a sender came together with stays in the server's GPU.
             for row in measure_together(

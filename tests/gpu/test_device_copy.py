@@ -74,7 +74,7 @@ def test_a_version_is_what_was_copied(
             directory = version_dir(tmp_path, version)
             write_version(staging, copied, source, world, directory, version=version, incarnation=0, send=True)
             manifest = weights_manifest(directory)
-            assert {name: entry.hash for name, entry in manifest.tensors.items()} == expected
+            assert {name: entry.xxh3 for name, entry in manifest.tensors.items()} == expected
             assert hashes(policy) != expected
             copied.finish()
             lasting = tmp_path / f"lasting-{version}"
@@ -85,7 +85,7 @@ def test_a_version_is_what_was_copied(
         written = version_dir(tmp_path, 9)
         write_version(staging, staging.copy(), source, world, written, version=9, incarnation=0)
         verify_weights(written)
-        assert {name: entry.hash for name, entry in weights_manifest(written).tensors.items()} == hashes(policy)
+        assert {name: entry.xxh3 for name, entry in weights_manifest(written).tensors.items()} == hashes(policy)
 
 
 def _read(path: Path) -> dict[str, bytes]:

@@ -90,7 +90,7 @@ class OrchestratorConfig(BaseConfig, Environments):
             self._whole_groups(),
             self._off_policy_bound(),
             self._reply_fits(),
-            *(self._can_be_trained(sampling, key) for sampling, key in self.training_sampling()),
+            *(self._can_be_trained(sampling, key) for sampling, key in self._training_sampling()),
             resume_within(self.max_steps, self.ckpt),
         )
         return self
@@ -107,8 +107,7 @@ class OrchestratorConfig(BaseConfig, Environments):
         message = f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
         return Problem(message, "max_off_policy_steps", "async_level")
 
-    def training_sampling(self) -> list[tuple[SamplingConfig, str]]:
-        """How training samples, for each environment that has settings of its own as well, and under which key that stands."""
+    def _training_sampling(self) -> list[tuple[SamplingConfig, str]]:
         own = [
             (env.sampling.over(self.sampling), f"environments.{env.name}.sampling")
             for env in self.environments

@@ -93,7 +93,7 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        check(self._samples_fit(), self._replies_fit(), self._nothing_to_resume(), self._weights_can_be_sent())
+        check(self._samples_fit(), self._nothing_to_resume(), self._weights_can_be_sent())
         return self
 
     def _samples_fit(self) -> Problem | None:
@@ -102,14 +102,6 @@ class RLConfig(BaseConfig):
             return None
         message = f"orchestrator.seq_len {longest} exceeds trainer.seq_len {room}: samples would not fit a micro-batch"
         return Problem(message, "orchestrator.seq_len", "trainer.seq_len")
-
-    def _replies_fit(self) -> Problem | None:
-        room = None if self.inference is None else self.inference.max_model_len
-        for sampling, key in self.orchestrator.training_sampling():
-            if room is not None and sampling.max_tokens is not None and sampling.max_tokens >= room:
-                message = f"orchestrator.{key}.max_tokens {sampling.max_tokens} leaves no room for a prompt within inference.max_model_len {room}"
-                return Problem(message, f"orchestrator.{key}.max_tokens", "inference.max_model_len")
-        return None
 
     def _weights_can_be_sent(self) -> Problem | None:
         key, message = "trainer.weights.transport.type", "trainer.weights.transport process-group "

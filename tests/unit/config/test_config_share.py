@@ -404,13 +404,6 @@ def test_weights_cannot_be_sent_to_servers_that_keep_none() -> None:
     rl(*given, "--share-gpus", "--trainer.weights.transport.backend", "cuda-ipc")
 
 
-def test_replies_fit_into_the_servers_context() -> None:
-    """Refused before anything is started: each request would be."""
-    given = ["--inference.max-model-len", "128", "--orchestrator.sampling.max-tokens"]
-    assert "leaves no room for a prompt within inference.max_model_len 128" in problem(*given, "128")
-    rl(*given, "127")
-
-
 @pytest.mark.parametrize("attention", ["cudnn", "flash_attention_3"])
 def test_kernels_need_a_gpu(attention: str) -> None:
     """Seen in the config where the config says so."""

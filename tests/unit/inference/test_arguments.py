@@ -47,7 +47,6 @@ def test_what_every_server_is_told() -> None:
     got = flags(arguments(config(model={"name": "org/m"}, max_model_len=128, seed=3), CUDA))
     assert (got["--model"], got["--served-model-name"], got["--max-model-len"]) == ("org/m", "org/m", "128")
     assert got["--logprobs-mode"] == "processed_logprobs"
-    assert got["--scheduling-policy"] == "priority"  # which canaries alone make use of
     assert got["--generation-config"] == "vllm"
     assert got["--worker-extension-cls"] == "prime_rl.inference.weights.WeightsExtension"
     assert (got["--api-server-count"], got["--seed"], got["--dtype"]) == ("1", "3", "auto")

@@ -152,6 +152,11 @@ def test_several_gpus_are_not_lent() -> None:
     both = config(InferenceConfig(tensor_parallel_size=2), trainer=trainer, share_gpus=True, trainer_gpus=2)
     with pytest.raises(UserError, match="cuda-ipc is for one GPU that trains and serves, not 2"):
         make_plan(both, Machine(["0", "1"], 8, {}, gpu_gib=80.0))
+    copied = {"type": "process-group", "backend": "nccl", "device_copy": True}
+    trainer = TrainerConfig.model_validate({"weights": {"transport": copied}})
+    with pytest.raises(UserError, match="device_copy is for a trainer on one GPU, not 2"):
+        make_plan(config(trainer=trainer, trainer_gpus=2), machine(3))
+    make_plan(config(trainer=trainer), machine(2))
 
 
 @pytest.mark.parametrize(

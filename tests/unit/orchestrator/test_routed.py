@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -109,6 +110,19 @@ async def test_parts_of_different_weights_prove_nothing(servers, routed, heard):
     fleet = Fleet([routed])
     with pytest.raises(UserError, match="the servers behind http://router do not serve the same weights"):
         await eval_run._admit(fleet, fleet.replicas, "m")
+
+
+async def test_parts_that_serve_other_names_evaluate_nothing(servers, routed):
+    """Contract: a name that one of them does not know would fail wherever a router leads to it."""
+    for models, problem in ((("m", "x"), None), (("x",), "no model of one name, not m"), (None, None)):
+        base = servers[0].now
+        servers[0].now, servers[1].now = replace(base, models=("m", "y")), replace(base, models=models)
+        fleet = Fleet([routed])
+        if problem is None:
+            assert await eval_run._admit(fleet, fleet.replicas, "m") == 0
+        else:
+            with pytest.raises(UserError, match=problem):
+                await eval_run._admit(fleet, fleet.replicas, "m")
 
 
 async def test_a_proof_during_an_update_waits_for_its_end(servers, routed):
