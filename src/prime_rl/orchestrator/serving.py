@@ -188,13 +188,13 @@ class Serving:
             served = await replica.engine.served()
         except Unusable:
             return  # there is nothing to overwrite
-        served.check_name(replica.name, self.config.model.name)
         base = self.history.manifest(version).hash
         if version == served.version == 0 and served.hash != base:
             raise UserError(
                 f"the server at {replica.name} serves another base model ({served.hash[:12]}) than the trainer trains "
                 f"({base[:12]}): check model.name of both"
             )
+        served.check_name(replica.name, self.config.model.name)
 
     async def _await_history(self, progress: Progress) -> None:
         """Until the trainer has begun the life that the run goes on with. A resumed run must not follow the life that it gives up."""
