@@ -92,5 +92,5 @@ def test_an_undisturbed_run_ends_right(runs):
 def test_a_disturbed_run_ends_right(runs, name):
     """Exit status, exactly-once, conservation, checkpoints, what is served; and, where order does not depend on time, the same bits."""
     result = runs[name].result()
-    assert result.problems == []
+    assert not result.problems, "\n".join(result.problems)
     assert result.outcome == ("ended, then recovered" if CELLS[name].ends == "ends" else "went on")
