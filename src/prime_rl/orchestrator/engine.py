@@ -63,7 +63,8 @@ class Served:
         """Raises UserError where the server at `root` says that it serves other models: it would refuse every request, and its tokens are another's."""
         if self.models is not None and model not in self.models:
             served = ", ".join(self.models) or "no model of one name"
-            raise UserError(f"the server at {root} serves {served}, not {model}: give both the same model.name")
+            here = f" (here --model.name {self.models[0]})" if self.models else ""
+            raise UserError(f"the server at {root} serves {served}, not {model}: give both the same model.name{here}")
 
     def holds(self, weights: WeightsManifest) -> bool:
         """Whether these are the weights."""

@@ -321,7 +321,7 @@ async def test_a_server_of_another_model_evaluates_nothing():
     """Contract: one line at once, in place of a search for the tokenizer of a model that nobody serves, and of requests that are all refused."""
     fleet = Fleet([Server("http://0")])
     fleet.replicas[0].engine.now = replace(fleet.replicas[0].engine.now, models=("other", "more"))
-    with pytest.raises(UserError, match="the server at http://0 serves other, more, not mine: give both the same"):
+    with pytest.raises(UserError, match="the server at http://0 serves other, more, not mine: .* --model.name other"):
         await eval_run._admit(fleet, fleet.replicas, "mine")
     assert await eval_run._admit(fleet, fleet.replicas, "more") == 0
 
