@@ -50,8 +50,12 @@ def run(config: RLConfig) -> int:
                 refuse()
             except UserError as error:
                 print(f"note: now a run would be refused: {error}", file=sys.stderr)
-        _write_configs({dry_path(config.output_dir, path.stem): each for path, each in plan.configs.items()}, config)
-        print(describe(plan))
+        written = {path: dry_path(config.output_dir, path.stem) for path in plan.configs}
+        _write_configs({written[path]: each for path, each in plan.configs.items()}, config)
+        text = describe(plan)
+        for path, place in written.items():  # where the directory holds a run, what is shown is beside what that has
+            text = text.replace(str(path), str(place))
+        print(text)
         return Outcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)

@@ -168,10 +168,11 @@ def recoverable(output_dir: Path) -> bool:
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
     if found := results(output_dir):
+        saved = _newest(output_dir / "checkpoints") >= 0
+        resume = "from a checkpoint with --ckpt.resume-step -1, or " if saved else ""
         raise UserError(
             f"{output_dir} holds an earlier run ({', '.join(found)}): choose another --output-dir, "
-            "remove them with --clean, go on from a checkpoint with --ckpt.resume-step -1, "
-            "or from whatever was committed with --recover"
+            f"remove them with --clean, or go on {resume}from whatever was committed with --recover"
         )
 
 

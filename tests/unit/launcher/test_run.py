@@ -60,6 +60,17 @@ def test_another_seed_is_refused_before_anything_is_started(tmp_path: Path) -> N
     assert run(config(tmp_path, seed=1, **tiny)) == 0
 
 
+def test_a_dry_run_shows_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Contract: beside a run's own configs, so that a command that is copied from the plan starts what the plan says."""
+    tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "dry_run": True, "recover": True}
+    (tmp_path / "weights").mkdir()
+    assert run(config(tmp_path, **tiny)) == 0
+    shown = capsys.readouterr().out
+    assert str(tmp_path / "configs" / "trainer.toml") not in shown
+    assert str(tmp_path / "configs" / "dry-run" / "trainer.toml") in shown
+    assert (tmp_path / "configs" / "dry-run" / "trainer.toml").is_file()
+
+
 def test_an_open_server_is_refused_before_anything_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: a plan that `--dry-run` shows is one whose server would start."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
