@@ -70,9 +70,7 @@ class Case:
     tokens: int = 384  # of a request, at most
     syncs: int = 5
     there: bool = False  # hashed and sent from a copy on the trainer's GPU (by=nccl)
-    priority: int = (
-        0  # of the prompt that proves what is served; -1: before what waits, of a server that goes by priority
-    )
+    priority: int = 0  # of the prompt that proves what is served (-1: before what waits)
 
 
 def parse_case(text: str) -> Case:

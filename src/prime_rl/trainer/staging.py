@@ -297,10 +297,8 @@ class Staging:
         assert copied.cast is not None
         rows = [(row.tensor, row.start, row.size) for rows in self.whole_files.values() for row in rows]
         copied.cast.synchronize()
-        with (
-            torch.cuda.device(self.world.device),
-            torch.cuda.stream(self._aside),
-        ):  # not behind what the training computes
+        # Not behind what the training computes.
+        with torch.cuda.device(self.world.device), torch.cuda.stream(self._aside):
             hashes = device_hash.of_rows(self._there.tensor, rows)
         if self._from_host:
             copied.finish()
