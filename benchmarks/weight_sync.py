@@ -88,7 +88,7 @@ def parse_case(text: str) -> Case:
             f"{text!r}: on is disk or tmpfs, by is files, shared-memory, cuda-ipc, gloo or nccl; there is true or false; the others are layers, stage, in_flight, watched, tokens, syncs, priority"
         )
     return Case(
-        text,
+        " ".join(part for part in text.split() if not part.startswith("syncs=")),  # how often is not what
         model,
         on=on,
         stage=stage,

@@ -12,7 +12,7 @@ from conftest import make_tiny_model
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer.export import write_version
+from prime_rl.trainer.export import write_staged, write_version
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.parallel import World, close_world, init_world
@@ -79,7 +79,7 @@ def test_a_version_is_what_was_copied(
             copied.finish()
             lasting = tmp_path / f"lasting-{version}"
             lasting.mkdir()
-            staging.write_whole(copied, lasting)
+            write_staged(staging, copied, lasting)
             held = {name: tensor for file in lasting.glob("*.safetensors") for name, tensor in _read(file).items()}
             assert {name: hash_tensor(data) for name, data in held.items()} == expected
         written = version_dir(tmp_path, 9)
