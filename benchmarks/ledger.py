@@ -21,6 +21,7 @@ from machine import describe_machine
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.ledger import Ledger, episode_id
+from prime_rl.orchestrator.samples import exact_streams
 from prime_rl.transport.rollouts import Sample, write_batch
 
 EPISODES, GROUP_SIZE, TOKENS, PROMPT = 512, 8, 2048, 256
@@ -45,7 +46,7 @@ class Clock:
 def episode(rng: np.random.Generator, name: str) -> EpisodeResult:
     """A finished episode as the pool hands it over."""
     sampled = TOKENS - PROMPT
-    tokens = SampleTokens(
+    tokens = SampleTokens.of(
         input_ids=rng.integers(0, 151_936, TOKENS).tolist(),
         loss_mask=[False] * PROMPT + [True] * sampled,
         logprobs=[0.0] * PROMPT + (-rng.exponential(0.5, sampled)).tolist(),
@@ -60,9 +61,8 @@ def episode(rng: np.random.Generator, name: str) -> EpisodeResult:
 
 def sample(name: str, result: EpisodeResult, step: int) -> Sample:
     """An episode's row of the batch."""
-    tokens = result.samples[0]
-    advantages = [0.5 if sampled else 0.0 for sampled in tokens.loss_mask]
-    streams = (tokens.input_ids, tokens.loss_mask, tokens.logprobs, advantages)
+    ids, mask, logprobs = exact_streams(result.samples[0])
+    streams = (ids, mask, logprobs, mask * np.float32(0.5))
     return Sample(f"{name}.0", name, "task", "math", [step], *streams, temperature=1.0, reward=result.reward)
 
 

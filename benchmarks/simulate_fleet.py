@@ -8,12 +8,13 @@ and samples `--rate` tokens a second. Replies are as long as rollouts are: logno
 takes about a minute). A batch is half as many episodes as there are seats. The trainer takes as long for one as the full fleet takes to sample it, so
 that neither is the bottleneck by itself, and a new version stops all replicas for `--pause` seconds.
 
-Real are the scheduler with all its decisions and its account, the routing of episodes to servers, the samples and advantages of every batch with all their tokens, and the step's metrics:
+Real are the reading of what workers send, the scheduler with all its decisions and its account, the routing of episodes to servers, the samples and advantages of every batch with all their tokens, and the step's metrics:
 the code of an orchestrator that is asked after every landing what may start and whether a batch is complete. Not run are HTTP, environments, the event
 loop and the disk (`ledger.py`, `env_worker.py`). Processor time is that of the calls into this code, per simulated second.
 """
 
 import argparse
+import gc
 import heapq
 import itertools
 import json
@@ -28,16 +29,17 @@ import numpy as np
 from machine import describe_machine
 
 from prime_rl.config import OrchestratorConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
 from prime_rl.orchestrator.fleet import Fleet as Servers
 from prime_rl.orchestrator.fleet import Replica
 from prime_rl.orchestrator.metrics import Tally, step_metrics
+from prime_rl.orchestrator.process import spare_collector
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.trainer.packing import rollout_lengths
 
 GROUP_SIZE, PROMPT, LONGEST = 16, 128, 4096
-LENGTH_STEP = 32  # replies are rounded up to so many tokens, and those of one length share their lists
+LENGTH_STEP = 32  # replies are rounded up to so many tokens, and those of one length have the same ones
 SEATS_PER_BATCH = 2
 LEVEL_SECONDS = 600.0  # simulated for each level: at level 0 a step takes a minute and a half
 
@@ -121,11 +123,14 @@ class Simulation:
         self.forgotten: set[str] = set()
         self.trained_at: list[float] = []  # when each batch will have been trained
         self.tally = Tally()
+        self.collections: list[float] = []  # seconds, each
+        gc.callbacks.append(self._collecting)
         self.reset()
 
     def reset(self) -> None:
         """Count from now on."""
         self.meter.seconds.clear()
+        self.collections.clear()
         self.began, self.busy, self.landed, self.ages = self.now, 0.0, 0, []
         self.most = 0
 
@@ -160,10 +165,18 @@ class Simulation:
             "dropped_stale": self.core.dropped[Drop.STALE],
             "cpu_seconds_per_second": parts,
             "cpu_total": sum(parts.values()),
+            "collector_seconds_per_second": sum(self.collections) / seconds,  # whichever part it interrupts
+            "collector_longest": max(self.collections, default=0.0),
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
 
     # -- what happens --------------------------------------------------------------------------------------------------------
+
+    def _collecting(self, phase: str, _info: dict[str, int]) -> None:
+        if phase == "start":
+            self.collecting_since = time.perf_counter()
+        else:
+            self.collections.append(time.perf_counter() - self.collecting_since)
 
     def _go_to(self, moment: float) -> None:
         self.busy += (moment - self.now) * self.core.in_flight
@@ -193,8 +206,11 @@ class Simulation:
             episode, "simulated", "task", Outcome.OK, reward=float(self.draw.integers(2)), samples=[self.replies[length]],
             num_turns=1,
         )  # fmt: skip
+        frame = encode(Result(0, result))  # as a worker sends it: each episode has tokens of its own
         self.landed += 1
-        self.meter.of("landings", self._finish, episode, result)
+        message = self.meter.of("decoding", decode, frame)
+        assert isinstance(message, Result)
+        self.meter.of("landings", self._finish, episode, message.episode)
 
     def _finish(self, episode: str, result: EpisodeResult) -> None:
         self.tally.finish(result)
@@ -243,7 +259,7 @@ class Simulation:
 
 def _reply(draw: np.random.Generator, length: int) -> SampleTokens:
     tokens = PROMPT + length
-    return SampleTokens(
+    return SampleTokens.of(
         input_ids=draw.integers(0, 151_936, tokens).tolist(),
         loss_mask=[False] * PROMPT + [True] * length,
         logprobs=[0.0] * PROMPT + (-draw.exponential(0.5, length)).tolist(),
@@ -258,6 +274,7 @@ def measure(fleet: Fleet) -> dict[str, Any]:
     simulation.run(fleet.warm)
     simulation.reset()
     simulation.run(fleet.seconds)
+    gc.callbacks.remove(simulation._collecting)
     return simulation.row()
 
 
@@ -277,6 +294,7 @@ def main() -> None:
     fleets = [Fleet(**{**longer, "level": level}) for level in arguments.levels]
     fleets += [Fleet(**{**given, "replicas": size}) for size in sizes]
     rows = []
+    spare_collector()
     for fleet in fleets:  # the largest last: the peak memory is the process's
         rows.append(measure(fleet))
         print(json.dumps(rows[-1]), flush=True)

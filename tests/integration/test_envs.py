@@ -3,6 +3,7 @@
 import asyncio
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,10 +86,10 @@ async def test_tokens_are_the_engines(world: World) -> None:
     (exchange,) = world.engine.exchanges
     (sample,) = result.samples
     assert result.ok
-    assert sample.input_ids == exchange.prompt + exchange.completion
+    assert list(sample.input_ids) == exchange.prompt + exchange.completion
     assert sample.prompt_len == len(exchange.prompt)
-    assert sample.loss_mask == [False] * len(exchange.prompt) + [True] * len(exchange.completion)
-    assert sample.logprobs == [0.0] * len(exchange.prompt) + exchange.logprobs
+    assert list(sample.loss_mask) == [False] * len(exchange.prompt) + [True] * len(exchange.completion)
+    assert sample.logprobs == array("f", [0.0] * len(exchange.prompt) + exchange.logprobs)
     sent = exchange.body["sampling_params"]
     assert {key: sent[key] for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "logprobs")} == {
         "temperature": 0.7,
@@ -140,11 +141,11 @@ async def test_second_turn_extends_the_first(world: World) -> None:
     (sample,) = result.samples
     assert result.num_turns == 2
     assert second.prompt[: len(first.prompt) + 6] == first.prompt + first.completion
-    assert sample.input_ids == second.prompt + second.completion
+    assert list(sample.input_ids) == second.prompt + second.completion
     sampled = [token for token, mask in zip(sample.input_ids, sample.loss_mask, strict=True) if mask]
     assert sampled == first.completion + second.completion
     logprobs = [value for value, mask in zip(sample.logprobs, sample.loss_mask, strict=True) if mask]
-    assert logprobs == first.logprobs + second.logprobs
+    assert logprobs == list(array("f", first.logprobs + second.logprobs))
 
 
 async def test_raising_reward_is_errored(world: World) -> None:
@@ -196,7 +197,9 @@ async def test_many_at_once(world: World) -> None:
     """Concurrent episodes do not mix: every result has its own exchange's tokens."""
     world.engine.reply = lambda prompt: prompt.split("user\n")[1].split("<|im_end|>")[0][::-1]
     results = await asyncio.gather(*(world.run("reverse-text", task=i % 8) for i in range(64)))
-    decoded = [world.engine.tokenizer.decode(r.samples[0].input_ids[r.samples[0].prompt_len : -1]) for r in results]
+    decoded = [
+        world.engine.tokenizer.decode(list(r.samples[0].input_ids[r.samples[0].prompt_len : -1])) for r in results
+    ]
     assert decoded == [r.task_id.removeprefix("reverse-text/")[::-1] for r in results]
 
 

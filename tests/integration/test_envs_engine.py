@@ -52,7 +52,7 @@ async def test_tokens_and_logprobs_against_the_engine(inference_server: Any, tmp
     assert samples[0].input_ids == samples[1].input_ids
     assert len({tuple(sample.input_ids) for sample in samples}) > 1
     for sample in samples:
-        scored = _score(inference_server, sample.input_ids)
+        scored = _score(inference_server, list(sample.input_ids))
         for position in range(sample.prompt_len, len(sample.input_ids)):
             assert math.isclose(sample.logprobs[position], scored[position], abs_tol=1e-3)
 

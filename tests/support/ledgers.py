@@ -9,7 +9,7 @@ from prime_rl.transport.rollouts import Sample, write_batch
 
 
 def result(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> EpisodeResult:
-    tokens = SampleTokens(
+    tokens = SampleTokens.of(
         input_ids=list(range(10, 10 + prompt + sampled)),
         loss_mask=[False] * prompt + [True] * sampled,
         logprobs=[0.0] * prompt + [-0.25 * (i + 1) for i in range(sampled)],

@@ -79,7 +79,7 @@ def _sample(
         loss_mask += [False] * scaffold + [fresh] * count
         logprobs += [0.0] * scaffold + (node_logprobs if fresh else [0.0] * count)
     prompt_len = loss_mask.index(True) if True in loss_mask else len(loss_mask)
-    return SampleTokens(input_ids, loss_mask, logprobs, prompt_len, reward)
+    return SampleTokens.of(input_ids, loss_mask, logprobs, prompt_len, reward)
 
 
 def _check_node(ids: list[int], mask: list[bool], logprobs: list[float], count: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.account import Account, EnvAccount
 from prime_rl.orchestrator.ledger_file import Changes, EpisodeRow, GroupRow, State, episode_values, group_values
+from prime_rl.orchestrator.samples import output_tokens
 
 
 def episode_id(group: int, number: int, attempt: int) -> str:
@@ -93,7 +94,7 @@ class Book:
             row.first, row.last, row.life = first, last, life
             row.reward, row.is_truncated = float(result.reward), bool(result.is_truncated)
             row.tokens = sum(len(sample.input_ids) for sample in result.samples)
-            row.output_tokens = sum(int(sum(sample.loss_mask)) for sample in result.samples)
+            row.output_tokens = output_tokens(result)
             self._move(group, row, State.FINISHED)
             self._results[episode] = result
 

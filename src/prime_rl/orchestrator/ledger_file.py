@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome, pack_sample, unpack_sample
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.rollouts import as_array
@@ -268,17 +268,11 @@ def write(db: sqlite3.Connection, changes: Changes, packed: list[tuple[str, byte
 
 
 def pack_result(result: EpisodeResult) -> bytes:
-    """A result as msgpack, its tokens as little-endian arrays. Log-probabilities are kept as float32, which is what a batch holds."""
+    """A result as msgpack, its tokens as on the wire, but for eight of the mask a byte."""
     data = dict(vars(result))
     data["outcome"] = result.outcome.value
     data["samples"] = [
-        {
-            "input_ids": as_array(sample.input_ids, np.int32).tobytes(),
-            "loss_mask": np.packbits(as_array(sample.loss_mask, np.bool_)).tobytes(),
-            "logprobs": as_array(sample.logprobs, np.float32).tobytes(),
-            "prompt_len": sample.prompt_len,
-            "reward": sample.reward,
-        }
+        {**pack_sample(sample), "loss_mask": np.packbits(as_array(sample.loss_mask, np.bool_)).tobytes()}
         for sample in result.samples
     ]
     return msgpack.packb(data)
@@ -288,15 +282,11 @@ def unpack_result(data: bytes) -> EpisodeResult:
     """The inverse of `pack_result`."""
     values = msgpack.unpackb(data)
     values["outcome"] = Outcome(values["outcome"])
-    values["samples"] = [_unpack_sample(sample) for sample in values["samples"]]
+    for sample in values["samples"]:
+        tokens = len(sample["input_ids"]) // 4
+        sample["loss_mask"] = np.unpackbits(np.frombuffer(sample["loss_mask"], dtype=np.uint8), count=tokens).tobytes()
+    values["samples"] = [unpack_sample(sample) for sample in values["samples"]]
     return EpisodeResult(**values)
-
-
-def _unpack_sample(data: dict[str, Any]) -> SampleTokens:
-    ids = np.frombuffer(data["input_ids"], dtype=np.int32)
-    mask = np.unpackbits(np.frombuffer(data["loss_mask"], dtype=np.uint8), count=len(ids)).astype(bool)
-    logprobs = np.frombuffer(data["logprobs"], dtype=np.float32)
-    return SampleTokens(ids.tolist(), mask.tolist(), logprobs.tolist(), data["prompt_len"], data["reward"])
 
 
 # -- reading beside the writer -------------------------------------------------------------------------------------------------

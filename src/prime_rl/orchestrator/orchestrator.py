@@ -385,7 +385,7 @@ class Orchestrator:
             if batch is None:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
-            scored = score_batch(batch, self.config, temperatures)
+            scored = await asyncio.to_thread(score_batch, batch, self.config, temperatures)  # seconds, of a large fleet
             if not await self._prove(batch):
                 return False
             if not scored.samples:

@@ -58,7 +58,7 @@ class Sample:
     """One trainable token sequence of T tokens with its lineage. Streams are per token, of length T.
 
     `logprobs` are the sampler's, of the tokens where `loss_mask` is set, 0 elsewhere; `temperature` is the one actually used.
-    Read back from a batch, the streams are numpy arrays.
+    Scored by the orchestrator, or read back from a batch, the streams are numpy arrays.
     """
 
     sample_id: str
@@ -66,10 +66,10 @@ class Sample:
     task_id: str
     env: str
     policy_versions: Sequence[int]
-    input_ids: Sequence[int]
-    loss_mask: Sequence[bool]
-    logprobs: Sequence[float]
-    advantages: Sequence[float]
+    input_ids: "Sequence[int] | npt.NDArray[np.integer[Any]]"
+    loss_mask: "Sequence[bool] | npt.NDArray[np.bool_]"
+    logprobs: "Sequence[float] | npt.NDArray[np.floating[Any]]"
+    advantages: "Sequence[float] | npt.NDArray[np.floating[Any]]"
     temperature: float
     reward: float
     is_truncated: bool = False
@@ -84,13 +84,15 @@ class Sample:
 
 
 def as_array(values: "Sequence[Any] | npt.NDArray[Any]", dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """`values` as a flat array. A list of Python numbers is read by `struct` or `bytes`, ten times as fast as by numpy.
+    """`values` as a flat array, of a mask in bytes too. A list of Python numbers is read by `struct` or `bytes`, ten times as fast as by numpy.
 
     Raises:
         ValueError: a number of a list is too large, or of another kind (a float for an integer).
         TypeError: an array is of another kind.
     """
     wanted = np.dtype(dtype)
+    if isinstance(values, bytes):
+        values = np.frombuffer(values, dtype=np.uint8)
     if not isinstance(values, list):
         found = np.asarray(values)
         return found.astype(

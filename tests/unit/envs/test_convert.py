@@ -79,9 +79,9 @@ def test_healthy_episode() -> None:
     result = run(episode(trace()))
     assert result.ok
     (sample,) = result.samples
-    assert sample.input_ids == [1, 2, 3, 4, 5, 6]
-    assert sample.loss_mask == [False] * 4 + [True] * 2
-    assert sample.logprobs == [0.0] * 4 + [-0.5, -1.5]
+    assert list(sample.input_ids) == [1, 2, 3, 4, 5, 6]
+    assert list(sample.loss_mask) == [False] * 4 + [True] * 2
+    assert list(sample.logprobs) == [0.0] * 4 + [-0.5, -1.5]
     assert sample.prompt_len == 4
     assert (result.reward, sample.reward, result.rewards, result.metrics) == (0.5, 0.5, {"lcs": 0.5}, {"length": 2.0})
     assert (result.prompt, result.completion, result.num_turns) == ("user: hi", "yo", 1)
@@ -95,8 +95,8 @@ def test_turn_shared_by_two_branches_is_trained_once() -> None:
     result = run(
         episode(trace(nodes=nodes, calls=[], branches=[branch(start, shared, left), branch(start, shared, right)]))
     )
-    assert [s.input_ids for s in result.samples] == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]
-    assert [s.loss_mask for s in result.samples] == [
+    assert [list(s.input_ids) for s in result.samples] == [[1, 2, 3, 4, 5], [1, 2, 3, 6, 7]]
+    assert [list(s.loss_mask) for s in result.samples] == [
         [False, False, True, False, True],
         [False, False, False, False, True],
     ]

@@ -26,6 +26,7 @@ from prime_rl.envs.protocol import (
     Tasks,
     decode,
     encode,
+    pack_sample,
 )
 
 EPISODE = EpisodeResult(
@@ -35,7 +36,7 @@ EPISODE = EpisodeResult(
     outcome=Outcome.OK,
     reward=0.25,
     rewards={"lcs": 0.25},
-    samples=[SampleTokens([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25)],
+    samples=[SampleTokens.of([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25)],
     timing={"agent": 1.5},
 )
 MESSAGES: list[Message] = [
@@ -103,11 +104,14 @@ def test_garbage_is_refused(frame: bytes) -> None:
         {"kind": "tasks", "task_ids": "abc"},
         {"kind": "hello", "version": VERSION, "token": None, "pid": 1},
         {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "outcome": "ok", "samples": {}}},
-        {
-            "kind": "result",
-            "request": 1,
-            "episode": {**vars(EPISODE), "samples": [{**vars(EPISODE.samples[0]), "logprobs": [0.0]}]},
-        },
+        *(
+            {
+                "kind": "result",
+                "request": 1,
+                "episode": {**vars(EPISODE), "samples": [{**pack_sample(EPISODE.samples[0]), "logprobs": wrong}]},
+            }
+            for wrong in ([0.0, -0.1, -0.2], bytes(8), bytes(11))  # no bytes; of two tokens; of no whole number of them
+        ),
     ],
 )
 def test_fields_of_another_type_are_refused(data: object) -> None:

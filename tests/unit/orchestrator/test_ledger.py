@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
@@ -228,16 +229,11 @@ def test_what_the_core_needs_to_go_on(path):
 
 
 def test_tokens_survive_exactly():
-    """Ids, masks, and log-probabilities as a batch holds them (float32); every other field as it is."""
+    """Ids, masks, log-probabilities and every other field as they are."""
     original = result(1 / 3, sampled=1000, prompt=37)
-    original.samples[0].logprobs[37:] = [-(i / 7) for i in range(1000)]
+    original.samples[0].logprobs[37:] = array("f", [-(i / 7) for i in range(1000)])
     original.samples.append(result(0.0, sampled=1, prompt=0).samples[0])
     again = ledger_file.unpack_result(ledger_file.pack_result(original))
-    assert again.samples[0].input_ids == original.samples[0].input_ids
-    assert again.samples[0].loss_mask == original.samples[0].loss_mask
-    assert again.samples[0].logprobs == pytest.approx(original.samples[0].logprobs, rel=1e-7)
-    assert ledger_file.pack_result(again) == ledger_file.pack_result(original)
-    again.samples[0].logprobs = original.samples[0].logprobs
     assert again == original
 
 

@@ -66,7 +66,7 @@ class World:
         if self.random.random() < 0.2:
             self.core.fail(episode, Drop.ERRORED, retry=self.random.random() < 0.5)
         else:
-            tokens = SampleTokens([1, 2], [False, True], [0.0, -1.0], 1, 0.0)
+            tokens = SampleTokens.of([1, 2], [False, True], [0.0, -1.0], 1, 0.0)
             self.core.finish(episode, EpisodeResult(episode, "env", "t", Outcome.OK, reward=0.5, samples=[tokens]))
 
     def prove(self) -> None:

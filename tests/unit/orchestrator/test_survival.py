@@ -41,7 +41,7 @@ class MixedPool(ScriptedPool):
         if group in (6, 7, 8):
             result.reward = 0.5
         if (group, number) == (9, 0):
-            result.samples = [SampleTokens([1, 2, 3], [False, False, True], [0.0, 0.0, -1.0], 2, 0.0)]
+            result.samples = [SampleTokens.of([1, 2, 3], [False, False, True], [0.0, 0.0, -1.0], 2, 0.0)]
         return result
 
 
