@@ -71,7 +71,8 @@ class InferenceConfig(BaseConfig):
         description="Key that requests must carry; better given as VLLM_API_KEY: command lines are public.",
     )
     weights_root: Path | None = Field(
-        default=None, description="Directory that weights are loaded from (None: any local one, on loopback only)."
+        default=None,
+        description="Directory that weights are loaded from (None: any on loopback, else `weights` in output_dir).",
     )
     weights_tmpfs: Path | None = Field(
         default=None,

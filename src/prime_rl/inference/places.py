@@ -39,7 +39,11 @@ class Places:
             raise Refused(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
         if self.root is not None:
             if not path.is_relative_to(self.root.resolve()):
-                raise Refused(403, f"weight_dir {weight_dir} is outside the weights root {self.root}")
+                raise Refused(
+                    403,
+                    f"weight_dir {weight_dir} is outside the weights root {self.root}: start the server with the run's --output-dir, or "
+                    "with --weights-root",
+                )
         elif not self.any_local:
             raise Refused(
                 403, "this server is reachable from other hosts: start it with --weights-root to allow updates"

@@ -82,7 +82,9 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     allowed = os.environ["VLLM_PLUGINS"].split(",")
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
-    root = config.weights_root.expanduser().resolve() if config.weights_root else None
+    loopback, root = is_loopback(guarded_host(config)), config.weights_root
+    if root is None and not loopback:
+        root = config.output_dir / "weights"
     register_dir = config.server.register_dir.expanduser().resolve() if config.server.register_dir else None
     several = config.server.api_servers > 1 and not config.headless
     shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
@@ -91,9 +93,9 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     Settings(
         process=config.process,
         output_dir=config.output_dir.resolve(),
-        weights_root=root,
+        weights_root=root.expanduser().resolve() if root else None,
         weights_tmpfs=config.weights_tmpfs.expanduser().resolve() if config.weights_tmpfs else None,
-        loopback=is_loopback(guarded_host(config)),
+        loopback=loopback,
         register_dir=register_dir,
         address=published_address(config) if register_dir else "",
         stage_weights=config.stage_weights,

@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
+from prime_rl.inference.ports import check_unheld
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header
 
@@ -95,7 +96,11 @@ def module_name(environment_id: str) -> str:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises UserError when the port is taken, before a server loads a model for a minute only to find out."""
+    """Raises UserError when the port is taken, or is another loading server's, before a server loads a model for a minute only to find out."""
+    try:
+        check_unheld(host, port)
+    except UserError as error:
+        raise UserError(f"{error} (--inference.server.port)") from error
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

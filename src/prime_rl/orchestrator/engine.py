@@ -34,6 +34,10 @@ class EngineTrouble(UserError):
     """The server did not answer, or answered that something went wrong on its side: worth another attempt."""
 
 
+class Misrouted(Exception):
+    """Somebody answers for this run whom nobody gives its weights. No `UserError`: nobody is to try again, the run ends."""
+
+
 class NotSent(EngineTrouble):
     """The trainer's sender did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
 
@@ -182,7 +186,7 @@ class Engine:
         if not served.holds(weights):
             raise UserError(
                 f"the server at {self.root} was given version {weights.version} ({weights.hash[:12]}) and says it serves "
-                f"version {served.version} ({served.hash[:12]})"
+                f"version {served.version} ({served.hash[:12]}); of a router, client.admin_base_url names the servers"
             )
         return served
 

@@ -16,7 +16,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
-from prime_rl.orchestrator.engine import Engine
+from prime_rl.orchestrator.engine import Engine, Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
 from prime_rl.orchestrator.fleet import Fleet, Replica, RoutedPool
 from prime_rl.orchestrator.members import first_members
@@ -77,6 +77,8 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
                 monitor.log(version, report.metrics())
                 write_results(report, config.output_dir / "evals" / f"{env.name}.jsonl")
                 reports.append(report)
+    except Misrouted as error:
+        raise UserError(str(error)) from error
     finally:
         await pool.close()
         monitor.close()

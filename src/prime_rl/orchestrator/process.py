@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.canary import Canaries
-from prime_rl.orchestrator.engine import Engine
+from prime_rl.orchestrator.engine import Engine, Misrouted
 from prime_rl.orchestrator.metrics import bench_table
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.plans import make_pool
@@ -62,7 +62,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         status.done("stopped" if orchestrator.stopping else "finished")
         if config.bench:
             print(bench_table(read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")))
-    except* (UserError, CommitError) as group:
+    except* (UserError, CommitError, Misrouted) as group:
         status.done(f"failed: {group.exceptions[0]}")
         raise UserError(str(_first(group))) from group
     finally:

@@ -11,7 +11,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator import eval_run
 from prime_rl.orchestrator.canary import CanaryFailed
-from prime_rl.orchestrator.engine import EngineTrouble, Served
+from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, Served
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.routed import NO_VERSION, Routed, connect_all
@@ -168,13 +168,51 @@ async def _raise(error: Exception) -> Served:
     raise error
 
 
-async def test_a_router_that_leads_elsewhere_is_found(servers, routed):
-    """Contract: a server that nobody updates or asks must not sample."""
+@pytest.mark.parametrize("others", [0, 1, 2])
+async def test_a_router_that_leads_elsewhere_is_found(servers, routed, others):
+    """Contract: a server that nobody updates or asks must not sample, also where the router leads to those that are named, too: no attempt is
+    made again, a proof fails with the run."""
     stranger = Server("http://c")
     stranger.now = Served(0, stranger.now.hash, "somebody else")
-    routed._router.turns = itertools.cycle([stranger])
-    with pytest.raises(EngineTrouble, match=r"leads to a server that client.admin_base_url does not name"):
-        await routed.served()
+    routed._router.turns = itertools.cycle([*servers[:others], stranger])
+    fleet = Fleet([routed])
+    for _ in range(4):
+        with pytest.raises(Misrouted, match=r"leads to a server that client.admin_base_url does not name"):
+            await fleet.replicas[0].proven()
+
+
+async def test_a_part_that_is_started_again_while_it_is_looked_for_is_no_stranger(servers, routed):
+    """Contract: what answers through the router is compared with who is there now."""
+    seen = []
+
+    async def restarted(served=servers[1].served) -> Served:
+        seen.append(await served())
+        if len(seen) == 1:
+            servers[1].base()  # after it was asked itself, before it is asked through the router
+        return seen[-1]
+
+    servers[1].served = restarted
+    await routed.served()
+    assert len({one.boot for one in seen}) == 2
+
+
+async def test_a_router_that_leads_elsewhere_ends_the_run(tmp_path):
+    """Contract: with one line, and before anything counts that a stranger may have sampled."""
+    world = RoutedWorld(tmp_path)
+    stranger = Server("http://c")
+    stranger.now = Served(0, stranger.now.hash, "somebody else")
+    world.router.turns = itertools.cycle([*world.servers, stranger])
+    with pytest.raises(Misrouted, match="does not name"):
+        await run(world)
+    assert not list(tmp_path.glob("rollouts/step_*"))
+
+
+async def test_a_router_that_does_not_answer_proves_nothing(servers, routed):
+    async def served() -> Served:
+        raise EngineTrouble("no answer")
+
+    routed._router.served = served
+    assert not await Fleet([routed]).replicas[0].proven()
 
 
 async def test_a_router_that_does_not_pass_the_question_on_is_said_once(routed, heard):
