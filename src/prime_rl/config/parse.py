@@ -26,7 +26,10 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = prog or os.path.basename(sys.argv[0])
     if "-h" in arguments or "--help" in arguments:
-        print(help_text(cls, name))
+        try:
+            print(help_text(cls, name), flush=True)
+        except BrokenPipeError:  # whoever read it has read enough; nor may the interpreter complain at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(0)
     try:
         config, hints = resolve(cls, arguments, os.environ)

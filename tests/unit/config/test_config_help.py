@@ -86,6 +86,16 @@ def imported(code: str) -> list[str]:
     return eval(done.stdout.splitlines()[-1])
 
 
+def test_help_that_nobody_reads_to_its_end() -> None:
+    """Contract: `rl --help | head -1` ends quietly."""
+    command = [sys.executable, "-m", "prime_rl.entrypoints.rl", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, errors = process.communicate(timeout=50)
+    assert (process.returncode, errors) == (0, b"")
+
+
 def test_the_configuration_imports_nothing_heavy() -> None:
     """Neither importing the classes, nor help, nor parsing a command line."""
     parse = "from prime_rl.config import RLConfig, parse; parse(RLConfig, ['--orchestrator.environment.id', 'x'], {})"
