@@ -1,5 +1,11 @@
-"""The one exception that means "the user can mend this"."""
+"""The exceptions that mean "the user can mend this"."""
+
+FOR_GOOD = 78  # exit status (EX_CONFIG of sysexits.h) of a process that is not to be started again before that
 
 
 class UserError(Exception):
     """Bad input or a broken surrounding: entrypoints print it as one line (`error: …`) and exit with status 1."""
+
+
+class FinalError(UserError):
+    """Starting the process again would only hide it: it exits with `FOR_GOOD`."""

@@ -111,6 +111,16 @@ def test_before_ready_what_the_user_must_mend_ends_the_run(launch: Start) -> Non
     all_gone(run.pids())
 
 
+def test_what_is_said_for_good_ends_the_run(launch: Start) -> None:
+    """After it was ready, too: starting it again would only hide what is wrong."""
+    run = launch("trainer=waits", "orchestrator=mends:complains-for-good", policy=PATIENT)
+    status, out = run.wait()
+    assert status == 1, out
+    assert "error: nobody is to try again" in out
+    assert "starting it again" not in out
+    all_gone(run.pids())
+
+
 def test_restarts_are_bounded(launch: Start) -> None:
     """Backoff doubles; past the limit the run ends with the reason, status 1 and nothing alive."""
     run = launch("trainer=always-raises", "orchestrator=waits", policy=PATIENT)

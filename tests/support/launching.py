@@ -181,6 +181,10 @@ elif kind.startswith("mends:"):  # the first life goes wrong as told, the second
         raise RuntimeError("unexpected")
     elif fault.endswith("complains"):
         sys.exit("error: the disk is full")
+    elif fault == "complains-for-good":
+        from prime_rl.errors import FOR_GOOD
+        print("error: nobody is to try again", file=sys.stderr)
+        sys.exit(FOR_GOOD)
 elif kind == "always-raises":
     from prime_rl.monitor import Status
     Status(root, name).ready()

@@ -5,7 +5,7 @@ import sys
 
 from prime_rl import faults, lifeline
 from prime_rl.config import OrchestratorConfig, load, write_toml
-from prime_rl.errors import UserError
+from prime_rl.errors import FOR_GOOD, FinalError, UserError
 from prime_rl.launcher.checks import check_environment, check_model
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
@@ -24,6 +24,9 @@ def main() -> None:
     log.setup(config.log.level, "orchestrator")
     try:
         run(config)
+    except FinalError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(FOR_GOOD)
     except (UserError, CommitError) as error:
         sys.exit(f"error: {error}")
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -259,6 +259,8 @@ def _sample(data: Any) -> SampleTokens:
         raise ProtocolError(f"a sample's streams: {error}") from error
     if not len(sample.input_ids) == len(sample.loss_mask) == len(sample.logprobs):
         raise ProtocolError("tokens, mask and logprobs of a sample differ in length")
+    if sample.loss_mask.count(0) + sample.loss_mask.count(1) != len(sample.loss_mask):
+        raise ProtocolError("a sample's mask holds something else than 0 and 1")
     return sample
 
 

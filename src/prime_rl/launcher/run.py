@@ -28,6 +28,8 @@ from prime_rl.transport.settings import dry_path
 
 _Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
 
+_PORT_SECONDS = 3.0
+
 
 def run(config: RLConfig) -> int:
     """Run to the end; returns the exit status. Raises UserError for what cannot work, before anything is started."""
@@ -59,7 +61,7 @@ def run(config: RLConfig) -> int:
         return Outcome.SUCCESS.value
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
-        _check_port(plan)
+        _await_port(plan)
         if _goes_on(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
@@ -211,6 +213,22 @@ def _check_port(plan: Plan) -> None:
     for server in plan.servers:
         if server.port is not None:
             checks.check_port(server.host, server.port)
+
+
+def _await_port(plan: Plan) -> None:
+    """What an earlier run was killed with may take a moment to be gone.
+
+    Raises:
+        UserError: a port is taken after that, too.
+    """
+    deadline = time.monotonic() + _PORT_SECONDS
+    while True:  # bounded: by the deadline
+        try:
+            return _check_port(plan)
+        except UserError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def _check_directory(config: RLConfig) -> None:

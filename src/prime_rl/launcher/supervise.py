@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from prime_rl.errors import FOR_GOOD
 from prime_rl.launcher.child import Child, await_death, ending, interrupted, last_words, spawn, user_error
 from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
 from prime_rl.launcher.health import Health, ServerWatch
@@ -69,6 +70,7 @@ class _Fall:
     child: Child
     why: str
     for_user: str | None = None  # the line that tells the user what to mend, if it ended with one
+    for_good: bool = False  # it said that it is not to be started again
 
 
 class Supervisor:
@@ -202,7 +204,7 @@ class Supervisor:
                 self._jobs_left.discard(child.name)
                 continue
             told = user_error(child.spec.log, child.log_start) if status > 0 else None
-            fallen.append(_Fall(child, gave_up or ending(status), told))
+            fallen.append(_Fall(child, gave_up or ending(status), told, status == FOR_GOOD))
         return fallen
 
     def _gave_up(self, child: Child) -> str | None:
@@ -266,7 +268,7 @@ class Supervisor:
 
     def _goes_on(self, fall: _Fall) -> bool:
         name, now = fall.child.name, self._clock.now
-        beyond_mending = fall.for_user is not None and name not in self._was_ready
+        beyond_mending = fall.for_good or (fall.for_user is not None and name not in self._was_ready)
         grant = None if beyond_mending else self._budget.ask(name, now, marks(self._output_dir))
         if not isinstance(grant, Grant):
             self._report(fall)

@@ -38,6 +38,10 @@ class Misrouted(Exception):
     """Somebody answers for this run whom nobody gives its weights. No `UserError`: nobody is to try again, the run ends."""
 
 
+class NotOurs(UserError):
+    """The server has no such route, or another key: it is another program's, or another run's."""
+
+
 class NotSent(EngineTrouble):
     """The trainer's sender did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
 
@@ -272,9 +276,9 @@ class Engine:
                 f"the inference server at {self.root} did not answer {method} {path}: {error!r}"
             ) from error
         if response.status_code == 401:
-            raise UserError(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
+            raise NotOurs(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
         if response.status_code == 404:
-            raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
+            raise NotOurs(f"{self.root}{path} does not exist: is this server started with `inference`?")
         if response.status_code == _UNSENT:
             raise NotSent(f"the inference server at {self.root}: {_message(response)}")
         if response.status_code == _BUSY:

@@ -386,7 +386,7 @@ class Orchestrator:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
             scored = await asyncio.to_thread(score_batch, batch, self.config, temperatures)  # seconds, of a large fleet
-            if not await self._prove(batch):
+            if not await self._prove(batch) or self._failure is not None:
                 return False
             if not scored.samples:
                 self._discard(batch, scored)

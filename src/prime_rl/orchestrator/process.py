@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
-from prime_rl.errors import UserError
+from prime_rl.errors import FinalError, UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.canary import Canaries
 from prime_rl.orchestrator.engine import Engine, Misrouted
@@ -63,8 +63,10 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         if config.bench:
             print(bench_table(read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")))
     except* (UserError, CommitError, Misrouted) as group:
-        status.done(f"failed: {group.exceptions[0]}")
-        raise UserError(str(_first(group))) from group
+        final = group.subgroup(Misrouted)
+        message = str(_first(final or group))
+        status.done(f"failed: {message}")
+        raise (FinalError if final else UserError)(message) from group
     finally:
         await pool.close()
         monitor.close()

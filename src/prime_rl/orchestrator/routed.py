@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 from prime_rl.orchestrator.canary import CanaryFailed
-from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, Served
+from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, NotOurs, Served
 from prime_rl.orchestrator.fleet import EngineClient
 from prime_rl.transport.weights import WeightsManifest
 
@@ -134,7 +134,6 @@ class Routed:
 
         Raises:
             Misrouted: one of them is somebody else.
-            EngineTrouble: the router does not answer.
         """
         looks = _LOOKS + _LOOKS_PER_PART * len(self._parts)
         found = await asyncio.gather(*(self._router.served() for _ in range(looks)), return_exceptions=True)
@@ -142,19 +141,19 @@ class Routed:
         if unexpected := next((error for error in errors if not isinstance(error, UserError)), None):
             raise unexpected
         seen = {one.boot for one in found if isinstance(one, Served)}
-        if seen - boots and seen - boots - {
-            one.boot for one in await self._ask()
-        }:  # none that was started again just now
+        if not seen:
+            if not self._said_unchecked:
+                self._said_unchecked = True
+                logger.warning("it is not checked that %s leads to the listed servers alone: %s", self.root, errors[0])
+            return
+        strangers = seen - boots
+        if strangers:
+            strangers -= {one.boot for one in await self._ask()}  # that were started again just now
+        if strangers or any(isinstance(error, NotOurs) for error in errors):  # the router passes the question on
             raise Misrouted(
                 f"the router at {self.root} leads to a server that client.admin_base_url does not name, which nobody gives weights: "
                 "name it there, or take it from the router"
             )
-        refusals = [error for error in errors if not isinstance(error, EngineTrouble)]
-        if refusals and not self._said_unchecked:
-            self._said_unchecked = True
-            logger.warning("it is not checked that %s leads to the listed servers alone: %s", self.root, refusals[0])
-        if not seen and not refusals:
-            raise errors[0]
 
 
 def connect_all(config: "ClientConfig", connect: Callable[[str], Any]) -> list[EngineClient]:

@@ -7,6 +7,7 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.inference import ports
+from prime_rl.launcher import checks
 
 PORT = 10**6 + os.getpid()  # no real one: only the name is held, and tests run beside one another
 
@@ -51,3 +52,17 @@ def test_a_forked_engine_does_not_keep_the_port(monkeypatch: pytest.MonkeyPatch)
         os.waitpid(child, 0)
         for holder in held:
             holder.close()
+
+
+def test_a_held_port_is_seen_before_anybody_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the launcher refuses a port whose server is still loading, with its own option; looking takes nothing."""
+    held: list[socket.socket] = []
+    monkeypatch.setattr(ports, "_held", held)
+    for _ in range(2):
+        ports.check_unheld("127.0.0.1", PORT)
+    ports.hold_port("127.0.0.1", PORT)
+    try:
+        with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* \(--inference.server.port\)"):
+            checks.check_port("0.0.0.0", PORT)
+    finally:
+        held[0].close()

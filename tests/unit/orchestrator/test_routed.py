@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from prime_rl.config.shared import ClientConfig
-from prime_rl.errors import UserError
-from prime_rl.monitor import Monitor, Status
-from prime_rl.orchestrator import eval_run
+from prime_rl.errors import FinalError, UserError
+from prime_rl.monitor import Monitor, Status, read_status
+from prime_rl.orchestrator import eval_run, process
 from prime_rl.orchestrator.canary import CanaryFailed
-from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, Served
+from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, NotOurs, Served
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.routed import NO_VERSION, Routed, connect_all
@@ -197,22 +197,81 @@ async def test_a_part_that_is_started_again_while_it_is_looked_for_is_no_strange
 
 
 async def test_a_router_that_leads_elsewhere_ends_the_run(tmp_path):
-    """Contract: with one line, and before anything counts that a stranger may have sampled."""
+    """Contract: at the start, before anybody is given weights."""
     world = RoutedWorld(tmp_path)
     stranger = Server("http://c")
     stranger.now = Served(0, stranger.now.hash, "somebody else")
     world.router.turns = itertools.cycle([*world.servers, stranger])
     with pytest.raises(Misrouted, match="does not name"):
         await run(world)
-    assert not list(tmp_path.glob("rollouts/step_*"))
 
 
-async def test_a_router_that_does_not_answer_proves_nothing(servers, routed):
+async def test_a_stranger_that_comes_later_ends_the_run(tmp_path):
+    """Contract: nothing that was sampled since is in a batch."""
+    world = RoutedWorld(tmp_path)
+    stranger = Server("http://c")
+    stranger.now = Served(0, stranger.now.hash, "somebody else")
+    counted = []
+
+    def before(episode, version):
+        if version >= 1 and not counted:
+            counted.extend(tmp_path.glob("rollouts/step_*"))
+            world.router.turns = itertools.cycle([*world.servers, stranger])
+
+    world.pool.before = before
+    with pytest.raises(Misrouted, match="does not name"):
+        await run(world)
+    assert counted
+    assert sorted(tmp_path.glob("rollouts/step_*")) == sorted(counted)
+
+
+async def test_what_a_stranger_ends_is_said_in_one_line_and_for_good(tmp_path, monkeypatch):
+    """Contract: no traceback, and `rl` does not start it again."""
+
+    class Ends:
+        started, stopping = True, False
+
+        def __init__(self, *_) -> None:
+            pass
+
+        async def run(self) -> None:
+            raise ExceptionGroup("tasks", [UserError("something else, too"), Misrouted("somebody else")])
+
+    class Pool:
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(process, "Orchestrator", Ends)
+    monkeypatch.setattr(process, "make_pool", lambda config: Pool())
+    monkeypatch.setattr(process, "spare_collector", lambda: None)
+    with pytest.raises(FinalError, match="^somebody else$"):
+        await process.orchestrate(RoutedWorld(tmp_path).config)
+    assert read_status(tmp_path)["orchestrator"].outcome == "failed: somebody else"
+
+
+async def test_a_router_that_fails_the_question_is_said_once(servers, routed, heard):
+    """Contract: each part has proven itself at its own address; a passing error of the router makes nothing again."""
+
     async def served() -> Served:
         raise EngineTrouble("no answer")
 
     routed._router.served = served
-    assert not await Fleet([routed]).replicas[0].proven()
+    await routed.served()
+    assert len([message for message in heard.messages if "is not checked that http://router leads" in message]) == 1
+
+
+async def test_another_program_behind_the_router_is_a_stranger(servers, routed):
+    """Contract: who knows no such route, or another key, is none of ours, where others answer the question."""
+    turns = itertools.cycle([servers[0].served, None])
+
+    async def served() -> Served:
+        if (ask := next(turns)) is None:
+            raise NotOurs("http://router/weights does not exist")
+        return await ask()
+
+    routed._router.served = served
+    with pytest.raises(Misrouted):
+        await routed.served()
 
 
 async def test_a_router_that_does_not_pass_the_question_on_is_said_once(routed, heard):
