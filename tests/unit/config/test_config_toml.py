@@ -53,6 +53,7 @@ CONSTRAINED |= {
     "register_dir",
     "tmpfs",
     "backend",
+    "device_copy",
     "attention",
     "max_model_len",
 }
