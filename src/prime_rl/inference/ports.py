@@ -20,17 +20,17 @@ def hold_port(host: str, port: int) -> None:
     Raises:
         UserError: another server has it.
     """
-    holder = _bind(host, port)
+    holder = _bind(host, port, "--server.port")
     os.register_at_fork(after_in_child=holder.close)  # an engine that outlives its server for a moment does not keep it
     _held.append(holder)
 
 
-def check_unheld(host: str, port: int) -> None:
-    """Raises UserError where an inference server has that port, also one that is still loading."""
-    _bind(host, port).close()
+def check_unheld(host: str, port: int, option: str) -> None:
+    """Raises UserError where an inference server has that port, also one that is still loading; `option` chooses another."""
+    _bind(host, port, option).close()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, option: str) -> socket.socket:
     # Who listens at all addresses and who listens at loopback meet there.
     scope = "" if host in (ALL_ADDRESSES, "::") or is_loopback(host) else f" of {host}"
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -41,6 +41,6 @@ def _bind(host: str, port: int) -> socket.socket:
         if error.errno != errno.EADDRINUSE:
             raise
         raise UserError(
-            f"port {port} is taken by another inference server, which may still be loading: stop it, or choose another port"
+            f"port {port} is taken by another inference server, which may still be loading: stop it, or choose another with {option}"
         ) from error
     return holder

@@ -97,10 +97,8 @@ def module_name(environment_id: str) -> str:
 
 def check_port(host: str, port: int) -> None:
     """Raises UserError when the port is taken, or is another loading server's, before a server loads a model for a minute only to find out."""
-    try:
-        check_unheld(host, port)
-    except UserError as error:
-        raise UserError(f"{error} (--inference.server.port)") from error
+    option = "--inference.server.port"
+    check_unheld(host, port, option)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -109,7 +107,7 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             raise UserError(
                 f"port {port} on {host} cannot be used ({error.strerror}): stop what uses it, "
-                "or choose another --inference.server.port"
+                f"or choose another {option}"
             ) from error
 
 

@@ -59,10 +59,10 @@ def test_a_held_port_is_seen_before_anybody_is_started(monkeypatch: pytest.Monke
     held: list[socket.socket] = []
     monkeypatch.setattr(ports, "_held", held)
     for _ in range(2):
-        ports.check_unheld("127.0.0.1", PORT)
+        ports.check_unheld("127.0.0.1", PORT, "--x")
     ports.hold_port("127.0.0.1", PORT)
     try:
-        with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* \(--inference.server.port\)"):
+        with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* --inference.server.port$"):
             checks.check_port("0.0.0.0", PORT)
     finally:
         held[0].close()
