@@ -101,22 +101,18 @@ def test_before_ready_a_crash_is_tried_again_as_it_was_started(launch: Start) ->
     assert lives(run, "trainer") == ["1", "2"]
 
 
-def test_before_ready_what_the_user_must_mend_ends_the_run(launch: Start) -> None:
-    """A second try would say the same."""
-    run = launch("trainer=mends:early-complains", "orchestrator=waits", policy=PATIENT)
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("early-complains", "error: the disk is full"),  # before it was ready: a second try would say the same
+        ("complains-for-good", "error: nobody is to try again"),  # after that, too: it would only hide what is wrong
+    ],
+)
+def test_what_another_try_would_not_mend_ends_the_run(launch: Start, fault: str, said: str) -> None:
+    run = launch(f"trainer=mends:{fault}", "orchestrator=waits", policy=PATIENT)
     status, out = run.wait()
     assert status == 1, out
-    assert "error: the disk is full" in out
-    assert "starting it again" not in out
-    all_gone(run.pids())
-
-
-def test_what_is_said_for_good_ends_the_run(launch: Start) -> None:
-    """After it was ready, too: starting it again would only hide what is wrong."""
-    run = launch("trainer=waits", "orchestrator=mends:complains-for-good", policy=PATIENT)
-    status, out = run.wait()
-    assert status == 1, out
-    assert "error: nobody is to try again" in out
+    assert said in out
     assert "starting it again" not in out
     all_gone(run.pids())
 
