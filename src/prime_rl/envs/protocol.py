@@ -57,8 +57,8 @@ class TaskInfo:
 class SampleTokens:
     """One trainable sequence of T tokens, exactly as sent to and sampled by the engine.
 
-    Packed, because an orchestrator holds hundreds of thousands: nine bytes a token where lists take seventy, and nothing for the garbage
-    collector to walk over.
+    Packed, because an orchestrator holds hundreds of thousands: nine bytes a token where lists take seventy, and no token for the
+    garbage collector to walk over.
     """
 
     input_ids: "array[int]"  # (T,) 32 bits
@@ -292,7 +292,7 @@ _TYPES: dict[type[Any], dict[str, tuple[type, ...]]] = {
     cls: {f.name: _accepted(get_type_hints(cls)[f.name]) for f in fields(cls)}
     for cls in (*_KINDS.values(), EpisodeResult)
 }
+_STREAM = (bytes,)
 _TYPES[SampleTokens] = {
-    **{"input_ids": (bytes,), "loss_mask": (bytes,), "logprobs": (bytes,)},
-    **{"prompt_len": (int,), "reward": (float, int)},
-}
+    "input_ids": _STREAM, "loss_mask": _STREAM, "logprobs": _STREAM, "prompt_len": (int,), "reward": (float, int),
+}  # fmt: skip

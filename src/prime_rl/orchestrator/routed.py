@@ -27,10 +27,8 @@ TOKEN_ROUTES = (
 )  # either is enough: environments use the first one that is there
 NO_VERSION = -1  # of servers that do not serve the same: no version that anybody was given
 _NO_SUCH_ROUTE = (404, 405, 501)
-_LOOKS, _LOOKS_PER_PART = (
-    6,
-    2,
-)  # at each proof, at once: by turns or by chance, a router hides one server among few from so many hardly ever
+# At each proof, at once: by turns or by chance, a router hides one server among few from so many hardly ever.
+_LOOKS, _LOOKS_PER_PART = 6, 2
 
 T = TypeVar("T")
 
