@@ -21,10 +21,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Places:
-    """Where weights may come from. Without a root: any local path if `any_local`, none otherwise. `tmpfs` is where tensors may lie beside the root."""
+    """Where weights may come from (`root` None: any local path). `tmpfs` is where tensors may lie beside the root."""
 
     root: Path | None
-    any_local: bool
     tmpfs: Path | None = None
 
     def confine(self, weight_dir: str) -> Path:
@@ -37,16 +36,11 @@ class Places:
             path = Path(weight_dir).expanduser().resolve()
         except (ValueError, RuntimeError) as error:  # a NUL byte, a loop of links, an unknown user
             raise Refused(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
-        if self.root is not None:
-            if not path.is_relative_to(self.root.resolve()):
-                raise Refused(
-                    403,
-                    f"weight_dir {weight_dir} is outside the weights root {self.root}: start the server with the run's --output-dir, or "
-                    "with --weights-root",
-                )
-        elif not self.any_local:
+        if self.root is not None and not path.is_relative_to(self.root.resolve()):
             raise Refused(
-                403, "this server is reachable from other hosts: start it with --weights-root to allow updates"
+                403,
+                f"weight_dir {weight_dir} is outside the weights root {self.root}: start the server with the run's --output-dir, or with "
+                "--weights-root",
             )
         if not path.is_dir():
             raise Refused(400, f"weight_dir {weight_dir} is not a directory on the server")

@@ -176,7 +176,7 @@ class PrimeRoutes:
         state.prime_service = WeightService(
             compat.every_engine(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
-            places=Places(settings.weights_root, settings.loopback, settings.weights_tmpfs),
+            places=Places(settings.weights_root, settings.weights_tmpfs),
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,

@@ -82,9 +82,8 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     allowed = os.environ["VLLM_PLUGINS"].split(",")
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
-    loopback, root = is_loopback(guarded_host(config)), config.weights_root
-    if root is None and not loopback:
-        root = config.output_dir / "weights"
+    reached = not is_loopback(guarded_host(config))  # by other hosts, who may not name any directory of this one
+    root = config.weights_root or (config.output_dir / "weights" if reached else None)
     register_dir = config.server.register_dir.expanduser().resolve() if config.server.register_dir else None
     several = config.server.api_servers > 1 and not config.headless
     shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
@@ -95,7 +94,6 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         output_dir=config.output_dir.resolve(),
         weights_root=root.expanduser().resolve() if root else None,
         weights_tmpfs=config.weights_tmpfs.expanduser().resolve() if config.weights_tmpfs else None,
-        loopback=loopback,
         register_dir=register_dir,
         address=published_address(config) if register_dir else "",
         stage_weights=config.stage_weights,

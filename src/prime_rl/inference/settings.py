@@ -16,7 +16,7 @@ class Settings:
 
     Args:
         process: The server's name in the run.
-        loopback: Only this machine reaches the server, so that a request may name any local directory.
+        weights_root: Below it lie all weights that a request may name; any local directory, where only this machine reaches the server (None).
         register_dir: Where the server registers, as one that is reached at `address`.
         server: Process id of the server, which the engine ends with.
         shared: Directory of the processes that answer where there are several, see `leader`; None for one.
@@ -27,7 +27,6 @@ class Settings:
     output_dir: Path
     weights_root: Path | None
     weights_tmpfs: Path | None
-    loopback: bool
     register_dir: Path | None
     address: str
     stage_weights: bool

@@ -93,7 +93,7 @@ def make(engine: FakeEngine, base: Path, root: Path) -> WeightService:
     async def label(version: int) -> None:
         engine.calls.append(("label", version))
 
-    return WeightService(engine, base, Places(root, any_local=False), label)
+    return WeightService(engine, base, Places(root), label)
 
 
 UPDATE = ["prime_stage", ("pause", "keep", True), "prime_load", "prime_commit"]
@@ -137,7 +137,7 @@ async def test_an_engine_that_cannot_pause_goes_on(base: Path, tmp_path: Path) -
 async def test_fixed_weights_are_never_touched(base: Path, tmp_path: Path) -> None:
     """Contract: a server whose engine cannot follow an update refuses it with the reason, before anything is read; it still says what it serves."""
     engine = FakeEngine()
-    places = Places(tmp_path / "weights", any_local=False)
+    places = Places(tmp_path / "weights")
     service = WeightService(engine, base, places, AsyncMock(), fixed="experts move")
     directory = commit(tmp_path / "weights", 1)
     for change in (service.update(str(directory), 1), service.reload()):
@@ -381,23 +381,20 @@ async def test_ranks_that_disagree_are_reported(base: Path, tmp_path: Path) -> N
 
 
 def test_places(tmp_path: Path) -> None:
-    """Contract: with a root only below it, links resolved; without one any local directory, on loopback only."""
+    """Contract: with a root only below it, links resolved; without one any local directory."""
     root, outside = tmp_path / "root", tmp_path / "outside"
     (root / "inside").mkdir(parents=True)
     outside.mkdir()
     (root / "link").symlink_to(outside)
     (tmp_path / "root-sibling").mkdir()
-    confined = Places(root, any_local=True)
+    confined = Places(root)
     assert confined.confine(f"{root}/inside") == (root / "inside").resolve()
     assert confined.confine(f"{root}/link/../root/inside") == (root / "inside").resolve()
     for path in (outside, root / "link", f"{root}/../outside", tmp_path / "root-sibling", "/", "inside"):
         with pytest.raises(Refused, match="outside the weights root") as error:
             confined.confine(str(path))
         assert error.value.status == 403
-    assert Places(None, any_local=True).confine(str(outside)) == outside.resolve()
-    with pytest.raises(Refused, match="--weights-root") as error:
-        Places(None, any_local=False).confine(str(outside))
-    assert error.value.status == 403
+    assert Places(None).confine(str(outside)) == outside.resolve()
     with pytest.raises(Refused) as error:
         confined.confine("a\0b")
     assert error.value.status == 400
@@ -428,7 +425,7 @@ async def test_a_change_is_told_with_its_deadline(base: Path, tmp_path: Path) ->
     engine, root = FakeEngine(), tmp_path / "weights"
     engine.gate = asyncio.Event()
     status = Status(tmp_path, "inference")
-    service = WeightService(engine, base, Places(root, any_local=False), AsyncMock(), status=status)
+    service = WeightService(engine, base, Places(root), AsyncMock(), status=status)
     try:
         for version, fail in ((1, set()), (2, {"prime_load"})):
             engine.fail, engine.calls = fail, []

@@ -228,16 +228,16 @@ def test_memory_is_allowed_by_name(version: Path, tmp_path: Path) -> None:
     memory = weights_manifest(version).memory
     assert memory is not None
     root = version.parent
-    Places(root, any_local=False, tmpfs=tmp_path / "tmpfs").check_memory(version, memory)
-    Places(None, any_local=True).check_memory(version, memory)
+    Places(root, tmpfs=tmp_path / "tmpfs").check_memory(version, memory)
+    Places(None).check_memory(version, memory)
     with pytest.raises(Refused, match="--weights-tmpfs"):
-        Places(root, any_local=False).check_memory(version, memory)
+        Places(root).check_memory(version, memory)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     shutil.move(Path(memory.directory) / "model-1.safetensors", elsewhere)
     (Path(memory.directory) / "model-1.safetensors").symlink_to(elsewhere / "model-1.safetensors")
     with pytest.raises(Refused, match="outside"):
-        Places(root, any_local=False, tmpfs=tmp_path / "tmpfs").check_memory(version, memory)
+        Places(root, tmpfs=tmp_path / "tmpfs").check_memory(version, memory)
 
 
 def test_who_does_not_see_the_memory_says_so(version: Path, tmp_path: Path) -> None:
