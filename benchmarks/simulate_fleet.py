@@ -11,7 +11,8 @@ that neither is the bottleneck by itself, and a new version stops all replicas f
 
 Real are the reading of what workers send, the scheduler with all its decisions and its account, the routing of episodes to servers, the samples and advantages of every batch with all their tokens, and the step's metrics:
 the code of an orchestrator that is asked after every landing what may start and whether a batch is complete. Not run are HTTP, environments, the event
-loop and the disk (`ledger.py`, `env_worker.py`). Processor time is that of the calls into this code, per simulated second.
+loop and the disk (`ledger.py`, `env_worker.py`). Processor time is that of the calls into this code, per simulated second, with the garbage
+collector's short looks in whichever part they interrupt. Its long one, every ten minutes, is a part of its own, measured at the end.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
 from prime_rl.orchestrator.fleet import Fleet as Servers
 from prime_rl.orchestrator.fleet import Replica
 from prime_rl.orchestrator.metrics import Tally, step_metrics
-from prime_rl.orchestrator.process import spare_collector
+from prime_rl.orchestrator.process import FULL_COLLECTION_SECONDS, spare_collector
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.trainer.packing import rollout_lengths
 
@@ -169,6 +170,11 @@ class Simulation:
         """What the seconds since `reset` were like."""
         fleet, seconds = self.fleet, self.now - self.began
         parts = {part: used / seconds for part, used in self.meter.seconds.items()}
+        young, longest_young = sum(self.collections) / seconds, max(self.collections, default=0.0)
+        began = time.perf_counter()
+        gc.collect()
+        full = time.perf_counter() - began
+        parts["full collection"] = full / FULL_COLLECTION_SECONDS
         return {
             **asdict(fleet),
             "episodes_in_flight": self.core.in_flight,
@@ -183,8 +189,9 @@ class Simulation:
             **({"calls_per_episode": self.meter.calls / self.landed} if fleet.counts else {}),
             "cpu_seconds_per_second": parts,
             "cpu_total": sum(parts.values()),
-            "collector_seconds_per_second": sum(self.collections) / seconds,  # whichever part it interrupts
-            "collector_longest": max(self.collections, default=0.0),
+            "collector_seconds_per_second": young,  # in whichever part it interrupts
+            "collector_longest": longest_young,
+            "full_collection_seconds": full,
             "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
 

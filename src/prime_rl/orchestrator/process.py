@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
     from prime_rl.config.shared import ClientConfig
 
+FULL_COLLECTION_SECONDS = 600.0  # between two looks at all objects there are
+
 logger = log.get("orchestrator")
 
 
@@ -37,18 +39,27 @@ async def orchestrate(config: "OrchestratorConfig") -> None:
 
 
 def spare_collector() -> None:
-    """Have the garbage collector look less often at all there is, which holds up the event loop: nearly everything here is freed by its count.
+    """Have the garbage collector look at what is young alone: `collect_by_the_clock` does the rest.
 
-    What it stops for, and how long: benchmarks/simulate_fleet.py.
+    Nearly everything here is freed by its count. By Python's own rule the collector looks at all there is the oftener the larger the fleet, and
+    holds up the event loop each time. What it stops for, and how long: benchmarks/simulate_fleet.py.
     """
     gc.collect()
     gc.freeze()  # modules, functions, settings: never garbage
-    gc.set_threshold(5_000, 10, 200)  # Python's own: 700, 10, 10
+    gc.set_threshold(5_000, 10, 1_000_000_000)  # Python's own: 700, 10, 10; the last is, in effect, never
+
+
+async def collect_by_the_clock() -> None:
+    """Look at all there is, for as long as the run: cycles that had grown old before they were garbage."""
+    while True:  # bounded: cancelled at the end of the run
+        await asyncio.sleep(FULL_COLLECTION_SECONDS)
+        gc.collect()
 
 
 async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
     pool = make_pool(config)
+    collector = asyncio.create_task(collect_by_the_clock(), name="garbage collector")
     try:
         async with AsyncExitStack() as stack:
             connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
@@ -68,6 +79,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         status.done(f"failed: {message}")
         raise (FinalError if final else UserError)(message) from group
     finally:
+        collector.cancel()
         await pool.close()
         monitor.close()
 
