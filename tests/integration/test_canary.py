@@ -2,107 +2,39 @@
 
 A mutation of the loader is made in two ways. Where only its result matters, a version is committed whose hashes are those of wrong tensors and
 whose canary is that of the right ones, as the trainer would have scored it: hashes have nothing to find. Where the loader's own code matters,
-a server runs without it.
+a server runs without it. In bfloat16 on a GPU: tests/gpu/test_canary.py.
 """
 
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from conftest import InferenceServer, LaunchServer, make_tiny_model
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.canary import LEAST_MEAN, LEAST_MOST, Canaries, CanaryFailed, Difference, compare
+from prime_rl.orchestrator.canary import LEAST_MEAN, LEAST_MOST, Canaries, CanaryFailed
 from prime_rl.orchestrator.engine import Engine
-from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
-from prime_rl.transport.canary import Canary
-from prime_rl.transport.commit import stage
-from prime_rl.transport.weights import (
-    WeightsManifest,
-    hash_directory,
-    manifest_extra,
-    version_dir,
-    weights_manifest,
-    write_base_version,
-)
+from prime_rl.transport.weights import WeightsManifest
 from support import trainer as support
+from support.canaries import (
+    DRIFTED,
+    STEPPED,
+    Run,
+    Tensors,
+    flip,
+    flipped_bit,
+    skip_a_norm,
+    skip_a_tensor,
+    stale_file,
+    stay,
+    swap_layers,
+)
 from support.mutated_server import SKIP
 
 world, make_policy = support.world, support.make_policy
-Tensors = dict[str, torch.Tensor]
-DRIFTED, STEPPED = 0.1, 1e-4  # relative changes of the weights: far from the base, and as after one step of RL
-
-
-class Run:
-    """Versions of a model, committed as the trainer does, and the client that has a server load them."""
-
-    def __init__(self, server: InferenceServer, make_policy: Callable[..., Policy], world: World) -> None:
-        self.server, self.make_policy, self.world = server, make_policy, world
-        self.root = Path(tempfile.mkdtemp(prefix="run-", dir=server.weights_root))
-        self.canaries = Canaries()
-        self.base = write_base_version(self.root, server.model, self.score(server.model))
-        self.version = 0
-
-    def score(self, model: Path) -> Canary:
-        policy = self.make_policy(model)
-        vocabulary = policy.lm.config.vocab_size
-        scorer = CanaryScorer(policy, self.world, vocabulary, torch.float32, torch.float32)
-        return scorer.score().read()
-
-    def changed(self, by: float, seed: int = 1) -> Tensors:
-        """The base's tensors with noise of so much of their spread."""
-        generator = torch.Generator().manual_seed(seed)
-        tensors: Tensors = {}
-        for file in sorted(self.server.model.glob("*.safetensors")):
-            tensors |= {name: tensor.float() for name, tensor in load_file(file).items()}
-        for tensor in tensors.values():
-            tensor += torch.randn(tensor.shape, generator=generator) * (tensor.std() if tensor.numel() > 1 else 1) * by
-        return tensors
-
-    def write(self, tensors: Tensors, directory: Path) -> None:
-        directory.mkdir(exist_ok=True)
-        (directory / "config.json").write_bytes((self.server.model / "config.json").read_bytes())
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-
-    def commit(self, tensors: Tensors, loaded: Tensors | None = None) -> WeightsManifest:
-        """The next version. `loaded`: what a faulty loader makes of it."""
-        self.version += 1
-        right, final = self.root / f"right_{self.version}", version_dir(self.root, self.version)
-        self.write(tensors, right)
-        canary = self.score(right)
-        extra: dict[str, object] = {}
-        with stage(final, step=self.version, producer="trainer", extra=extra) as directory:
-            self.write(tensors if loaded is None else loaded, directory)
-            extra |= manifest_extra(self.version, 0, hash_directory(directory), canary=canary)
-        return weights_manifest(final)
-
-    async def load(self, version: WeightsManifest) -> Difference:
-        """As an orchestrator does.
-
-        Returns:
-            How far off the canary was.
-        """
-        config = ClientConfig(base_url=self.server.base_url)
-        async with Engine(config, canaries=self.canaries) as engine:
-            await engine.update(version)
-            return await self.difference(version)
-
-    async def difference(self, version: WeightsManifest) -> Difference:
-        assert version.canary is not None
-        async with Engine(ClientConfig(base_url=self.server.base_url)) as engine:
-            return compare(await engine.score(version.canary.tokens), version.canary.logprobs)
-
-    @property
-    def hides(self) -> Callable[[Difference], bool]:
-        band = self.canaries.band(self.server.root)
-        assert band is not None
-        return band.holds
 
 
 @pytest.fixture
@@ -126,39 +58,6 @@ async def test_right_weights_are_in_a_narrow_band(run: Run) -> None:
     run.canaries = Canaries()  # another orchestrator goes on: the server serves the drifted weights
     assert (await run.load(drifted)).most < 1e-4
     assert run.canaries.band(run.server.root) == band
-
-
-def skip_a_tensor(base: Tensors, new: Tensors) -> Tensors:
-    name = "model.layers.1.mlp.down_proj.weight"
-    return {**new, name: base[name]}
-
-
-def skip_a_norm(base: Tensors, new: Tensors) -> Tensors:
-    name = "model.layers.0.input_layernorm.weight"
-    return {**new, name: base[name]}
-
-
-def swap_layers(base: Tensors, new: Tensors) -> Tensors:
-    def other(name: str) -> str:
-        return (
-            name.replace("layers.0.", "layers.X.").replace("layers.1.", "layers.0.").replace("layers.X.", "layers.1.")
-        )
-
-    return {other(name): tensor for name, tensor in new.items()}
-
-
-def stay(base: Tensors, new: Tensors) -> Tensors:
-    return base
-
-
-def flip(bit: int) -> Callable[[Tensors, Tensors], Tensors]:
-    def flip_bit(base: Tensors, new: Tensors) -> Tensors:
-        name = "model.layers.0.self_attn.o_proj.weight"
-        changed = new[name].clone()
-        changed.view(torch.int32)[3, 5] ^= 1 << bit
-        return {**new, name: changed}
-
-    return flip_bit
 
 
 CAUGHT = [skip_a_tensor, swap_layers, stay, flip(30)]
@@ -207,18 +106,6 @@ async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band
     with pytest.raises(CanaryFailed, match="the very same as before"):
         await run.load(version)
     assert run.hides(await run.difference(version))
-
-
-def stale_file(run: Run, version: WeightsManifest) -> None:
-    """Old weights under the new name."""
-    run.write(run.changed(0.0), version.directory)
-
-
-def flipped_bit(run: Run, version: WeightsManifest) -> None:
-    file = version.directory / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", [stale_file, flipped_bit])

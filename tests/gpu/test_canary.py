@@ -1,0 +1,106 @@
+"""Mutations of the weights on their way into an engine that serves bfloat16 on a GPU: what its wider band still finds, and what it does not.
+
+On a CPU, with the loader's own code taken away too: tests/integration/test_canary.py. One server for all, a minute on an H200.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from conftest import InferenceServer
+from prime_rl.config.shared import ClientConfig
+from prime_rl.errors import UserError
+from prime_rl.inference import compat
+from prime_rl.orchestrator.canary import CanaryFailed
+from prime_rl.orchestrator.engine import Engine
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.parallel import World
+from prime_rl.transport.weights import WeightsManifest
+from support import trainer as support
+from support.canaries import (
+    DRIFTED,
+    STEPPED,
+    Run,
+    Tensors,
+    flip,
+    flipped_bit,
+    skip_a_tensor,
+    stale_file,
+    stay,
+    swap_layers,
+)
+
+ENGINE = compat.installed_engine()
+if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
+    pytest.skip("no GPU, or no vLLM for it", allow_module_level=True)
+pytestmark = pytest.mark.gpu
+
+world, make_policy = support.world, support.make_policy
+Mutation = Callable[[Tensors, Tensors], Tensors]
+FAR = 20 * DRIFTED  # there one tensor that stayed behind shows beside the noise of bfloat16; at 5 it does not
+
+
+@pytest.fixture
+def run(inference_server: InferenceServer, make_policy: Callable[..., Policy], world: World) -> Iterator[Run]:
+    inference_server.reset()
+    yield Run(inference_server, make_policy, world)
+    inference_server.reset()
+
+
+async def test_right_weights_are_in_the_band(run: Run) -> None:
+    """Contract: the noise of the base calibrates a band that versions far from it stay in, there and back."""
+    await run.load(run.base)
+    drifted = run.commit(run.changed(DRIFTED))
+    for version in (drifted, run.base, drifted):
+        assert run.hides(await run.load(version))
+
+
+@pytest.mark.parametrize(
+    ("mutate", "by"),
+    [(skip_a_tensor, FAR), (swap_layers, DRIFTED), (stay, DRIFTED), (flip(30), DRIFTED)],
+    ids=["skipped", "swapped", "stale", "exponent bit"],
+)
+async def test_the_canary_finds_what_a_loader_did_wrong(run: Run, mutate: Mutation, by: float) -> None:
+    """Contract: found though the server says, by its hash, that it serves the version."""
+    await run.load(run.base)
+    new = run.changed(by)
+    version = run.commit(new, mutate(run.changed(0.0), new))
+    with pytest.raises(CanaryFailed, match="does not"):
+        await run.load(version)
+    async with Engine(ClientConfig(base_url=run.server.base_url)) as engine:
+        assert (await engine.served()).holds(version)
+
+
+async def test_the_band_hides_a_tensor_that_stayed_behind_by_less_than_noise(run: Run) -> None:
+    """What float32 shows and bfloat16 hides: one tensor of two layers, a tenth of its spread behind."""
+    await run.load(run.base)
+    new = run.changed(DRIFTED)
+    assert run.hides(await run.load(run.commit(new, skip_a_tensor(run.changed(0.0), new))))
+
+
+async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band_hides_it(run: Run) -> None:
+    """Contract: numbers that are the very same as before are no numbers of a new version."""
+    await run.load(run.base)
+    version = run.commit(run.changed(STEPPED), run.changed(0.0))
+    with pytest.raises(CanaryFailed, match="the very same as before"):
+        await run.load(version)
+
+
+@pytest.mark.parametrize("damage", [stale_file, flipped_bit])
+async def test_the_hash_finds_what_happened_to_a_file(run: Run, damage: Callable[[Run, WeightsManifest], None]) -> None:
+    """Contract: what is read is what was committed, to the bit, though the canary would not see it."""
+    await run.load(run.base)
+    version = run.commit(run.changed(STEPPED))
+    damage(run, version)
+    with pytest.raises(UserError, match=r"tensor .* is not the one|bytes") as caught:
+        await run.load(version)
+    assert not isinstance(caught.value, CanaryFailed)
+
+
+async def test_the_hash_finds_a_replica_that_stayed_behind(run: Run) -> None:
+    """Contract: a server that serves an older version says so of itself."""
+    older, newer = run.commit(run.changed(STEPPED)), run.commit(run.changed(2 * STEPPED))
+    await run.load(older)
+    async with Engine(ClientConfig(base_url=run.server.base_url)) as engine:
+        assert not (await engine.served()).holds(newer)
