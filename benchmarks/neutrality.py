@@ -25,11 +25,12 @@ from machine import describe_gpus, describe_machine
 from pydantic import TypeAdapter
 from steps import model_source
 
+from prime_rl.config.losses import DefaultLoss
 from prime_rl.config.optim import OptimConfig
-from prime_rl.config.trainer import DefaultLoss, TrainerModel
+from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.lm_head import TokenLoss
-from prime_rl.trainer.loss import STREAMS, cross_entropy, make_token_loss
+from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
@@ -131,7 +132,7 @@ def curves(
     optim = TypeAdapter(OptimConfig).validate_python({"type": "adamw", "lr": lr, **row.optim})
     found: dict[str, object] = {}
     for loss in LOSSES:
-        token_loss: TokenLoss = cross_entropy if loss == "sft" else make_token_loss(DefaultLoss())
+        token_loss: TokenLoss = cross_entropy if loss == "sft" else make_loss(DefaultLoss())
         made = documents(vocabulary, lengths, loss)
         batches = micro_batches(made, row.packed, 128 if device == "cuda" else 1)[world.rank :: world.size]
         try:

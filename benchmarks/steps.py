@@ -25,7 +25,7 @@ from prime_rl.monitor import log
 from prime_rl.trainer import attention, footprint, memory, moe, perf
 from prime_rl.trainer.bench import HostSyncs
 from prime_rl.trainer.canary import CanaryScorer
-from prime_rl.trainer.loss import cross_entropy, make_token_loss
+from prime_rl.trainer.loss import cross_entropy, make_loss
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import rollout_lengths
@@ -205,7 +205,7 @@ class Bench:
         costs = perf.costs(self.matmul, self.width)
         self.data: Any
         if isinstance(config, TrainerConfig):
-            self.token_loss, self.means = make_token_loss(config.loss), rl.means
+            self.token_loss, self.means = make_loss(config.loss), rl.means
             self.data = rl.make_data(config, world, source, costs, self.report)
         else:
             self.token_loss, self.means = cross_entropy, lambda count, sums: sft.means(sums)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from prime_rl.config.trainer import GRPOLoss
+from prime_rl.config.losses import GRPOLoss
 from prime_rl.trainer import lm_head
 from prime_rl.trainer.lm_head import fused_token_loss, logprob_entropy
-from prime_rl.trainer.loss import STREAMS, make_token_loss
+from prime_rl.trainer.loss import STREAMS, make_loss
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 GPU = torch.device("cuda")
 VOCABULARY = 151_936
-GRPO = make_token_loss(GRPOLoss())
+GRPO = make_loss(GRPOLoss())
 
 Head = tuple[Tensor, Tensor, Tensor, Tensor]
 

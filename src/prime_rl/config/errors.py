@@ -36,7 +36,8 @@ class _Report:
             said = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
         near = nearest(self._root, keys, section)
         if owners:
-            said += "; it belongs to type " + " or ".join(f"'{owner}'" for owner in owners)
+            *but_last, last = [f"'{owner}'" for owner in owners]
+            said += f"; it belongs to type {', '.join(but_last)}{' or ' if but_last else ''}{last}"
         elif near is not None:
             said += f"; did you mean {spell(near, origin.kind if origin is not None else 'file')}?"
         self._problems.append(said)

@@ -3,12 +3,13 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import BaseConfig, Problem, Section, check
+from prime_rl.config.losses import DefaultLoss, LossConfig
 from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
 from prime_rl.config.process_group import ProcessGroupTransport
-from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig
+from prime_rl.config.shared import CkptConfig, Device, Length, ModelConfig, MonitorConfig
 
 Attention = Literal["auto", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
 Recompute = Literal["none", "pointwise", "wide", "attention", "full"]
@@ -61,30 +62,6 @@ class TrainerModel(ModelConfig):
                 "activation_checkpointing",
             )
         return self
-
-
-class DefaultLoss(Section):
-    """Importance-weighted policy gradient: tokens whose probability moved too far are masked."""
-
-    type: Literal["default"] = Field(default="default", description="Kind of loss.")
-    mask_low: NonNegativeFloat = Field(
-        default=0.2, description="Largest fall in probability of a token that is trained."
-    )
-    mask_high: NonNegativeFloat = Field(
-        default=0.2, description="Largest rise in probability of a token that is trained."
-    )
-    adv_tau: NonNegativeFloat = Field(default=1.0, description="Weight of the advantage.")
-    kl_tau: NonNegativeFloat = Field(
-        default=1e-3, description="Weight of the penalty for moving away from the sampler."
-    )
-
-
-class GRPOLoss(Section):
-    """Clipped ratio as in PPO and GRPO."""
-
-    type: Literal["grpo"] = Field(default="grpo", description="Kind of loss.")
-    clip_low: Fraction = Field(default=0.2, description="The ratio is clipped below 1 - clip_low.")
-    clip_high: NonNegativeFloat = Field(default=0.2, description="The ratio is clipped above 1 + clip_high.")
 
 
 class ExportConfig(Section):
@@ -211,9 +188,7 @@ class TrainerConfig(TrainingConfig):
 
     seq_len: Length = Field(default=2048, description="Tokens of a packed micro-batch.")
     async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
-    loss: DefaultLoss | GRPOLoss = Field(
-        default_factory=DefaultLoss, discriminator="type", description="The loss of a token."
-    )
+    loss: LossConfig = Field(default_factory=DefaultLoss, discriminator="type", description="The loss of a token.")
     data: TrainerData = Field(default_factory=TrainerData, description="What is trained on.")
     weights: WeightsConfig = Field(
         default_factory=WeightsConfig, description="The exported weights, one version per step."

@@ -25,6 +25,10 @@ class MicroBatch:
     inv_temperature: Tensor  # [L] float32
     streams: Tensor  # [K, L] float32
 
+    def documents(self) -> tuple[Tensor, int]:
+        """The document of each loss token, [L] int64, and their number D."""
+        return torch.searchsorted(self.cu_seqlens.long(), self.loss_index, right=True) - 1, len(self.cu_seqlens) - 1
+
 
 def pinned(batches: Sequence[HostBatch], device: torch.device) -> list[HostBatch]:
     """The same batches where `device` copies from fastest: for a GPU in page-locked memory, so that the copies run beside everything else."""

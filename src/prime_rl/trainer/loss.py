@@ -1,80 +1,118 @@
-"""Token losses: what a sampled token contributes, given the policy's log-probability and entropy for it.
+"""The loss of a token: a policy loss (`policy_losses.py`) and the components beside it, each weighted by a stream of its own.
 
 Everything that depends on the algorithm arrives as per-token streams; a loss is a pure function of them. `STREAMS` names the rows of the
-streams tensor of RL batches. The `*_scale` rows already hold weight / (number of member tokens of the component in the whole step, over all
-ranks), so that summing is averaging: no rank and no micro-batch needs to know about the others.
+streams tensor of RL batches. The `*_scale` rows already hold weight / (the component's denominator in the whole step, over all ranks), so
+that summing is averaging: no rank and no micro-batch needs to know about the others.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from prime_rl.importing import load_function, takes
+from prime_rl.trainer import policy_losses
+from prime_rl.trainer.policy_losses import Sequences
+
 if TYPE_CHECKING:
-    from prime_rl.config.trainer import DefaultLoss, GRPOLoss
+    from prime_rl.config.losses import LossConfig
     from prime_rl.trainer.lm_head import TokenLoss
 
 STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "rl_scale", "ce_scale", "ref_kl_scale")
 SUMS = ("loss", "entropy", "mismatch_kl", "is_masked")
 """What an RL token loss adds up: the loss itself, and three quantities over the tokens of `mask` (to be divided by their number)."""
 
-RLTerm = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(logprob, sampler's logprob, advantage), each [N] -> (loss per token [N], dropped from the policy gradient [N] bool)"""
+# By type: (logprob, sampler's logprob, advantage, config[, sequences]) -> (loss per token [N], dropped from the policy gradient [N] bool)
+_POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "default": policy_losses.default,
+    "ipo": policy_losses.ipo,
+    "grpo": policy_losses.grpo,
+    "ppo_clip": policy_losses.ppo_clip,
+    "gspo": policy_losses.gspo,
+    "cispo": policy_losses.cispo,
+    "reinforce": policy_losses.reinforce,
+}
 
 
-def make_token_loss(config: "DefaultLoss | GRPOLoss") -> "TokenLoss":
-    """The RL token loss of `config`: its policy-gradient term, plus cross-entropy and reference-KL terms where their streams say so."""
+@dataclass(frozen=True)
+class SequenceLoss:
+    """A loss that couples the tokens of a sequence: of all loss tokens of a micro-batch at once, not of a chunk of them.
 
-    def rl_term(logprob: Tensor, old: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        if config.type == "grpo":
-            return grpo(logprob, old, advantage, config.clip_low, config.clip_high)
-        return default(logprob, old, advantage, config.mask_low, config.mask_high, config.adv_tau, config.kl_tau)
+    Args:
+        of: (logprob [N], entropy [N], streams [K, N], sequences) -> (summed loss, sums [M])
+    """
 
-    def token_loss(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:
+    of: Callable[[Tensor, Tensor, Tensor, Sequences], tuple[Tensor, Tensor]]
+
+    def __call__(
+        self, logprob: Tensor, entropy: Tensor, streams: Tensor, document: Tensor, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """`document` [N]: the sequence of each token, of `count`."""
+        return self.of(logprob, entropy, streams, Sequences(document, streams[STREAMS.index("mask")], count))
+
+
+def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
+    """The RL loss of `config`: its policy loss, plus cross-entropy and reference-KL terms where their streams say so.
+
+    Raises:
+        UserError: a custom loss cannot be imported, or does not take its arguments.
+    """
+    policy_loss, coupled = _policy_loss(config)
+
+    def loss_of(
+        logprob: Tensor, entropy: Tensor, streams: Tensor, sequences: Sequences | None = None
+    ) -> tuple[Tensor, Tensor]:
         mask, old, advantage, reference, rl_scale, ce_scale, ref_kl_scale = streams.unbind()
-        rl, dropped = rl_term(logprob, old, advantage)
+        rl, dropped = policy_loss(logprob, old, advantage, **({} if sequences is None else {"sequences": sequences}))
+        if config.kl_coef:
+            there = torch.where(rl_scale != 0, reference, logprob.detach())  # other tokens may have none
+            rl = rl + config.kl_coef * divergence(logprob, there, config.kl_estimator)
+        if config.entropy_coef:
+            rl = rl - config.entropy_coef * entropy
         loss = (rl * rl_scale - logprob * ce_scale + ref_kl(logprob, old, reference) * ref_kl_scale).sum()
         with torch.no_grad():
             sums = [loss, (entropy * mask).sum(), (mismatch_kl(logprob, old) * mask).sum(), (dropped * mask).sum()]
             return loss, torch.stack([value.to(loss.dtype) for value in sums])
 
-    return token_loss
+    return SequenceLoss(loss_of) if coupled else loss_of
 
 
-def default(
-    logprob: Tensor, old: Tensor, advantage: Tensor, mask_low: float, mask_high: float, adv_tau: float, kl_tau: float
+def _policy_loss(config: "LossConfig") -> tuple[Callable[..., tuple[Tensor, Tensor]], bool]:
+    """The policy loss, and whether it couples the tokens of a sequence: then it takes `sequences`."""
+    if config.type == "custom":
+        function = load_function(config.path, config.args, given=3, key="loss.path")
+        return partial(_custom, function, config.args), takes(function, "sequences")
+    coupled = config.type == "gspo" or (config.type == "reinforce" and config.level != "token")
+    return partial(_POLICY_LOSSES[config.type], config=config), coupled
+
+
+def _custom(
+    function: Callable[..., Any], args: dict[str, Any], logprob: Tensor, old: Tensor, advantage: Tensor, **more: Any
 ) -> tuple[Tensor, Tensor]:
-    """DPPO's binary mask on the change of probability, plus a squared-log-ratio regulariser (PRIME-RL's default loss).
+    """A loss of the user's own gives the loss of each token, or that and which tokens it dropped."""
+    found = function(logprob, old, advantage, **more, **args)
+    if isinstance(found, tuple):
+        loss, dropped = found
+        return loss, dropped
+    return found, torch.zeros_like(logprob, dtype=torch.bool)
 
-        r = exp(logprob - old)      d = exp(logprob) - exp(old)
-        dropped = d > mask_high where the advantage is positive, d < -mask_low elsewhere
-        loss = -(1 - dropped) · adv_tau · advantage · r  +  kl_tau · (log r)²
 
-    The ratio is neither clipped nor detached: the gradient flows through it. The regulariser covers dropped tokens too.
+def divergence(logprob: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """Per-token estimates of KL(policy ‖ reference) from tokens of the policy (Schulman 2020, "Approximating KL divergence").
+
+        k1 = logprob - reference,  k2 = k1² / 2,  k3 = exp(-k1) - 1 + k1
+
+    k2 and k3 are differentiated as they stand; on the policy's own tokens k2's gradient is the divergence's, k3's is its only to first order
+    (Liu et al. 2025, arXiv:2510.01555). k1's own gradient is zero on average, so it gets the score function's, k1 · ∇ logprob, as if it had been
+    taken off the reward: the same as k2's.
     """
-    log_ratio = logprob - old
-    with torch.no_grad():
-        change = logprob.exp() - old.exp()
-        dropped = torch.where(advantage > 0, change > mask_high, change < -mask_low)
-    # A dropped token's ratio may overflow, and 0 · inf is not 0: it is taken out before the exponential.
-    ratio = torch.where(dropped, 0.0, log_ratio).exp()
-    return kl_tau * log_ratio.square() - torch.where(dropped, 0.0, adv_tau * advantage) * ratio, dropped
-
-
-def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """The clipped objective of PPO on tokens, as in GRPO:  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    `dropped` are the tokens where the clip is active, which get no gradient.
-    """
-    log_ratio = logprob - old
-    with torch.no_grad():
-        ratio = log_ratio.exp()
-        held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
-        clipped = ratio * advantage > held
-    # As above: a clipped token's ratio may overflow.
-    free = torch.where(clipped, 0.0, log_ratio).exp() * advantage
-    return -torch.where(clipped, held, free), clipped
+    gap = logprob - reference
+    if estimator == "k1":
+        return gap.detach() * (1 + logprob - logprob.detach())
+    return gap.square() / 2 if estimator == "k2" else torch.expm1(-gap) + gap
 
 
 def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:

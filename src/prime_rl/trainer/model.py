@@ -19,6 +19,7 @@ from prime_rl.trainer.batch import MicroBatch
 from prime_rl.trainer.footprint import final_norm
 from prime_rl.trainer.lm_head import TokenLoss, fused_token_loss, logprob_entropy
 from prime_rl.trainer.loading import initialize_buffers, load_weights, randomize
+from prime_rl.trainer.loss import SequenceLoss
 from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
 from prime_rl.trainer.offload import offload_layers
 from prime_rl.trainer.parallel import SingleRankReduction, World, agree
@@ -38,13 +39,14 @@ class Policy(nn.Module):
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
         self.routers: list[FSDPModule] = []  # units that are gathered here, as blocks read them without their hooks
 
-    def forward(self, batch: MicroBatch, token_loss: TokenLoss | None = None) -> tuple[Tensor, Tensor]:
-        """The loss [] and metric sums [M] of `token_loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
+    def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
+        """The loss [] and metric sums [M] of `loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
+        in_two_passes = loss is None or isinstance(loss, SequenceLoss)
         for unit in self.routers:
             unit.unshard()
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # One pass forms the head's gradients here, and an embedding's need no weight. (It holds for the next backward: one forward, then its own.)
-            self.set_unshard_in_backward(token_loss is None or not self.memory.shape.root_is_read_once)
+            self.set_unshard_in_backward(in_two_passes or not self.memory.shape.root_is_read_once)
         hidden_TH = self.lm.model(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -53,9 +55,11 @@ class Policy(nn.Module):
         ).last_hidden_state[0]
         head = hidden_TH.index_select(0, batch.loss_index), self.lm.lm_head.weight, batch.labels, batch.inv_temperature
         del hidden_TH  # nothing else reads it, and the head is where memory peaks
-        if token_loss is None:
+        if loss is None:
             return logprob_entropy(*head, self.head_chunk)
-        return fused_token_loss(*head, batch.streams, token_loss, self.head_chunk, self.compiled)
+        if isinstance(loss, SequenceLoss):
+            return loss(*logprob_entropy(*head, self.head_chunk), batch.streams, *batch.documents())
+        return fused_token_loss(*head, batch.streams, loss, self.head_chunk, self.compiled)
 
 
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:

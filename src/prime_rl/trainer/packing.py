@@ -66,6 +66,11 @@ class HostBatch:
         """[K, L], a view: what is written to it is written to the batch."""
         return parts(self.floats, self.float_counts)[1].view(self.sizes[3], self.sizes[1]).numpy()
 
+    def documents(self) -> Ints:
+        """[L]: the document of each loss token."""
+        _, _, loss_index, _, ends = parts(self.ints, self.int_counts)
+        return np.searchsorted(ends.numpy(), loss_index.numpy(), side="right") - 1
+
 
 def parts(buffer: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Views of a flat buffer that holds parts of so many elements."""

@@ -12,14 +12,17 @@ from torch.distributed.fsdp import FSDPModule
 from prime_rl.errors import UserError
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.lm_head import TokenLoss
+from prime_rl.trainer.loss import SequenceLoss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import clip_gradients, set_learning_rate
 from prime_rl.trainer.packing import HostBatch
 from prime_rl.trainer.parallel import World
 
 
-def forward_backward(policy: Policy, batches: Sequence[HostBatch], token_loss: TokenLoss, world: World) -> Tensor:
-    """Gradients of the summed token losses of this rank's micro-batches. Every rank must pass as many of them.
+def forward_backward(
+    policy: Policy, batches: Sequence[HostBatch], loss_of: TokenLoss | SequenceLoss, world: World
+) -> Tensor:
+    """Gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
 
     The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never averaged.
 
@@ -32,7 +35,7 @@ def forward_backward(policy: Policy, batches: Sequence[HostBatch], token_loss: T
         # Where weights stay gathered after forward, they stay until the step's last backward.
         policy.set_reshard_after_backward(policy.frees_weights or i == len(batches) - 1)
         policy.set_requires_all_reduce(i == len(batches) - 1)  # replicas exchange what all micro-batches add up to
-        loss, sums = policy(to_device(host, world.device), token_loss)
+        loss, sums = policy(to_device(host, world.device), loss_of)
         loss.backward()
         total = sums if total is None else total + sums
     assert total is not None, "a step has at least one micro-batch on every rank"

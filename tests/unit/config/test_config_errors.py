@@ -93,7 +93,10 @@ def test_unknown_option_suggests_the_nearest(option: str, meant: str) -> None:
 
 def test_a_key_of_another_member_of_a_union() -> None:
     assert problems(TrainerConfig, ["--loss.clip-low", "1"]) == [
-        "--loss.clip-low names no setting of type 'default'; it belongs to type 'grpo'"
+        "--loss.clip-low names no setting of type 'default'; it belongs to type 'grpo', 'ppo_clip', 'gspo' or 'cispo'"
+    ]
+    assert problems(TrainerConfig, ["--loss.dual-clip", "3"]) == [
+        "--loss.dual-clip names no setting of type 'default'; it belongs to type 'ppo_clip'"
     ]
 
 
@@ -108,7 +111,8 @@ def test_a_key_of_another_member_of_a_union() -> None:
         (["--device", "coda"], "device: must be 'auto', 'cpu' or 'cuda', got 'coda'; did you mean 'cuda'? (--device)"),
         (
             ["--loss.type", "grpp"],
-            "loss.type: must be 'default', 'grpo', got 'grpp'; did you mean 'grpo'? (--loss.type)",
+            "loss.type: must be 'default', 'ipo', 'grpo', 'ppo_clip', 'gspo', 'cispo', 'reinforce', 'custom', got 'grpp'; did you mean "
+            "'grpo'? (--loss.type)",
         ),
         (["--bench=maybe"], "bench: must be a valid boolean, unable to interpret input, got 'maybe' (--bench)"),
     ],

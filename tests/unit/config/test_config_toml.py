@@ -56,6 +56,11 @@ CONSTRAINED |= {
     "device_copy",
     "attention",
     "max_model_len",
+    "normalization",
+    "fixed_length",
+    "dual_clip",
+    "low",
+    "high",
 }
 
 

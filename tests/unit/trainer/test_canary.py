@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
-from prime_rl.config.trainer import DefaultLoss
+from prime_rl.config.losses import DefaultLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.canary import CanaryScorer, Scored
-from prime_rl.trainer.loss import STREAMS, make_token_loss
+from prime_rl.trainer.loss import STREAMS, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
@@ -82,7 +82,7 @@ def test_scoring_leaves_no_trace(
     forward uses nothing that was gathered of other weights."""
     model = make_tiny_model(tmp_path / "model", experts=experts)
     documents = support.random_documents((20, 30), len(STREAMS))
-    loss = make_token_loss(DefaultLoss())
+    loss = make_loss(DefaultLoss())
     found = []
     for scores in (False, True):
         policy = make_policy(model)
@@ -119,7 +119,7 @@ def test_scoring_compiles_no_step_again(
     grows: int, world: World, make_policy: Callable[..., Policy], tied_model: Path
 ) -> None:
     """Contract: scoring between steps compiles its own graphs once; the steps compile what they would without it, and when."""
-    loss = make_token_loss(DefaultLoss())
+    loss = make_loss(DefaultLoss())
     steps = []
     for scores in (False, True):
         policy = make_policy(tied_model, compile=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_rl.config.trainer import DefaultLoss, GRPOLoss
+from prime_rl.config.losses import DefaultLoss, GRPOLoss
 from prime_rl.trainer.lm_head import dlogits_, fused_token_loss, logprob_entropy, stats
-from prime_rl.trainer.loss import STREAMS, cross_entropy, make_token_loss
+from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -107,7 +107,7 @@ def test_no_tokens() -> None:
     assert not weight.grad.any()
 
 
-@pytest.mark.parametrize("token_loss", [make_token_loss(DefaultLoss()), make_token_loss(GRPOLoss())])
+@pytest.mark.parametrize("token_loss", [make_loss(DefaultLoss()), make_loss(GRPOLoss())])
 def test_gradient_of_real_losses_is_autograds(token_loss: Callable[..., tuple[Tensor, Tensor]]) -> None:
     """What a loss detaches or computes without gradient stays so in the one-pass head: it differentiates as autograd does."""
     args = inputs(40)
@@ -126,7 +126,7 @@ def test_compiled_loss_is_one_graph_for_all_sizes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    token_loss = make_token_loss(GRPOLoss())
+    token_loss = make_loss(GRPOLoss())
     for tokens in (64, 100, 7, 1, 65, 0, 200, 2, 128):
         args = inputs(tokens, torch.float32)
         streams = torch.randn(len(STREAMS) + 1, tokens + 1, generator=torch.Generator().manual_seed(4))[1:, 1:]

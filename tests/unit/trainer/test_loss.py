@@ -1,27 +1,58 @@
-"""Losses against numbers worked out by hand and against an independent float64 implementation."""
+"""Losses against numbers worked out by hand, and against an independent implementation: sequence by sequence and token by token, in float64,
+from samples to the loss of the step and its gradient in every log-probability."""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from prime_rl.config.trainer import DefaultLoss, GRPOLoss
-from prime_rl.trainer import loss as losses
-from prime_rl.trainer.loss import STREAMS, SUMS, cross_entropy, make_token_loss
+from prime_rl.config.losses import (
+    CISPOLoss,
+    CustomLoss,
+    DefaultLoss,
+    GRPOLoss,
+    GSPOLoss,
+    IPOLoss,
+    LossConfig,
+    PolicyLoss,
+    PPOClipLoss,
+    ReinforceLoss,
+)
+from prime_rl.errors import UserError
+from prime_rl.trainer import policy_losses
+from prime_rl.trainer.batch import to_device
+from prime_rl.trainer.loss import STREAMS, SUMS, SequenceLoss, cross_entropy, divergence, make_loss, mismatch_kl
+from prime_rl.trainer.model import Policy
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.rl import data as rl_data
+from prime_rl.trainer.rl.data import StepData, document, normalize
+from prime_rl.transport.rollouts import Sample
+from support import trainer as support
+
+world, make_policy = support.world, support.make_policy
+tied_model, untied_model = support.tied_model, support.untied_model
+CPU = torch.device("cpu")
 
 
 def tensor(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+# -- by hand -----------------------------------------------------------------------------------------------------------------
+
+
 def test_default_by_hand() -> None:
     """One token a case: kept, dropped high, dropped low, zero advantage in the low branch."""
     old = tensor(math.log(0.5), math.log(0.5), math.log(0.5), math.log(0.5))
     new = tensor(math.log(0.6), math.log(0.8), math.log(0.2), math.log(0.2))
-    advantage = tensor(2.0, 2.0, -1.0, 0.0)
-    value, dropped = losses.default(new, old, advantage, 0.2, 0.2, 1.0, 1e-3)
+    value, dropped = policy_losses.default(new, old, tensor(2.0, 2.0, -1.0, 0.0), DefaultLoss())
     assert dropped.tolist() == [False, True, True, True]
     # r = 1.2 and log r = 0.18232…: -2 · 1.2 + 0.001 · 0.0332411; dropped tokens keep the regulariser alone.
     assert value.tolist() == pytest.approx(
@@ -30,101 +61,93 @@ def test_default_by_hand() -> None:
 
 
 def test_default_masks_by_direction() -> None:
-    """A large fall does not drop a token with positive advantage, nor a large rise one with negative advantage."""
+    """A large fall does not drop a token with positive advantage, nor a large rise one with negative advantage; IPO drops both."""
     old, new = tensor(math.log(0.5), math.log(0.5)), tensor(math.log(0.1), math.log(0.9))
-    _, dropped = losses.default(new, old, tensor(1.0, -1.0), 0.2, 0.2, 1.0, 0.0)
-    assert not dropped.any()
+    assert not policy_losses.default(new, old, tensor(1.0, -1.0), DefaultLoss())[1].any()
+    assert policy_losses.ipo(new, old, tensor(1.0, -1.0), IPOLoss())[1].all()
 
 
 def test_grpo_by_hand() -> None:
     """Ratio 1.5: clipped at 1.2 for a gain, free for a loss. Ratio 0.5: the other way round."""
     new, old = tensor(*[math.log(1.5)] * 2, *[math.log(0.5)] * 2), tensor(0, 0, 0, 0)
-    value, clipped = losses.grpo(new, old, tensor(1, -1, 1, -1), 0.2, 0.2)
+    value, clipped = policy_losses.grpo(new, old, tensor(1, -1, 1, -1), GRPOLoss())
     assert value.tolist() == pytest.approx([-1.2, 1.5, -0.5, 0.8])
     assert clipped.tolist() == [True, False, False, True]
 
 
-def test_overflowing_ratio_of_a_dropped_token() -> None:
+def test_dual_clip_by_hand() -> None:
+    """Ratio 4, negative advantage: 4 without the second clip, 3 with it, and no gradient. Ratio 2 is below it."""
+    new = tensor(math.log(4), math.log(2)).requires_grad_()
+    value, clipped = policy_losses.ppo_clip(new, tensor(0, 0), tensor(-1, -1), PPOClipLoss())
+    assert value.tolist() == pytest.approx([3.0, 2.0])
+    assert clipped.tolist() == [True, False]
+    assert torch.autograd.grad(value.sum(), new)[0].tolist() == pytest.approx([0.0, 2.0])
+
+
+def test_gspo_by_hand() -> None:
+    """Two sequences: ratios 2 and 0.5 make a geometric mean of 1, which is free; 2 and 2 make 2, which is clipped for a gain."""
+    new = tensor(math.log(2), math.log(0.5), math.log(2), math.log(2)).requires_grad_()
+    sequences = policy_losses.Sequences(torch.tensor([0, 0, 2, 2]), torch.ones(4, dtype=torch.float64), 3)
+    value, clipped = policy_losses.gspo(new, tensor(0, 0, 0, 0), tensor(3, 3, 3, 3), GSPOLoss(), sequences)
+    assert value.tolist() == pytest.approx([-3, -3, -3 * 1.0004, -3 * 1.0004])
+    assert clipped.tolist() == [False, False, True, True]
+    assert torch.autograd.grad(value.sum(), new)[0].tolist() == pytest.approx([-3, -3, 0, 0])
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
+    new = tensor(math.log(10), math.log(2)).requires_grad_()
+    value, dropped = policy_losses.cispo(new, tensor(0, 0), tensor(1, 1), CISPOLoss())
+    assert not dropped.any()
+    assert torch.autograd.grad(value.sum(), new)[0].tolist() == pytest.approx([-5, -2])
+
+
+def test_importance_weights_by_hand() -> None:
+    """Ratios 0.25, 1.5 and 8: cut off at 2; or dropped outside of 0.5 … 5; or of no account."""
+    ratios = tensor(0.25, 1.5, 8.0)
+    weights = {"truncate": [0.25, 1.5, 2.0], "mask": [0.0, 1.5, 0.0], "none": [1.0, 1.0, 1.0]}
+    for importance, weight in weights.items():
+        new = ratios.log().requires_grad_()
+        config = ReinforceLoss.model_validate({"importance": importance})
+        value, _ = policy_losses.reinforce(new, tensor(0, 0, 0), tensor(1, 1, 1), config, None)
+        assert torch.autograd.grad(value.sum(), new)[0].tolist() == pytest.approx([-one for one in weight])
+
+
+@pytest.mark.parametrize("config", [DefaultLoss(kl_tau=0.0), IPOLoss(kl_tau=0.0), GRPOLoss(), PPOClipLoss()])
+def test_overflowing_ratio_of_a_dropped_token(config: LossConfig) -> None:
     """A token that the sampler held to be impossible has an infinite ratio: dropped or clipped, it harms neither value nor gradient."""
     logprob = torch.tensor([-0.5, -0.5], requires_grad=True)
     old, advantage = torch.tensor([-500.0, -0.5]), torch.tensor([1.0, 1.0])
-    for value, dropped in (
-        losses.default(logprob, old, advantage, 0.2, 0.2, 1.0, 0.0),
-        losses.grpo(logprob, old, advantage, 0.2, 0.2),
-    ):
-        assert dropped.tolist() == [True, False]
-        assert torch.autograd.grad(value.sum(), logprob)[0].tolist() == [0.0, -1.0]
-        assert value.isfinite().all()
+    value, dropped = getattr(policy_losses, config.type)(logprob, old, advantage, config)
+    assert dropped.tolist() == [True, False]
+    assert torch.autograd.grad(value.sum(), logprob)[0].tolist() == [0.0, -1.0]
+    assert value.isfinite().all()
+
+
+def test_overflowing_ratio_is_cut_off() -> None:
+    """The same where the ratio is a weight: it is what it is bounded by."""
+    for config in (CISPOLoss(), ReinforceLoss()):
+        logprob = torch.tensor([-0.5], requires_grad=True)
+        old = torch.tensor([-500.0])
+        more = () if config.type == "cispo" else (None,)
+        value, _ = getattr(policy_losses, config.type)(logprob, old, torch.ones(1), config, *more)
+        assert torch.autograd.grad(value.sum(), logprob)[0].item() == (-5.0 if config.type == "cispo" else -2.0)
 
 
 def test_mismatch_kl_by_hand() -> None:
     """k3: r - log r - 1, zero for equal policies."""
-    got = losses.mismatch_kl(tensor(0.0, math.log(2), -1.0), tensor(0.0, 0.0, -1.0))
+    got = mismatch_kl(tensor(0.0, math.log(2), -1.0), tensor(0.0, 0.0, -1.0))
     assert got.tolist() == pytest.approx([0.0, 2 - math.log(2) - 1, 0.0])
 
 
-def random_streams(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(0)
-    old = -rng.uniform(0.05, 3, tokens)
-    new = np.minimum(old + rng.normal(0, 0.6, tokens), -0.01)
-    mask = rng.uniform(size=tokens) < 0.7
-    rows = {
-        "mask": mask,
-        "logprobs": old * mask,
-        "advantages": rng.standard_normal(tokens) * mask,
-        "ref_logprobs": -rng.uniform(0.05, 3, tokens),
-        "rl_scale": mask * rng.choice([0.0, 1.0, 0.5], tokens) / 11,
-        "ce_scale": rng.choice([0.0, 1.0], tokens) / 7,
-        "ref_kl_scale": rng.choice([0.0, 2.0], tokens) / 5,
-    }
-    return new, rng.uniform(0, 2, tokens), np.stack([np.asarray(rows[name], dtype=np.float64) for name in STREAMS])
-
-
-def reference(config: DefaultLoss | GRPOLoss, new: np.ndarray, streams: np.ndarray) -> tuple[float, np.ndarray]:
-    """Loss and its derivative with respect to every log-probability, token by token, in plain Python floats."""
-    total, slopes = 0.0, []
-    for lp, (_, old, adv, ref, w_rl, w_ce, w_ref) in zip(new, streams.T, strict=True):
-        log_r, r = lp - old, math.exp(lp - old)
-        d = math.exp(lp) - math.exp(old)
-        if config.type == "default":
-            drop = d > config.mask_high if adv > 0 else d < -config.mask_low
-            value = (0 if drop else -config.adv_tau * adv * r) + config.kl_tau * log_r**2
-            slope = (0 if drop else -config.adv_tau * adv * r) + 2 * config.kl_tau * log_r
-        else:
-            low, high = 1 - config.clip_low, 1 + config.clip_high
-            active = (adv > 0 and r > high) or (adv < 0 and r < low)
-            value, slope = -min(max(r, low), high) * adv if active else -r * adv, 0 if active else -r * adv
-        keep = 0.0 if d < -0.2 else ref - lp
-        value_ref, slope_ref = -keep * r + 1e-3 * log_r**2, -keep * r + 2e-3 * log_r
-        total += w_rl * value - w_ce * lp + w_ref * value_ref
-        slopes.append(w_rl * slope - w_ce + w_ref * slope_ref)
-    return total, np.array(slopes)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        DefaultLoss(),
-        DefaultLoss(mask_low=0.05, mask_high=0.1, adv_tau=0.7, kl_tau=0.3),
-        GRPOLoss(),
-        GRPOLoss(clip_high=0.4),
-    ],
-)
-def test_against_independent_float64(config: DefaultLoss | GRPOLoss) -> None:
-    """Loss, gradient and metric sums of every component equal a loop over tokens with the gradient written out."""
-    new, entropy, streams = random_streams(200)
-    logprob = torch.tensor(new, requires_grad=True)
-    loss, sums = make_token_loss(config)(logprob, torch.tensor(entropy), torch.tensor(streams))
-    want, slopes = reference(config, new, streams)
-    assert loss.item() == pytest.approx(want, rel=1e-12)
-    np.testing.assert_allclose(torch.autograd.grad(loss, logprob)[0].numpy(), slopes, rtol=1e-10, atol=1e-14)
-    mask, old = streams[0], streams[1]
-    log_r = new - old
-    by_name = dict(zip(SUMS, sums.tolist(), strict=True))
-    assert by_name["loss"] == pytest.approx(want)
-    assert by_name["entropy"] == pytest.approx((entropy * mask).sum())
-    assert by_name["mismatch_kl"] == pytest.approx(((np.exp(log_r) - log_r - 1) * mask).sum())
-    assert 0 < by_name["is_masked"] < mask.sum()
+def test_divergences_by_hand() -> None:
+    """log(policy / reference) = log 2: k1 = 0.6931, k2 = 0.2402, k3 = 0.5 - 1 + 0.6931. k1 has k2's gradient."""
+    slopes = {"k1": math.log(2), "k2": math.log(2), "k3": 0.5}
+    values = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": math.log(2) - 0.5}
+    for estimator, slope in slopes.items():
+        new = tensor(math.log(0.5)).requires_grad_()
+        value = divergence(new, tensor(math.log(0.25)), estimator)
+        assert value.item() == pytest.approx(values[estimator])
+        assert torch.autograd.grad(value.sum(), new)[0].item() == pytest.approx(slope)
 
 
 def test_cross_entropy() -> None:
@@ -132,3 +155,348 @@ def test_cross_entropy() -> None:
     loss, sums = cross_entropy(tensor(-1.0, -2.0), tensor(0.5, 0.25), tensor(0.5, 0.25)[None])
     assert loss.item() == 1.0
     assert sums.tolist() == [1.0, 0.3125]
+
+
+# -- independently -----------------------------------------------------------------------------------------------------------
+
+
+def ragged(seed: int = 0, count: int = 7) -> list[Sample]:
+    """Samples of different lengths with streams of all components; some RL weights are zero, one sample has no RL token at all."""
+    draw = np.random.default_rng(seed)
+    samples = []
+    for number in range(count):
+        tokens = int(draw.integers(3, 15))
+        mask = draw.uniform(size=tokens) < 0.7
+        mask[0] = False
+        samples.append(
+            Sample(
+                sample_id=str(number), group_id="0", task_id="0", env="env", policy_versions=[0],
+                input_ids=draw.integers(0, 50, tokens), loss_mask=mask, logprobs=-draw.uniform(0.05, 3, tokens) * mask,
+                advantages=float(draw.standard_normal()) * mask, temperature=1.0, reward=0.0,
+                rl_weight=(draw.choice([0.0, 1.0, 0.5], tokens) * (number != 2)).tolist(),
+                ce_weight=draw.choice([0.0, 1.0], tokens).tolist(), ref_kl_weight=draw.choice([0.0, 2.0], tokens).tolist(),
+                ref_logprobs=(-draw.uniform(0.05, 3, tokens)).tolist(),
+            )
+        )  # fmt: skip
+    return samples
+
+
+def policy(samples: Sequence[Sample], seed: int = 1) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Log-probability (near the sampler's where there is one) and entropy that the policy gives each token, by sample."""
+    draw = np.random.default_rng(seed)
+    logprobs, entropies = {}, {}
+    for sample in samples:
+        old = np.where(np.asarray(sample.loss_mask), np.asarray(sample.logprobs), -1.0)
+        new = np.minimum(old + draw.normal(0, 0.6, len(old)), -0.01)
+        logprobs[sample.sample_id] = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+        entropies[sample.sample_id] = torch.tensor(
+            draw.uniform(0, 2, len(old)), dtype=torch.float64, requires_grad=True
+        )
+    return logprobs, entropies
+
+
+def step_loss(
+    config: LossConfig, samples: Sequence[Sample], new: tuple[dict[str, Tensor], dict[str, Tensor]],
+    world: World, packs: Sequence[Sequence[int]] | None = None,
+) -> Tensor:  # fmt: skip
+    """Ours: samples are packed, weights normalized, and the loss is taken of each micro-batch."""
+    chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
+    batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
+    normalize(StepData(batches, [], 0), world, config)
+    loss_of, total = make_loss(config), torch.zeros((), dtype=torch.float64)
+    for pack, host in zip(chosen, batches, strict=True):
+        batch = to_device(host, CPU)
+        places = batch.loss_index + 1  # of the tokens that are predicted
+        logprob, entropy = (torch.cat([torch.zeros(0), *(by[one.sample_id] for one in pack)])[places] for by in new)
+        more = batch.documents() if isinstance(loss_of, SequenceLoss) else ()
+        total = total + loss_of(logprob, entropy, batch.streams.double(), *more)[0]
+    return total
+
+
+def straightforward(
+    config: LossConfig, samples: Sequence[Sample], new: tuple[dict[str, Tensor], dict[str, Tensor]]
+) -> Tensor:
+    """The same by definition: one scalar at a time."""
+    rl_tokens = ce_tokens = ref_tokens = sequences = 0
+    for s in samples:
+        members = [t for t in range(1, len(s.input_ids)) if s.loss_mask[t] and s.rl_weight[t]]
+        rl_tokens, sequences = rl_tokens + len(members), sequences + bool(members)
+        ce_tokens += sum(1 for t in range(1, len(s.input_ids)) if s.ce_weight[t])
+        ref_tokens += sum(1 for t in range(1, len(s.input_ids)) if s.ref_kl_weight[t])
+    total = torch.zeros((), dtype=torch.float64)
+    for s in samples:
+        logprob, entropy = (by[s.sample_id] for by in new)
+        sampled = [t for t in range(1, len(s.input_ids)) if s.loss_mask[t]]
+        members = [t for t in sampled if s.rl_weight[t]]
+        log_ratio = sum(logprob[t] - float(s.logprobs[t]) for t in sampled)
+        for t in range(1, len(s.input_ids)):
+            lp, old, adv = logprob[t], float(s.logprobs[t]), float(s.advantages[t])
+            if t in members:
+                value = policy_term(config, lp, old, adv, log_ratio, len(sampled))
+                gap = lp - s.ref_logprobs[t]
+                kl = {"k1": gap.detach() * lp, "k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}[config.kl_estimator]
+                if config.kl_estimator == "k1":
+                    kl = kl + gap.detach() * (1 - lp.detach())
+                value = value + config.kl_coef * kl - config.entropy_coef * entropy[t]
+                share = {
+                    "token": 1 / rl_tokens,
+                    "sequence": 1 / (len(members) * sequences),
+                    "fixed": 1 / ((config.fixed_length or 1) * sequences),
+                }[config.normalization]
+                total = total + s.rl_weight[t] * share * value
+            if s.ce_weight[t]:
+                total = total - s.ce_weight[t] * lp / ce_tokens
+            if s.ref_kl_weight[t]:
+                far = math.exp(lp.item()) - math.exp(old) < -0.2
+                gain = 0.0 if far else s.ref_logprobs[t] - lp.item()
+                value = 1e-3 * (lp - old) ** 2 - gain * torch.exp(lp - old)
+                total = total + s.ref_kl_weight[t] * value / ref_tokens
+    return total
+
+
+def policy_term(config: LossConfig, lp: Tensor, old: float, adv: float, log_ratio: Any, sampled: int) -> Tensor:
+    """The policy loss of one token; `log_ratio` is the sum over its sequence."""
+    r, change = torch.exp(lp - old), math.exp(lp.item()) - math.exp(old)
+    if config.type in ("default", "ipo"):
+        if config.type == "ipo":
+            drop = abs(change) > config.threshold
+        else:
+            drop = change > config.mask_high if adv > 0 else change < -config.mask_low
+        return (0.0 if drop else -config.adv_tau * adv * r) + config.kl_tau * (lp - old) ** 2
+    if config.type in ("grpo", "ppo_clip", "gspo"):
+        ratio = torch.exp(log_ratio / sampled) if config.type == "gspo" else r
+        low, high = 1 - config.clip_low, 1 + config.clip_high
+        held = min(max(ratio.item(), low), high) * adv
+        if config.type == "ppo_clip" and adv < 0 and min(ratio.item() * adv, held) < config.dual_clip * adv:
+            return torch.tensor(-config.dual_clip * adv)
+        return torch.tensor(-held) if held < ratio.item() * adv else -ratio * adv
+    if config.type == "cispo":
+        return -min(max(r.item(), 1 - config.clip_low), 1 + config.clip_high) * adv * lp
+    ratio = math.exp({"token": (lp - old).item(), "sequence": log_ratio.item(), "geometric": log_ratio.item() / sampled}[config.level])  # fmt: skip
+    if config.importance == "mask":
+        weight = ratio if config.low <= ratio <= config.most else 0.0
+    else:
+        weight = 1.0 if config.importance == "none" else min(ratio, config.most)
+    return -weight * adv * lp
+
+
+CONFIGS: dict[str, LossConfig] = {
+    name: TypeAdapter(LossConfig).validate_python(values)
+    for name, values in {
+        "default": {"type": "default"},
+        "default, other values": {"type": "default", "mask_low": 0.05, "mask_high": 0.1, "adv_tau": 0.7, "kl_tau": 0.3},
+        "ipo": {"type": "ipo", "threshold": 0.1},
+        "grpo": {"type": "grpo"},
+        "dapo": {"type": "grpo", "clip_high": 0.4},
+        "dr grpo": {"type": "grpo", "normalization": "fixed", "fixed_length": 32},
+        "grpo, sequences": {"type": "grpo", "normalization": "sequence"},
+        "ppo_clip": {"type": "ppo_clip", "dual_clip": 1.5},
+        "gspo": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.05},
+        "gspo, tokens": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.05, "normalization": "token"},
+        "cispo": {"type": "cispo", "clip_low": 0.3, "clip_high": 0.3},
+        "tis": {"type": "reinforce", "high": 1.2},
+        "icepop": {"type": "reinforce", "importance": "mask", "low": 0.7, "high": 1.5},
+        "none": {"type": "reinforce", "importance": "none"},
+        "sequence tis": {"type": "reinforce", "level": "sequence", "high": 1.2},
+        "sequence mis": {"type": "reinforce", "importance": "mask", "level": "sequence", "low": 0.3, "high": 3.0},
+        "geometric mis": {"type": "reinforce", "importance": "mask", "level": "geometric", "low": 0.9, "high": 1.1},
+        "kl k1": {"type": "grpo", "kl_coef": 0.3, "kl_estimator": "k1"},
+        "kl k2": {"type": "cispo", "kl_coef": 0.3, "kl_estimator": "k2", "normalization": "sequence"},
+        "kl k3, entropy": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1, "kl_coef": 0.3, "entropy_coef": 0.2},
+    }.items()
+}
+every_loss = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+
+
+def slopes(loss: Tensor, new: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Tensor:
+    """The gradient in all log-probabilities and entropies, flat."""
+    given = [*new[0].values(), *new[1].values()]
+    found = torch.autograd.grad(loss, given, allow_unused=True)
+    return torch.cat([torch.zeros_like(one) if d is None else d for one, d in zip(given, found, strict=True)])
+
+
+@every_loss
+def test_against_an_independent_implementation(config: LossConfig, world: World) -> None:
+    """Contract: the step's loss and its gradient are those of a loop over sequences and tokens that follows the definitions."""
+    for seed in range(5):
+        samples = ragged(seed)
+        new = policy(samples, seed)
+        got, want = step_loss(config, samples, new, world), straightforward(config, samples, new)
+        assert got.item() == pytest.approx(want.item(), rel=1e-5)  # streams are float32
+        np.testing.assert_allclose(slopes(got, new).numpy(), slopes(want, new).numpy(), rtol=1e-4, atol=1e-7)
+
+
+@every_loss
+def test_packing_and_order_do_not_matter(config: LossConfig, world: World) -> None:
+    """Contract: one micro-batch, one of each sample, or another order: the same loss and gradient."""
+    samples = ragged()
+    new = policy(samples)
+    whole = step_loss(config, samples, new, world)
+    want = slopes(whole, new).numpy()
+    for packs in ([[i] for i in range(7)], [[6, 0], [3, 2, 5], [], [4, 1]]):
+        got = step_loss(config, samples, new, world, packs)
+        assert got.item() == pytest.approx(whole.item(), rel=1e-6)
+        np.testing.assert_allclose(slopes(got, new).numpy(), want, rtol=1e-5, atol=1e-9)
+
+
+@every_loss
+def test_ranks_do_not_matter(config: LossConfig, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: what two ranks with a part of the samples each add up to is what one has with all."""
+    samples = ragged()
+    new = policy(samples)
+    shares = [samples[:3], samples[3:]]
+    counts: list[list[float]] = []
+    monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: counts.append(list(values)) or list(values))
+    for share in shares:
+        step_loss(config, share, new, world)
+    both = [one + other for one, other in zip(*counts, strict=True)]
+    monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: both)
+    got = sum((step_loss(config, share, new, world) for share in shares), torch.zeros(()))
+    monkeypatch.undo()
+    assert got.item() == pytest.approx(step_loss(config, samples, new, world).item(), rel=1e-6)
+
+
+@every_loss
+def test_masked_tokens_never_matter(config: LossConfig, world: World) -> None:
+    """Contract: what is on no mask and in no component has no influence, whatever the policy thinks of it."""
+    samples = ragged()
+    new = policy(samples)
+    before = step_loss(config, samples, new, world)
+    unused = []
+    for sample in samples:
+        out = (
+            ~np.asarray(sample.loss_mask)
+            & (np.asarray(sample.ce_weight) == 0)
+            & (np.asarray(sample.ref_kl_weight) == 0)
+        )
+        unused.append(torch.tensor(out))
+    assert sum(int(out[1:].sum()) for out in unused) > 0
+    assert not slopes(before, new)[: sum(map(len, unused))][torch.cat(unused)].any()
+    with torch.no_grad():
+        for sample, out in zip(samples, unused, strict=True):
+            for by in new:
+                by[sample.sample_id][out] = -50.0
+    assert step_loss(config, samples, new, world).item() == before.item()
+
+
+@every_loss
+def test_advantages_scale_the_policy_gradient(config: LossConfig, world: World) -> None:
+    """Contract: twice the advantages are twice the policy loss, everything else apart."""
+    plain = {"kl_coef": 0.0, "entropy_coef": 0.0} | ({"kl_tau": 0.0} if config.type in ("default", "ipo") else {})
+    config = config.model_copy(update=plain)
+    samples = [replace(sample, ce_weight=None, ref_kl_weight=None) for sample in ragged()]
+    doubled = [replace(sample, advantages=2 * np.asarray(sample.advantages)) for sample in samples]
+    new = policy(samples)
+    one, two = (step_loss(config, chosen, new, world) for chosen in (samples, doubled))
+    assert two.item() == pytest.approx(2 * one.item(), rel=1e-6)
+    np.testing.assert_allclose(slopes(two, new).numpy(), 2 * slopes(one, new).numpy(), rtol=1e-6, atol=1e-12)
+
+
+def test_sums_of_metrics() -> None:
+    """The loss, and entropy, mismatch and dropped tokens over the mask, whatever the weights are."""
+    draw = np.random.default_rng(0)
+    old, mask = -draw.uniform(0.05, 3, 200), draw.uniform(size=200) < 0.7
+    new, entropy = np.minimum(old + draw.normal(0, 0.6, 200), -0.01), draw.uniform(0, 2, 200)
+    rows = {"mask": mask, "logprobs": old, "advantages": draw.standard_normal(200), "rl_scale": mask / 11}
+    streams = torch.tensor(np.stack([np.asarray(rows.get(name, 0 * old), dtype=np.float64) for name in STREAMS]))
+    loss, sums = make_loss(DefaultLoss())(torch.tensor(new), torch.tensor(entropy), streams)
+    by_name = dict(zip(SUMS, sums.tolist(), strict=True))
+    log_r = new - old
+    assert by_name["loss"] == pytest.approx(loss.item())
+    assert by_name["entropy"] == pytest.approx((entropy * mask).sum())
+    assert by_name["mismatch_kl"] == pytest.approx(((np.exp(log_r) - log_r - 1) * mask).sum())
+    assert 0 < by_name["is_masked"] < mask.sum()
+
+
+@pytest.mark.parametrize("which", ["tied_model", "untied_model"])
+def test_a_loss_of_sequences_in_a_model(
+    which: str, make_policy: Callable[..., Policy], request: pytest.FixtureRequest
+) -> None:
+    """Contract: the model gives the same loss, metrics and gradients whether the head forms them chunk by chunk or for whole sequences."""
+    policy = make_policy(request.getfixturevalue(which), head_chunk=7)
+    draw = np.random.default_rng(0)
+    samples = [support.make_sample(draw, str(i), tokens) for i, tokens in enumerate((17, 2, 40, 9))]
+    batch = to_device(collate([document(sample) for sample in samples], len(STREAMS)), CPU)
+    found = []
+    for config in (ReinforceLoss(importance="none"), CustomLoss(path=f"{__name__}:whole_plain_gradient")):
+        policy.zero_grad()
+        loss_of = make_loss(config)
+        loss, sums = policy(batch, loss_of)
+        loss.backward()
+        gradients = {
+            name: p.grad.full_tensor().clone() for name, p in policy.lm.named_parameters() if p.grad is not None
+        }
+        found.append((isinstance(loss_of, SequenceLoss), sums.detach(), gradients))
+    (fused, sums, gradients), (whole, other_sums, others) = found
+    assert (fused, whole) == (False, True)
+    torch.testing.assert_close(other_sums, sums)
+    assert gradients.keys() == others.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+# -- one's own ---------------------------------------------------------------------------------------------------------------
+
+
+def plain_gradient(logprob: Tensor, old: Tensor, advantage: Tensor, *, weight: float = 1.0) -> Tensor:
+    return -weight * advantage * logprob
+
+
+def whole_plain_gradient(logprob: Tensor, old: Tensor, advantage: Tensor, sequences: policy_losses.Sequences) -> Tensor:
+    return -advantage * logprob
+
+
+def whole_sequences(
+    logprob: Tensor, old: Tensor, advantage: Tensor, sequences: policy_losses.Sequences
+) -> tuple[Tensor, Tensor]:
+    ratio = sequences.mean(logprob - old).exp()
+    return -ratio * advantage, ratio > 1e9
+
+
+@pytest.mark.parametrize(
+    ("custom", "same"),
+    [
+        (CustomLoss(path=f"{__name__}:plain_gradient", args={"weight": 1.0}), ReinforceLoss(importance="none")),
+        (CustomLoss(path=f"{__name__}:whole_sequences"), GSPOLoss(clip_low=1, clip_high=1e9, normalization="token")),
+        (CustomLoss(path=f"{__file__}:plain_gradient"), ReinforceLoss(importance="none")),
+    ],
+    ids=["tokens", "sequences", "file"],
+)
+def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) -> None:
+    """Contract: a function that is imported, from a module or a file, stands in for the policy loss, of tokens or of whole sequences."""
+    samples = ragged()
+    new = policy(samples)
+    got, want = (slopes(step_loss(config, samples, new, world), new) for config in (custom, same))
+    np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "message"),
+    [
+        ("plain_gradient", {}, "not of the form module:name"),
+        ("no_such_module:loss", {}, "cannot be imported: ModuleNotFoundError"),
+        (f"{__name__}:no_such_function", {}, "cannot be imported: AttributeError"),
+        (f"{__name__}:CPU", {}, "not a function"),
+        (f"{__name__}:plain_gradient", {"wieght": 2}, "unexpected keyword argument 'wieght'"),
+        (f"{__name__}:step_loss", {}, "needs arguments that are not given: world"),
+    ],
+)
+def test_a_loss_that_is_not_there(path: str, args: dict[str, Any], message: str) -> None:
+    """Contract: said with the setting's name before anything starts."""
+    with pytest.raises(UserError, match=message) as caught:
+        make_loss(CustomLoss(path=path, args=args))
+    assert str(caught.value).startswith("loss.path: ")
+
+
+def test_a_reference_that_samples_do_not_have() -> None:
+    """Contract: a divergence from nothing is refused, naming the sample and the setting."""
+    sample = replace(ragged()[0], ref_logprobs=None, ref_kl_weight=None)
+    document(sample)
+    with pytest.raises(UserError, match=r"sample 0 has no ref_logprobs, which loss\.kl_coef needs"):
+        document(sample, reference=True)
+
+
+@pytest.mark.parametrize("make", [lambda: PolicyLoss(normalization="fixed"), lambda: PolicyLoss(fixed_length=8)])
+def test_a_fixed_length_and_its_normalization_come_together(make: Callable[[], PolicyLoss]) -> None:
+    with pytest.raises(ValueError, match="fixed_length"):
+        make()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from prime_rl.config.losses import DefaultLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
@@ -93,6 +94,7 @@ def rollouts(root: Path, world: World) -> RolloutData:
         timeout=5,
         read_seconds=30,
         on_wait=lambda subject, waited: None,
+        loss=DefaultLoss(),
     )
 
 

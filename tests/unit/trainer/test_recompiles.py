@@ -8,9 +8,9 @@ import torch
 from torch._dynamo.utils import counters
 
 from conftest import make_tiny_model
-from prime_rl.config.trainer import DefaultLoss
+from prime_rl.config.losses import DefaultLoss, GSPOLoss
 from prime_rl.trainer.lm_head import TokenLoss
-from prime_rl.trainer.loss import STREAMS, cross_entropy, make_token_loss
+from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World
@@ -55,9 +55,11 @@ def test_no_recompiles(world: World, make_policy: Callable[..., Policy], tmp_pat
     policy = make_policy(make_tiny_model(tmp_path), compile=True)
     torch._dynamo.reset()
     counters.clear()
-    rl = recompiles(policy, make_token_loss(DefaultLoss()), len(STREAMS), world)
+    rl = recompiles(policy, make_loss(DefaultLoss()), len(STREAMS), world)
     assert rl[WARM_UP - 1] > 0, "nothing was compiled"
     assert len(rl) - WARM_UP >= STEPS
     assert set(rl[WARM_UP - 1 :]) == {rl[WARM_UP - 1]}, rl
+    whole = recompiles(policy, make_loss(GSPOLoss()), len(STREAMS), world)
+    assert len(set(whole[WARM_UP - 1 :])) == 1, (rl, whole)
     sft = recompiles(policy, cross_entropy, 1, world)
     assert len(set(sft[WARM_UP - 1 :])) == 1, (rl, sft)

@@ -19,6 +19,7 @@ from prime_rl.transport.rollouts import Sample, open_batch, step_dir
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
+    from prime_rl.config.losses import PolicyLoss
     from prime_rl.config.trainer import FakeData as FakeConfig
 
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
@@ -63,6 +64,7 @@ class RolloutData:
         multiple_of: Micro-batches are padded to a multiple of so many tokens.
         timeout: Seconds to wait for a batch.
         read_seconds: How long reading one may take.
+        loss: The loss, which says what weights are divided by and whether samples need log-probabilities of a reference model.
         on_wait: Told again and again what is waited for and for how long already.
     """
 
@@ -77,10 +79,12 @@ class RolloutData:
         multiple_of: int,
         timeout: float,
         read_seconds: float,
+        loss: "PolicyLoss",
         on_wait: Callable[[str, float], None],
     ) -> None:
         self.root, self.world, self.seq_len, self.vocabulary = root, world, seq_len, vocabulary
         self.costs, self.multiple_of, self.timeout, self.on_wait = costs, multiple_of, timeout, on_wait
+        self.loss = loss
         self._ahead = Prefetch(self._read, world.device, read_seconds, lambda step: is_listed(step_dir(root, step)))
 
     def arrived(self, step: int) -> bool:
@@ -126,7 +130,7 @@ class RolloutData:
         Raises:
             UserError: the batch is damaged, or does not fit the model or `seq_len`.
         """
-        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world)
+        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world, self.loss)
 
     def close(self) -> None:
         self._ahead.close()
@@ -140,7 +144,10 @@ class RolloutData:
         rows = dict(zip(wanted, batch.rows(wanted), strict=True))
         for sample in rows.values():
             check_tokens(sample, self.vocabulary)
-        batches = [collate([document(rows[i]) for i in indices], len(STREAMS), self.multiple_of) for indices in mine]
+        reference = self.loss.kl_coef > 0
+        batches = [
+            collate([document(rows[i], reference) for i in indices], len(STREAMS), self.multiple_of) for indices in mine
+        ]
         example = batch.rows([step % len(batch)])[0] if self.world.is_main else None
         return StepData(pinned(batches, self.world.device), batch.lengths.tolist(), 0, example)
 
@@ -162,9 +169,10 @@ class FakeData:
         multiple_of: int,
         seed: int,
         read_seconds: float,
+        loss: "PolicyLoss",
     ) -> None:
         self.config, self.world, self.seq_len, self.vocabulary = config, world, seq_len, vocabulary
-        self.costs, self.multiple_of, self.seed = costs, multiple_of, seed
+        self.costs, self.multiple_of, self.seed, self.loss = costs, multiple_of, seed, loss
         self._ahead = Prefetch(self._make, world.device, read_seconds)
 
     def arrived(self, step: int) -> bool:
@@ -174,7 +182,7 @@ class FakeData:
         return sum_over_ranks(self.world, [stop()])[0] == 0
 
     def read(self, step: int) -> StepData:
-        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world)
+        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world, self.loss)
 
     def close(self) -> None:
         self._ahead.close()
@@ -222,11 +230,17 @@ def check_tokens(sample: Sample, vocabulary: int) -> None:
         )
 
 
-def document(sample: Sample) -> Document:
+def document(sample: Sample, reference: bool = False) -> Document:
     """A sample's tokens and streams, in the order of `STREAMS`. The scale rows hold the bare weights still.
 
     Without weight streams every token of the loss mask is a member of the RL component with weight 1; cross-entropy and reference-KL
     weights make members of any token, on the mask or off it.
+
+    Args:
+        reference: RL tokens need the log-probabilities of a reference model.
+
+    Raises:
+        UserError: they are needed, and not there.
     """
     mask = np.asarray(sample.loss_mask, dtype=bool)
     zeros = np.zeros(mask.size, dtype=np.float32)
@@ -239,18 +253,34 @@ def document(sample: Sample) -> Document:
     ref_kl = given(sample.ref_kl_weight, zeros)
     if ref_kl.any() and sample.ref_logprobs is None:
         raise UserError(f"sample {sample.sample_id} has ref_kl_weight but no ref_logprobs")
+    if reference and rl.any() and sample.ref_logprobs is None:
+        raise UserError(f"sample {sample.sample_id} has no ref_logprobs, which loss.kl_coef needs")
     rows = (mask, sample.logprobs, sample.advantages, given(sample.ref_logprobs, zeros), rl, ce, ref_kl)
     streams = np.stack([np.asarray(row, dtype=np.float32) for row in rows])
     trained = mask | (ce != 0) | (ref_kl != 0)
     return Document(np.asarray(sample.input_ids, dtype=np.int64), trained, float(sample.temperature), streams)
 
 
-def normalize(data: StepData, world: World) -> StepData:
-    """Divide each component's weights by its number of member tokens in the whole step: one sum over the ranks, before any backward."""
+def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
+    """Divide each component's weights by its denominator in the whole step: one sum over the ranks, before any backward.
+
+    The denominator is the component's number of member tokens. With n tokens of a sequence of the RL component, and N sequences that have any, it is
+    n · N where `loss.normalization` is "sequence", and `loss.fixed_length` · N where it is "fixed".
+    """
     members = sum((np.count_nonzero(b.streams[_SCALES], axis=1) for b in data.batches), np.zeros(3))
+    if loss.normalization != "token":
+        members[0] = sum(_share_within_sequences(batch, loss.fixed_length) for batch in data.batches)
     masked = sum(float(b.streams[_MASK].sum()) for b in data.batches)
     *counts, loss_tokens = sum_over_ranks(world, [*members.tolist(), masked])
     divisors = np.maximum(counts, 1).astype(np.float32)[:, None]
     for batch in data.batches:
         batch.streams[_SCALES] /= divisors
     return replace(data, loss_tokens=int(loss_tokens))
+
+
+def _share_within_sequences(batch: HostBatch, length: int | None) -> int:
+    """Divide the RL weights of each sequence by `length`, or by its number of member tokens. Gives the number of sequences that have any."""
+    weights, document = batch.streams[_SCALES][0], batch.documents()
+    tokens = np.bincount(document[weights != 0], minlength=batch.sizes[2])
+    weights /= np.float32(length) if length else np.maximum(tokens, 1)[document]
+    return int(np.count_nonzero(tokens))

@@ -18,7 +18,7 @@ from prime_rl.trainer import moe, perf
 from prime_rl.trainer.bench import SMALL_RL, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
-from prime_rl.trainer.loss import SUMS, make_token_loss
+from prime_rl.trainer.loss import SUMS, make_loss
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
@@ -78,7 +78,7 @@ def run(
     )
     optimizer = build_optimizer(policy, config.optim)
     say_without_effect(config, policy, world)
-    token_loss = make_token_loss(config.loss)
+    loss = make_loss(config.loss)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step
 
@@ -127,7 +127,7 @@ def run(
 
         lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
         begun = now(world.device)
-        sums = forward_backward(policy, batch.batches, token_loss, world)
+        sums = forward_backward(policy, batch.batches, loss, world)
         graded = now(world.device)
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
         versions.before_update()
@@ -211,6 +211,7 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
             multiple_of=multiple_of,
             seed=config.seed,
             read_seconds=config.dist_timeout,
+            loss=config.loss,
         )
     return RolloutData(
         config.output_dir / "rollouts",
@@ -221,6 +222,7 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
         multiple_of=multiple_of,
         timeout=config.rollout_timeout,
         read_seconds=config.dist_timeout,
+        loss=config.loss,
         on_wait=lambda subject, waited: report.waiting(subject, "orchestrator", config.rollout_timeout, waited),
     )
 

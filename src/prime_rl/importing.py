@@ -1,0 +1,76 @@
+"""Functions of the user's own, named in a config by import path, with their arguments in TOML."""
+
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from prime_rl.errors import UserError
+
+
+def load_function(path: str, args: Mapping[str, Any], given: int, key: str) -> Callable[..., Any]:
+    """The function at `path`: `module:name`, or `file.py:name`.
+
+    Args:
+        args: Keyword arguments that it will be called with.
+        given: Positional arguments that it will be called with.
+        key: The setting that names it, for errors.
+
+    Raises:
+        UserError: there is none, or it does not take these arguments.
+    """
+    where, colon, name = path.rpartition(":")
+    if not colon or not where or not name:
+        raise UserError(f"{key}: {path!r} is not of the form module:name or file.py:name")
+    try:
+        found = getattr(_module(where), name)
+    except Exception as error:  # whatever the user's module raises while it is imported
+        raise UserError(f"{key}: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise UserError(f"{key}: {path!r} is a {type(found).__name__}, not a function")
+    try:
+        inspect.signature(found).bind_partial(*range(given), **args)
+        missing = _missing(found, given, args)
+    except TypeError as error:
+        raise UserError(f"{key}: {path!r} does not take its arguments: {error}") from error
+    if missing:
+        raise UserError(f"{key}: {path!r} needs arguments that are not given: {', '.join(missing)}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether the function has a parameter of that name."""
+    return name in inspect.signature(function).parameters
+
+
+def _missing(function: Callable[..., Any], given: int, args: Mapping[str, Any]) -> list[str]:
+    """Parameters without a default that nothing is given for; `sequences` is given by us."""
+    parameters = list(inspect.signature(function).parameters.values())
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [parameter.name for parameter in parameters if parameter.kind in plain][:given]
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        and parameter.name not in {*taken, *args, "sequences"}
+    ]
+
+
+def _module(where: str) -> ModuleType:
+    if not where.endswith(".py"):
+        return importlib.import_module(where)
+    file = Path(where)
+    name = f"prime_rl_user_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{file} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses of it look there
+    spec.loader.exec_module(module)
+    return module
