@@ -258,7 +258,7 @@ class Simulation:
 
     def _ship(self) -> None:
         while (batch := self.meter.of("batches", self.core.ready_batch)) is not None:
-            scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0})
+            scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0}, {})
             self.meter.of(
                 "metrics", step_metrics, batch, scored, self.tally, stale=self.core.dropped[Drop.STALE],
                 seconds=1.0, updating=self.fleet.pause, update_parts={},

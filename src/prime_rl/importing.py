@@ -23,9 +23,7 @@ def load_function(path: str, args: Mapping[str, Any], given: int, key: str) -> C
     Raises:
         UserError: there is none, or it does not take these arguments.
     """
-    where, colon, name = path.rpartition(":")
-    if not colon or not where or not name:
-        raise UserError(f"{key}: {path!r} is not of the form module:name or file.py:name")
+    where, name = find_module(path, key)
     try:
         found = getattr(_module(where), name)
     except Exception as error:  # whatever the user's module raises while it is imported
@@ -41,6 +39,28 @@ def load_function(path: str, args: Mapping[str, Any], given: int, key: str) -> C
         raise UserError(f"{key}: {path!r} needs arguments that are not given: {', '.join(missing)}")
     function: Callable[..., Any] = found
     return function
+
+
+def find_module(path: str, key: str) -> tuple[str, str]:
+    """The parts of `path`, whose module is not imported yet: it may need torch, or a GPU.
+
+    Raises:
+        UserError: there is no such module.
+    """
+    where, colon, name = path.rpartition(":")
+    if not colon or not where or not name:
+        raise UserError(f"{key}: {path!r} is not of the form module:name or file.py:name")
+    if where.endswith(".py"):
+        if not Path(where).is_file():
+            raise UserError(f"{key}: there is no file {where}")
+        return where, name
+    try:
+        found = importlib.util.find_spec(where)
+    except (ImportError, ValueError):  # a package above it is missing
+        found = None
+    if found is None:
+        raise UserError(f"{key}: there is no module {where}")
+    return where, name
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

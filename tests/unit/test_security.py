@@ -24,6 +24,7 @@ from prime_rl.config import (
     to_toml,
 )
 from prime_rl.config.base import Section
+from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.schema import Keys, Setting, has_mark, settings
 from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, WandbConfig
 from prime_rl.launcher.plan import Machine, describe, make_plan
@@ -150,7 +151,7 @@ def test_settings_that_hold_keys_are_marked(cls: type[BaseConfig]) -> None:
 
 def rl_config(**inference: Any) -> RLConfig:
     return RLConfig(
-        orchestrator=OrchestratorConfig(environments=[EnvConfig(id="reverse-text")]),
+        orchestrator=OrchestratorConfig(environments=[TrainingEnv(id="reverse-text")]),
         inference=InferenceConfig(**inference),
     )
 
@@ -208,7 +209,7 @@ def test_wandb_is_shown_no_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Contract: the configuration that W&B displays has no text under the names of secrets, such as an environment's argument."""
     wandb = MagicMock()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    config = OrchestratorConfig(environments=[EnvConfig(id="judge", args={"judge_key": KEY, "split": "train"})])
+    config = OrchestratorConfig(environments=[TrainingEnv(id="judge", args={"judge_key": KEY, "split": "train"})])
     monitor = Monitor(tmp_path, "orchestrator", MonitorConfig(wandb=WandbConfig()), config.model_dump(mode="json"))
     monitor.close()
     shown = wandb.init.call_args.kwargs["config"]

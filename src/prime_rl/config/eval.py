@@ -16,7 +16,7 @@ from prime_rl.config.shared import (
 )
 
 
-class EvalConfig(BaseConfig, Environments):
+class EvalConfig(BaseConfig, Environments[EnvConfig]):
     """Evaluation of a model that a server holds."""
 
     older: ClassVar[dict[str, Older]] = {

@@ -4,10 +4,12 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check
+from prime_rl.config.algorithms import GRPO, AlgorithmConfig
+from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.shared import (
     CkptConfig,
     ClientConfig,
+    EnvConfig,
     Environments,
     Fraction,
     ModelConfig,
@@ -18,14 +20,15 @@ from prime_rl.config.shared import (
 from prime_rl.config.trainer import resume_within
 
 
-class GRPO(Section):
-    """Advantage of an episode: its reward minus the mean of its group."""
+class TrainingEnv(EnvConfig):
+    """An environment that is trained on."""
 
-    type: Literal["grpo"] = Field(default="grpo", description="Kind of algorithm.")
-    std_normalize: bool = Field(default=False, description="Divide by the standard deviation of the group.")
+    algorithm: AlgorithmConfig | None = Field(
+        default=None, discriminator="type", description="Algorithm of this environment alone (None: the one of all)."
+    )
 
 
-class EvalSection(Environments):
+class EvalSection(Environments[EnvConfig]):
     """Evaluation during the run. Without environments of its own: the training ones with their argument `split` set to "eval"."""
 
     num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
@@ -40,7 +43,7 @@ class EvalSection(Environments):
     )
 
 
-class OrchestratorConfig(BaseConfig, Environments):
+class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     """The orchestrator: makes rollouts, scores them, cuts batches."""
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
@@ -59,7 +62,9 @@ class OrchestratorConfig(BaseConfig, Environments):
         description="Most episodes in flight (None: batch_size x (async_level + 1); auto: up to that, as the servers take them).",
     )
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
-    algorithm: GRPO = Field(default_factory=GRPO, description="How advantages are computed.")
+    algorithm: AlgorithmConfig = Field(
+        default_factory=GRPO, discriminator="type", description="What an episode is worth, compared with others."
+    )
     filter_zero_advantage: bool = Field(default=True, description="Leave out samples whose advantage is exactly zero.")
     max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
@@ -88,6 +93,7 @@ class OrchestratorConfig(BaseConfig, Environments):
         check(
             None if self.environments else Problem("no environment: give [environment] with an `id`", "environment"),
             self._whole_groups(),
+            *(self._can_compare(algorithm, key) for algorithm, key in self.algorithms()),
             self._off_policy_bound(),
             self._reply_fits(),
             *(self._can_be_trained(sampling, key) for sampling, key in self._training_sampling()),
@@ -100,6 +106,25 @@ class OrchestratorConfig(BaseConfig, Environments):
             return None
         message = f"rollouts_per_example {self.rollouts_per_example} does not divide batch_size {self.batch_size}"
         return Problem(message, "rollouts_per_example", "batch_size")
+
+    def algorithm_of(self, env: str) -> AlgorithmConfig:
+        """The algorithm of the environment of that name."""
+        own = next(environment.algorithm for environment in self.environments if environment.name == env)
+        return own or self.algorithm
+
+    def algorithms(self) -> list[tuple[AlgorithmConfig, str]]:
+        """Those in use, each with its key."""
+        own = [(env.algorithm, f"environments.{env.name}.algorithm") for env in self.environments if env.algorithm]
+        used = [(self.algorithm, "algorithm")] if len(own) < len(self.environments) else []
+        return [*used, *own]
+
+    def _can_compare(self, algorithm: AlgorithmConfig, key: str) -> Problem | None:
+        if self.rollouts_per_example > 1 or not algorithm.group_relative:
+            return None
+        message = (
+            f"{algorithm.type} compares attempts at one task: with rollouts_per_example 1 every advantage would be zero"
+        )
+        return Problem(message, f"{key}.type", "rollouts_per_example")
 
     def _off_policy_bound(self) -> Problem | None:
         if self.max_off_policy_steps >= self.async_level:

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
@@ -285,11 +285,14 @@ class EnvConfig(Section):
         return self
 
 
-class Environments(Section):
+Env = TypeVar("Env", bound=EnvConfig)
+
+
+class Environments(Section, Generic[Env]):
     """Either `[environment]` or `[[environments]]`; read `.environments`, which holds both forms."""
 
-    environment: EnvConfig | None = Field(default=None, description="The environment, if there is one.")
-    environments: list[EnvConfig] = Field(default_factory=list, description="The environments, if there are several.")
+    environment: Env | None = Field(default=None, description="The environment, if there is one.")
+    environments: list[Env] = Field(default_factory=list, description="The environments, if there are several.")
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:

@@ -6,7 +6,7 @@ import sys
 from prime_rl import faults, lifeline
 from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.errors import FOR_GOOD, FinalError, UserError
-from prime_rl.launcher.checks import check_environment, check_model
+from prime_rl.launcher.checks import check_environment, check_model, check_own_functions
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
@@ -42,6 +42,7 @@ def run(config: OrchestratorConfig) -> None:
         config = apart(config, logger.info)
     for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
         check_environment(env)
+    check_own_functions(config)
     if not (config.dry_run or config.bench):
         progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over

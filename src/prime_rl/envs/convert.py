@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, SampleTokens
 
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
 _TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
@@ -43,6 +43,7 @@ def samples_of(trace: Any) -> list[SampleTokens]:
 
     Raises Misaligned.
     """
+    agent = "" if trace.agent is None else trace.agent.name
     calls = {call.node: call for call in trace.calls if call.node is not None and call.error is None}
     numbers = {id(node): number for number, node in enumerate(trace.nodes)}
     used: set[int] = set()
@@ -50,18 +51,18 @@ def samples_of(trace: Any) -> list[SampleTokens]:
     for branch in trace.branches:
         if not branch.trainable:
             continue
-        sample = _sample(branch.nodes, numbers, calls, used, float(trace.reward))
+        sample = _sample(branch.nodes, numbers, calls, used)
+        sample.reward, sample.agent = float(trace.reward), agent
         if any(sample.loss_mask):
             samples.append(sample)
     return samples
 
 
-def _sample(
-    nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], used: set[int], reward: float
-) -> SampleTokens:
+def _sample(nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], used: set[int]) -> SampleTokens:
     input_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
+    roles: list[int] = []
     for node in nodes:
         ids, mask, node_logprobs = list(node.token_ids), list(node.mask), list(node.logprobs)
         count = sum(mask)
@@ -78,8 +79,9 @@ def _sample(
         input_ids += ids
         loss_mask += [False] * scaffold + [fresh] * count
         logprobs += [0.0] * scaffold + (node_logprobs if fresh else [0.0] * count)
+        roles += [ROLES.index(node.message.role) if node.message.role in ROLES else 0] * len(ids)
     prompt_len = loss_mask.index(True) if True in loss_mask else len(loss_mask)
-    return SampleTokens.of(input_ids, loss_mask, logprobs, prompt_len, reward)
+    return SampleTokens.of(input_ids, loss_mask, logprobs, prompt_len, reward=0.0, roles=roles)
 
 
 def _check_node(ids: list[int], mask: list[bool], logprobs: list[float], count: int) -> None:

@@ -21,7 +21,9 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 3
+VERSION = 4
+ROLES = ("", "system", "user", "assistant", "tool")
+"""Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
 TOKEN_VAR = "PRIMERL_ENV_TOKEN"
 # The engine's key. The name holds API_KEY so that verifiers keeps it from the programs it starts.
 API_KEY_VAR = "PRIMERL_ENV_API_KEY"
@@ -66,6 +68,10 @@ class SampleTokens:
     logprobs: "array[float]"  # (T,) 32 bits, of the sampler, 0.0 off-mask
     prompt_len: int  # tokens before the first sampled one
     reward: float
+    agent: str = ""  # which of the environment's agents it is of
+    roles: bytes | None = None  # (T,) whose message each token belongs to: places in `ROLES`
+    hint: "array[int] | None" = None  # tokens that a teacher reads before these
+    ref_logprobs: "array[float] | None" = None  # (T,) 32 bits, of a teacher, 0.0 for the first token
 
     @classmethod
     def of(
@@ -75,13 +81,16 @@ class SampleTokens:
         logprobs: Iterable[float],
         prompt_len: int,
         reward: float,
+        agent: str = "",
+        roles: Iterable[int] | None = None,
     ) -> "SampleTokens":
         """Pack them.
 
         Raises:
             TypeError, OverflowError: an id is no whole number of 32 bits, a log-probability no number.
         """
-        return cls(array("i", input_ids), bytes(loss_mask), array("f", logprobs), prompt_len, reward)
+        whose = None if roles is None else bytes(roles)
+        return cls(array("i", input_ids), bytes(loss_mask), array("f", logprobs), prompt_len, reward, agent, whose)
 
 
 @dataclass
@@ -209,6 +218,8 @@ def pack_sample(sample: SampleTokens) -> dict[str, Any]:
         **vars(sample),
         "input_ids": sample.input_ids.tobytes(),
         "logprobs": sample.logprobs.tobytes(),
+        "hint": None if sample.hint is None else sample.hint.tobytes(),
+        "ref_logprobs": None if sample.ref_logprobs is None else sample.ref_logprobs.tobytes(),
     }
 
 
@@ -218,10 +229,12 @@ def unpack_sample(data: dict[str, Any]) -> SampleTokens:
     Raises:
         ValueError: the bytes of a stream are no whole number of tokens.
     """
-    ids, logprobs = array("i"), array("f")
-    ids.frombytes(data["input_ids"])
-    logprobs.frombytes(data["logprobs"])
-    return SampleTokens(ids, data["loss_mask"], logprobs, data["prompt_len"], data["reward"])
+    streams: dict[str, Any] = {}
+    for name, kind in _ARRAYS.items():
+        if (packed := data.get(name)) is not None:
+            streams[name] = array(kind)
+            streams[name].frombytes(packed)
+    return SampleTokens(**{**data, **streams})
 
 
 def decode(frame: bytes) -> Message:
@@ -257,8 +270,11 @@ def _sample(data: Any) -> SampleTokens:
         sample = unpack_sample(data)
     except ValueError as error:
         raise ProtocolError(f"a sample's streams: {error}") from error
-    if not len(sample.input_ids) == len(sample.loss_mask) == len(sample.logprobs):
-        raise ProtocolError("tokens, mask and logprobs of a sample differ in length")
+    streams = sample.input_ids, sample.loss_mask, sample.logprobs, sample.roles, sample.ref_logprobs
+    if len({len(stream) for stream in streams if stream is not None}) != 1:
+        raise ProtocolError("tokens, mask and logprobs of a sample differ in length, or roles and ref_logprobs do")
+    if sample.roles is not None and max(sample.roles, default=0) >= len(ROLES):
+        raise ProtocolError("a sample's roles are unknown")
     if sample.loss_mask.count(0) + sample.loss_mask.count(1) != len(sample.loss_mask):
         raise ProtocolError("a sample's mask holds something else than 0 and 1")
     return sample
@@ -292,7 +308,9 @@ _TYPES: dict[type[Any], dict[str, tuple[type, ...]]] = {
     cls: {f.name: _accepted(get_type_hints(cls)[f.name]) for f in fields(cls)}
     for cls in (*_KINDS.values(), EpisodeResult)
 }
-_STREAM = (bytes,)
+_STREAM, _OPTIONAL = (bytes,), (bytes, type(None))
+_ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # in bytes on the wire
 _TYPES[SampleTokens] = {
     "input_ids": _STREAM, "loss_mask": _STREAM, "logprobs": _STREAM, "prompt_len": (int,), "reward": (float, int),
+    "agent": (str,), "roles": _OPTIONAL, "hint": _OPTIONAL, "ref_logprobs": _OPTIONAL,
 }  # fmt: skip

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from prime_rl.config import OrchestratorConfig
 from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
+from prime_rl.importing import find_module
 from prime_rl.inference.ports import check_unheld
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header
@@ -87,6 +89,13 @@ def check_environment(environment: EnvConfig) -> None:
             f"environment {environment.id} is not installed (no module {module}): "
             f"`uv run prime env install {environment.id}`, or `uv add` its package"
         )
+
+
+def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
+    """Raises UserError when the module of a function of the user's own, which a setting names, is not there. `key`: what its keys begin with."""
+    for algorithm, name in config.algorithms():
+        if algorithm.type == "custom":
+            find_module(algorithm.path, f"{key}{name}.path")
 
 
 def module_name(environment_id: str) -> str:

@@ -10,6 +10,7 @@ from typing import TypeVar
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
+from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
 from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart, steps_apart
@@ -205,6 +206,9 @@ def _check(config: RLConfig) -> None:
     progress = resume_progress(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
     evaluated = [] if config.orchestrator.eval is None else config.orchestrator.eval.environments
+    checks.check_own_functions(config.orchestrator, "orchestrator.")
+    if config.trainer.loss.type == "custom":
+        find_module(config.trainer.loss.path, "trainer.loss.path")
     for environment in (*config.orchestrator.environments, *evaluated):
         checks.check_environment(environment)
 

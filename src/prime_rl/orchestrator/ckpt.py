@@ -45,7 +45,7 @@ class State:
         groups_opened: The position in the task stream.
         environments: How many of these groups each environment got.
         open_groups: Groups that were drawn and are in no batch yet.
-        algorithm: State of the algorithm; the present ones have none.
+        algorithm: What each environment's algorithm remembers, if anything.
         ledger: The ledger's account, with the batch before `step` counted as batched.
     """
 

@@ -128,6 +128,7 @@ class Journal:
             groups_opened=core.groups_opened,
             environments=dict(sorted(self._drawn.items())),
             open_groups=[number for number in core.open_groups if number not in set(numbers)],
+            algorithm=scored.state,
             ledger=extra["ledger"]["account"],
         )
         return extra | {"state": state.to_json()}

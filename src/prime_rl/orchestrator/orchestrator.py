@@ -16,6 +16,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
+from prime_rl.orchestrator.algorithms import check_algorithm
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
 from prime_rl.orchestrator.engine import Engine
@@ -74,6 +75,8 @@ class Orchestrator:
             env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
             for env in config.environments
         }
+        for algorithm, key in config.algorithms():
+            check_algorithm(algorithm, key)
         self.progress = Progress()
         if not config.bench:
             self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
@@ -102,6 +105,7 @@ class Orchestrator:
         self._step_began = self._last_landing = time.monotonic()
         self._gated_since: float | None = None
         self._failure: BaseException | None = None
+        self._algorithm_state = self.progress.state.algorithm  # after the last committed batch
         self._books = asyncio.Lock()  # bounded: its holders write, and ask the engines, which has a timeout
 
     async def run(self) -> None:
@@ -385,7 +389,9 @@ class Orchestrator:
             if batch is None:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
-            scored = await asyncio.to_thread(score_batch, batch, self.config, temperatures)  # seconds, of a large fleet
+            scored = await asyncio.to_thread(
+                score_batch, batch, self.config, temperatures, self._algorithm_state
+            )  # seconds, of a large fleet
             if not await self._prove(batch) or self._failure is not None:
                 return False
             if not scored.samples:
@@ -396,6 +402,7 @@ class Orchestrator:
                 extra = self.journal.extra(self.core, batch, scored) | {"metrics": metrics}
                 await self.journal.flush()
                 await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
+            self._algorithm_state = scored.state
             self.core.advance(batch, scored.trained, scored.filtered, scored.truncated)
             if self.journal is not None:
                 self.journal.check(self.core)

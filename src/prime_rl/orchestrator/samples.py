@@ -1,14 +1,15 @@
 """From a batch of groups to samples: advantages, the zero-advantage filter, and the token streams the trainer executes."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.envs.protocol import EpisodeResult, SampleTokens
-from prime_rl.orchestrator.algorithms import group_advantages
-from prime_rl.orchestrator.core import Batch, Finished
+from prime_rl.orchestrator.algorithms import Attempt, advantages
+from prime_rl.orchestrator.core import Batch, Finished, Group
 from prime_rl.transport.rollouts import Sample, as_array
 
 if TYPE_CHECKING:
@@ -23,40 +24,104 @@ class Scored:
     trained: list[str]
     filtered: list[str]  # of advantage zero
     truncated: list[str]  # all sampled tokens are cut off
+    state: dict[str, Any] = field(default_factory=dict)  # of each environment's algorithm, after this batch
 
 
-def score_batch(batch: Batch[EpisodeResult], config: "OrchestratorConfig", temperatures: dict[str, float]) -> Scored:
+def score_batch(
+    batch: Batch[EpisodeResult],
+    config: "OrchestratorConfig",
+    temperatures: Mapping[str, float],
+    state: Mapping[str, Any],
+) -> Scored:
     """Score every group and build the samples of the episodes that carry signal.
 
     Args:
         temperatures: The sampling temperature of each environment.
+        state: Of each environment's algorithm, before this batch.
 
     Returns:
         Samples in the order of their groups. With `filter_zero_advantage` those of advantage zero are left out: they would only widen the
         loss's denominator. So are those whose sampled tokens all lie beyond `seq_len`.
     """
-    scored = Scored([], [], [], [])
+    scored = Scored([], [], [], [], dict(state))
+    worth = _advantages(batch, config, scored.state)
     for group in batch.groups:
-        finished = sorted(group.finished, key=lambda episode: episode.start.number)
-        advantages = group_advantages(config.algorithm, [episode.result.reward for episode in finished])
-        for episode, advantage in zip(finished, advantages, strict=True):
-            rows = episode_samples(episode, advantage, temperatures[group.task.env], config.seq_len)
+        for episode in in_order(group):
+            name = episode.start.episode
+            rows = episode_samples(episode, worth[name], temperatures[group.task.env], config.seq_len)
+            kept = [row for row in rows if worth[name][row.agent] != 0.0 or not config.filter_zero_advantage]
             if not rows:
-                scored.truncated.append(episode.start.episode)
-            elif config.filter_zero_advantage and advantage == 0.0:
-                scored.filtered.append(episode.start.episode)
+                scored.truncated.append(name)
+            elif not kept:
+                scored.filtered.append(name)
             else:
-                scored.trained.append(episode.start.episode)
-                scored.samples.extend(rows)
+                scored.trained.append(name)
+                scored.samples.extend(row.sample for row in kept)
     return scored
 
 
+def in_order(group: Group[EpisodeResult]) -> list[Finished[EpisodeResult]]:
+    """Its finished episodes by their place in it, whoever finished first."""
+    return sorted(group.finished, key=lambda episode: episode.start.number)
+
+
+def attempts(result: EpisodeResult) -> list[Attempt]:
+    """What an algorithm sees of an episode: one attempt for each of its agents."""
+    agents: dict[str, list[SampleTokens]] = {}
+    for sequence in result.samples:
+        agents.setdefault(sequence.agent, []).append(sequence)
+    return [
+        Attempt(
+            reward=result.reward if len(agents) == 1 else sequences[0].reward,
+            output_tokens=sum(sequence.loss_mask.count(1) for sequence in sequences),
+            total_tokens=sum(len(sequence.input_ids) for sequence in sequences),
+            turns=result.num_turns,
+            rewards=result.rewards,
+            metrics=result.metrics,
+            is_truncated=result.is_truncated,
+            agent=agent,
+        )
+        for agent, sequences in agents.items()
+    ]
+
+
+def _advantages(
+    batch: Batch[EpisodeResult], config: "OrchestratorConfig", state: dict[str, Any]
+) -> dict[str, dict[str, float]]:
+    """The advantage of each agent of each episode. `state` is brought to what it is after this batch."""
+    worth: dict[str, dict[str, float]] = {}
+    by_env: dict[str, list[list[Finished[EpisodeResult]]]] = {}
+    for group in batch.groups:
+        by_env.setdefault(group.task.env, []).append(in_order(group))
+    for env, groups in by_env.items():
+        named = [[(e.start.episode, one) for e in group for one in attempts(e.result)] for group in groups]
+        values, after = advantages(
+            config.algorithm_of(env), [[one for _, one in group] for group in named], state.get(env, {})
+        )
+        if after:
+            state[env] = after
+        for members, row in zip(named, values, strict=True):
+            for (name, attempt), value in zip(members, row, strict=True):
+                worth.setdefault(name, {})[attempt.agent] = value
+    return worth
+
+
+class Row(NamedTuple):
+    """A sample, and which of the environment's agents it is of."""
+
+    sample: Sample
+    agent: str
+
+
 def episode_samples(
-    episode: Finished[EpisodeResult], advantage: float, temperature: float, seq_len: int
-) -> list[Sample]:
+    episode: Finished[EpisodeResult], worth: Mapping[str, float], temperature: float, seq_len: int
+) -> list[Row]:
     """One sample for each token sequence of an episode, cut to `seq_len` tokens; one whose sampled tokens are all cut off is left out.
 
     Its streams are arrays, of the types that are written: no work a token in Python, and a fourth of the memory of lists.
+
+    Args:
+        worth: The advantage of each of its agents.
     """
     start, result = episode.start, episode.result
     rows = []
@@ -65,22 +130,21 @@ def episode_samples(
         mask = mask[:seq_len]
         if not mask.any():
             continue
-        rows.append(
-            Sample(
-                sample_id=f"{start.episode}.{number}",
-                group_id=str(start.group),
-                task_id=start.task.task_id,
-                env=start.task.env,
-                policy_versions=list(range(episode.first, episode.last + 1)),
-                input_ids=ids[:seq_len],
-                loss_mask=mask,
-                logprobs=logprobs[:seq_len],
-                advantages=mask * np.float32(advantage),
-                temperature=temperature,
-                reward=result.reward,
-                is_truncated=result.is_truncated or len(sequence.input_ids) > seq_len,
-            )
+        sample = Sample(
+            sample_id=f"{start.episode}.{number}",
+            group_id=str(start.group),
+            task_id=start.task.task_id,
+            env=start.task.env,
+            policy_versions=list(range(episode.first, episode.last + 1)),
+            input_ids=ids[:seq_len],
+            loss_mask=mask,
+            logprobs=logprobs[:seq_len],
+            advantages=mask * np.float32(worth[sequence.agent]),
+            temperature=temperature,
+            reward=result.reward,
+            is_truncated=result.is_truncated or len(sequence.input_ids) > seq_len,
         )
+        rows.append(Row(sample, sequence.agent))
     return rows
 
 

@@ -23,6 +23,7 @@ from prime_rl.config import (
     to_toml,
     write_toml,
 )
+from prime_rl.config.algorithms import OverlongPenalty
 from prime_rl.config.base import Section
 from prime_rl.config.schema import Setting
 from prime_rl.config.schema import settings as settings_of
@@ -94,6 +95,8 @@ def tables(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
     required = {n: PLAIN_TEXT for n, s in settings_of(section).items() if s.field.is_required() and not s.sections}
     if {"id", "name"} <= set(settings_of(section)) and "args" in settings_of(section):
         required["name"] = PLAIN_TEXT
+    if section is OverlongPenalty:
+        required = {"max_tokens": st.integers(8, 16), "cache": st.integers(1, 8)}
     free = {
         name: values(setting)
         for name, setting in settings_of(section).items()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from prime_rl.envs.convert import classify, convert
-from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome
 
 
 def message(role: str, content: str) -> SimpleNamespace:
@@ -47,7 +47,7 @@ def trace(**changes: Any) -> SimpleNamespace:
         "nodes": nodes,
         "branches": [branch(*nodes)],
         "calls": [call(1, 4, 2)],
-        "agent": SimpleNamespace(trainable=True),
+        "agent": SimpleNamespace(trainable=True, name="solver"),
         "rewards": {"lcs": SimpleNamespace(value=0.5)},
         "metrics": {"length": 2.0},
         "reward": 0.5,
@@ -83,6 +83,8 @@ def test_healthy_episode() -> None:
     assert list(sample.loss_mask) == [False] * 4 + [True] * 2
     assert list(sample.logprobs) == [0.0] * 4 + [-0.5, -1.5]
     assert sample.prompt_len == 4
+    assert [ROLES[role] for role in sample.roles] == ["user"] * 3 + ["assistant"] * 3
+    assert sample.agent == "solver"
     assert (result.reward, sample.reward, result.rewards, result.metrics) == (0.5, 0.5, {"lcs": 0.5}, {"length": 2.0})
     assert (result.prompt, result.completion, result.num_turns) == ("user: hi", "yo", 1)
 
@@ -106,7 +108,7 @@ def test_turn_shared_by_two_branches_is_trained_once() -> None:
 def test_untrainable_parts_are_left_out() -> None:
     """Rejected branches and agents that are not trained (a judge) give no samples."""
     nodes = [prompt_node([1, 2, 3]), sampled_node([4], [5, 6])]
-    judge = trace(agent=SimpleNamespace(trainable=False), reward=9.0)
+    judge = trace(agent=SimpleNamespace(trainable=False, name="judge"), reward=9.0)
     result = run(episode(trace(branches=[branch(*nodes, trainable=False), branch(*nodes)], calls=[]), judge))
     assert result.ok
     assert len(result.samples) == 1
@@ -175,7 +177,7 @@ def test_misaligned_tokens_are_invalid(damage: Any) -> None:
         (episode(trace(num_turns=0, stop_condition="max_turns")), Outcome.INVALID),
         (episode(trace(branches=[])), Outcome.INVALID),
         (episode(), Outcome.INVALID),
-        (episode(trace(agent=SimpleNamespace(trainable=False))), Outcome.INVALID),
+        (episode(trace(agent=SimpleNamespace(trainable=False, name="judge"))), Outcome.INVALID),
     ],
 )
 def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:

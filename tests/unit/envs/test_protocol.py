@@ -1,6 +1,7 @@
 """The wire: every message survives it unchanged, and nothing else gets in."""
 
 import contextlib
+from array import array
 
 import msgpack
 import pytest
@@ -36,7 +37,12 @@ EPISODE = EpisodeResult(
     outcome=Outcome.OK,
     reward=0.25,
     rewards={"lcs": 0.25},
-    samples=[SampleTokens.of([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25)],
+    samples=[
+        SampleTokens.of([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25, "solver", [2, 3, 3]),
+        SampleTokens(
+            array("i", [1, 2]), b"\0\1", array("f", [0, -1]), 1, 0.0, "", None, array("i", [7]), array("f", [0, -2])
+        ),
+    ],
     timing={"agent": 1.5},
 )
 MESSAGES: list[Message] = [

@@ -8,8 +8,8 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.orchestrator import EvalSection
-from prime_rl.config.shared import CkptConfig, EnvConfig, MonitorConfig, WandbConfig
+from prime_rl.config.orchestrator import EvalSection, TrainingEnv
+from prime_rl.config.shared import CkptConfig, MonitorConfig, WandbConfig
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import run as rl
@@ -90,7 +90,7 @@ def test_a_dry_run_of_a_benchmark(process: str, start: Callable[..., None], tmp_
 
 
 def environment() -> dict[str, Any]:
-    return {"environments": [EnvConfig(id="reverse-text")]}
+    return {"environments": [TrainingEnv(id="reverse-text")]}
 
 
 def test_the_orchestrators_benchmark(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
+from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.process_group import ProcessGroupTransport
-from prime_rl.config.shared import ClientConfig, EnvConfig
+from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.gpus import parse_visible
 from prime_rl.launcher.layout import Machine
@@ -20,7 +21,7 @@ def config(
     return RLConfig(
         output_dir=Path("outputs"),
         trainer=trainer or TrainerConfig(),
-        orchestrator=OrchestratorConfig(environments=[EnvConfig(id="reverse-text")]),
+        orchestrator=OrchestratorConfig(environments=[TrainingEnv(id="reverse-text")]),
         inference=(inference or InferenceConfig()) if serve else None,
         **shared,
     )

@@ -7,7 +7,8 @@ import pytest
 
 from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig
 from prime_rl.config.inference import ServerConfig
-from prime_rl.config.shared import CkptConfig, EnvConfig
+from prime_rl.config.orchestrator import TrainingEnv
+from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.run import drained, policy, restarts_summary, resume_at, run, ways_on
 from prime_rl.launcher.supervise import Restart
@@ -19,7 +20,7 @@ MODEL = Path(__file__).parents[3] / "assets" / "tiny-reverse"
 
 
 def config(root: Path, **given: object) -> RLConfig:
-    orchestrator = OrchestratorConfig(environments=[EnvConfig(id="reverse-text")])
+    orchestrator = OrchestratorConfig(environments=[TrainingEnv(id="reverse-text")])
     return RLConfig(output_dir=root, orchestrator=orchestrator, **given)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import InferenceConfig, OrchestratorConfig, TrainerConfig
-from prime_rl.config.shared import CkptConfig, EnvConfig, ModelConfig
+from prime_rl.config.orchestrator import TrainingEnv
+from prime_rl.config.shared import CkptConfig, ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.process import identify
 from prime_rl.monitor.status import status_path
@@ -26,7 +27,7 @@ def partner() -> Iterator[int]:
 
 
 def orchestrator(root: Path, **given: object) -> OrchestratorConfig:
-    return OrchestratorConfig(environments=[EnvConfig(id="rt")], output_dir=root, **given)
+    return OrchestratorConfig(environments=[TrainingEnv(id="rt")], output_dir=root, **given)
 
 
 def belongs_to(root: Path, process: Party, pid: int) -> None:

@@ -1,16 +1,114 @@
-"""Algorithms: from a group's episodes to per-token streams. The trainer executes the streams and knows no algorithm."""
+"""Algorithms: from episodes to advantages, one file each. The trainer executes per-token streams and knows no algorithm.
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+An algorithm of your own needs none of this: `algorithm = { type = "custom", path = "mine.py:advantages" }` names a function that gets the
+attempts of a group (`attempt.Attempt`) and gives an advantage for each.
+"""
 
-from prime_rl.orchestrator.algorithms.grpo import grpo_advantages
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from math import isfinite
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.errors import UserError
+from prime_rl.importing import load_function
+from prime_rl.orchestrator.algorithms.attempt import Attempt
+from prime_rl.orchestrator.algorithms.gdpo import gdpo
+from prime_rl.orchestrator.algorithms.grpo import grpo
+from prime_rl.orchestrator.algorithms.max_rl import max_rl
+from prime_rl.orchestrator.algorithms.opo import opo
+from prime_rl.orchestrator.algorithms.penalties import penalized
+from prime_rl.orchestrator.algorithms.rae import rae
+from prime_rl.orchestrator.algorithms.reinforce_pp import reinforce_pp
+from prime_rl.orchestrator.algorithms.rloo import rloo
 
 if TYPE_CHECKING:
-    from prime_rl.config.orchestrator import GRPO
+    from prime_rl.config.algorithms import AlgorithmConfig, CustomAlgorithm
 
-__all__ = ["group_advantages", "grpo_advantages"]
+__all__ = ["Attempt", "advantages", "carries_signal", "check_algorithm"]
+
+_OF_A_GROUP: dict[str, Callable[..., list[float]]] = {"grpo": grpo, "rloo": rloo, "opo": opo, "max_rl": max_rl}
+_OF_A_BATCH: dict[str, Callable[..., list[list[float]]]] = {"reinforce_pp": reinforce_pp, "gdpo": gdpo}
 
 
-def group_advantages(config: "GRPO", rewards: Sequence[float]) -> list[float]:
-    """One advantage for each of a group's episodes, by the configured algorithm."""
-    return grpo_advantages(rewards, config.std_normalize)
+def advantages(
+    config: "AlgorithmConfig", groups: Sequence[Sequence[Attempt]], state: Mapping[str, Any]
+) -> tuple[list[list[float]], dict[str, Any]]:
+    """One advantage for each attempt of a batch's groups, all of one environment.
+
+    A group whose episodes have several agents is a group for each of them.
+
+    Args:
+        state: What the algorithm remembers of earlier batches, empty in a fresh run.
+
+    Returns:
+        The advantages, and the state after this batch.
+
+    Raises:
+        UserError: an algorithm of the user's own gives something else than a finite number for each.
+    """
+    by_agent = [_by_agent(penalized(group, config.length_penalty)) for group in groups]
+    parts = [[attempt for _, attempt in part] for group in by_agent for part in group]
+    after = dict(state)
+    if config.type == "rae":
+        found, after = rae(parts, config, state)
+    elif config.type in _OF_A_BATCH:
+        found = _OF_A_BATCH[config.type](parts, config)
+    else:
+        found = [_group(config, part) for part in parts]
+    values = iter(found)
+    result = [[0.0] * len(group) for group in groups]
+    for row, group in zip(result, by_agent, strict=True):
+        for part in group:
+            for (place, _), value in zip(part, next(values), strict=True):
+                row[place] = value
+    return result, after
+
+
+def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
+    """Whether a complete group, whatever else the batch will hold, may have an advantage other than zero."""
+    if not config.group_relative and config.type != "custom":
+        return bool(group)
+    parts = [[attempt for _, attempt in part] for part in _by_agent(penalized(group, config.length_penalty))]
+    if config.type == "gdpo":  # what normalizing over the batch does not change
+        return any(
+            value != 0 for part in gdpo(parts, config.model_copy(update={"batch_normalize": False})) for value in part
+        )
+    return any(value != 0 for part in parts for value in _group(config, part))
+
+
+def check_algorithm(config: "AlgorithmConfig", key: str) -> None:
+    """Raise UserError where a function of the user's own is not there, or does not take its arguments. `key`: the setting, for messages."""
+    if config.type == "custom":
+        load_function(config.path, config.args, given=1, key=f"{key}.path")
+
+
+def _group(config: "AlgorithmConfig", group: Sequence[Attempt]) -> list[float]:
+    function = _custom(config) if config.type == "custom" else partial(_OF_A_GROUP[config.type], config=config)
+    return function(group)
+
+
+def _custom(config: "CustomAlgorithm") -> Callable[[Sequence[Attempt]], list[float]]:
+    function = _loaded(config.path, tuple(sorted(config.args)))
+
+    def checked(group: Sequence[Attempt]) -> list[float]:
+        found = [float(value) for value in function(list(group), **config.args)]
+        if len(found) != len(group) or not all(isfinite(value) for value in found):
+            raise UserError(
+                f"algorithm {config.path} gave {found} for {len(group)} attempts: one finite number for each is needed"
+            )
+        return found
+
+    return checked
+
+
+@cache
+def _loaded(path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    return load_function(path, dict.fromkeys(names), given=1, key="algorithm.path")
+
+
+def _by_agent(group: Sequence[Attempt]) -> list[list[tuple[int, Attempt]]]:
+    """(place in the group, attempt) of each agent, in the order in which agents come."""
+    agents: dict[str, list[tuple[int, Attempt]]] = {}
+    for place, attempt in enumerate(group):
+        agents.setdefault(attempt.agent, []).append((place, attempt))
+    return list(agents.values())

@@ -2,18 +2,35 @@
 
 from collections.abc import Sequence
 from math import sqrt
+from typing import TYPE_CHECKING
+
+from prime_rl.orchestrator.algorithms.attempt import Attempt
+
+if TYPE_CHECKING:
+    from prime_rl.config.algorithms import GRPO
+
+EPSILON = 1e-6
 
 
-def grpo_advantages(rewards: Sequence[float], std_normalize: bool = False) -> list[float]:
-    """One advantage for each episode of a group: A_i = R_i - mean(R), divided by the population std(R) + 1e-6 with `std_normalize`.
+def grpo(group: Sequence[Attempt], config: "GRPO") -> list[float]:
+    """A_i = R_i - mean(R), divided by the population std(R) + 1e-6 with `std_normalize`.
 
-    A group whose rewards are all equal gets exact zeros, so that "no signal" is recognized without a tolerance.
+    The paper divides; Dr. GRPO shows that this weighs tasks by how easy or hard they are, and common practice is split. We follow PRIME-RL, which
+    does not.
     """
-    if min(rewards) == max(rewards):
-        return [0.0] * len(rewards)
-    mean = sum(rewards) / len(rewards)
-    centred = [reward - mean for reward in rewards]
-    if not std_normalize:
-        return centred
-    std = sqrt(sum(value * value for value in centred) / len(centred))
-    return [value / (std + 1e-6) for value in centred]
+    advantages = centred([attempt.reward for attempt in group])
+    return scaled(advantages) if config.std_normalize else advantages
+
+
+def centred(values: Sequence[float]) -> list[float]:
+    """Minus their mean. Equal values give exact zeros, so that "no signal" is recognized without a tolerance."""
+    if not values or min(values) == max(values):
+        return [0.0] * len(values)
+    mean = sum(values) / len(values)
+    return [value - mean for value in values]
+
+
+def scaled(values: Sequence[float]) -> list[float]:
+    """Values of mean zero, divided by their population standard deviation + 1e-6."""
+    std = sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+    return [value / (std + EPSILON) for value in values]

@@ -54,6 +54,7 @@ def run(
 ) -> None:
     """The run, from top to bottom. `ends` takes what must be closed, however it ends."""
     torch.manual_seed(config.seed)
+    loss = make_loss(config.loss)
     fake = config.data.fake
     checkpoints = Checkpoints(
         config,
@@ -78,7 +79,6 @@ def run(
     )
     optimizer = build_optimizer(policy, config.optim)
     say_without_effect(config, policy, world)
-    loss = make_loss(config.loss)
     progress = checkpoints.load(policy, optimizer)
     start = progress.step
 

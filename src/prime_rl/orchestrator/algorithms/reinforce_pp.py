@@ -1,0 +1,25 @@
+"""REINFORCE++ (Hu et al. 2025, arXiv:2501.03262)."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from prime_rl.orchestrator.algorithms.attempt import Attempt
+from prime_rl.orchestrator.algorithms.grpo import centred, scaled
+
+if TYPE_CHECKING:
+    from prime_rl.config.algorithms import ReinforcePP
+
+
+def reinforce_pp(groups: Sequence[Sequence[Attempt]], config: "ReinforcePP") -> list[list[float]]:
+    """A = (R - mean(R)) / (std(R) + 1e-6), mean and std over all episodes of the batch; with `group_baseline` of R minus its group's mean.
+
+    The paper takes a divergence from the reference model off the rewards of tokens. Here it is the loss's (`loss.kl_coef`).
+    """
+    rewards = [[attempt.reward for attempt in group] for group in groups]
+    return normalized([centred(group) for group in rewards] if config.group_baseline else rewards)
+
+
+def normalized(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Values of mean 0 and standard deviation 1 over all groups."""
+    values = iter(scaled(centred([value for group in groups for value in group])))
+    return [[next(values) for _ in group] for group in groups]

@@ -1,0 +1,333 @@
+"""Advantages against values worked out by hand, and against an independent implementation on random ragged batches; what must not matter to them."""
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from prime_rl.config import OrchestratorConfig
+from prime_rl.config.algorithms import (
+    GDPO,
+    GRPO,
+    OPO,
+    RAE,
+    RLOO,
+    AlgorithmConfig,
+    CustomAlgorithm,
+    LinearPenalty,
+    MaxRL,
+    OverlongPenalty,
+    ReinforcePP,
+)
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.algorithms import Attempt, advantages, carries_signal, check_algorithm
+from prime_rl.orchestrator.algorithms.penalties import penalized
+
+Groups = list[list[Attempt]]
+
+
+def rewarded(*rewards: float) -> list[Attempt]:
+    return [Attempt(reward) for reward in rewards]
+
+
+def of_one(config: AlgorithmConfig, group: Sequence[Attempt], state: dict[str, Any] | None = None) -> list[float]:
+    """The advantages of a batch of one group."""
+    return advantages(config, [group], state or {})[0][0]
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1.0, 0.0, 0.0, 0.0], [0.75, -0.25, -0.25, -0.25]),
+        ([0.2, 0.4], [-0.1, 0.1]),
+        ([0.3, 0.3, 0.3], [0.0, 0.0, 0.0]),
+        ([0.1], [0.0]),
+    ],
+)
+def test_grpo(rewards: list[float], expected: list[float]) -> None:
+    """Rewards minus the mean of the group."""
+    assert of_one(GRPO(), rewarded(*rewards)) == pytest.approx(expected, abs=1e-12)
+
+
+def test_grpo_divided_by_the_population_std() -> None:
+    """[1, 0, 0, 0]: std = sqrt(3)/4 = 0.4330127."""
+    values = of_one(GRPO(std_normalize=True), rewarded(1.0, 0.0, 0.0, 0.0))
+    assert values == pytest.approx([0.75 / 0.4330137, *[-0.25 / 0.4330137] * 3], rel=1e-6)
+
+
+def test_rloo() -> None:
+    """[1, 0, 0]: the others' means are 0, 0.5 and 0.5. One that is left alone is compared with nothing."""
+    assert of_one(RLOO(), rewarded(1.0, 0.0, 0.0)) == pytest.approx([1.0, -0.5, -0.5])
+    assert of_one(RLOO(), rewarded(1.0)) == [0.0]
+
+
+def test_opo() -> None:
+    """Rewards 1 and 0 of 30 and 10 tokens: the baseline is 0.75."""
+    assert of_one(OPO(), [Attempt(1.0, output_tokens=30), Attempt(0.0, output_tokens=10)]) == [0.25, -0.75]
+
+
+def test_max_rl() -> None:
+    """[1, 0, 0, 0]: (1 - 1/4) / (1/4) = 3. Nothing where nobody succeeds, or the mean is below zero."""
+    assert of_one(MaxRL(), rewarded(1.0, 0.0, 0.0, 0.0)) == [3.0, -1.0, -1.0, -1.0]
+    assert of_one(MaxRL(), rewarded(0.0, 0.0)) == [0.0, 0.0]
+    assert of_one(MaxRL(), rewarded(1.0, -2.0)) == [0.0, 0.0]
+
+
+def test_reinforce_pp() -> None:
+    """Rewards 1, 1 and 0, 0: mean 1/2 and std 1/2 over the batch; nothing is left of it with each group's mean taken off."""
+    groups = [rewarded(1.0, 1.0), rewarded(0.0, 0.0)]
+    assert advantages(ReinforcePP(), groups, {})[0] == [
+        pytest.approx([1, 1], rel=1e-5),
+        pytest.approx([-1, -1], rel=1e-5),
+    ]
+    assert advantages(ReinforcePP(group_baseline=True), groups, {})[0] == [[0.0, 0.0], [0.0, 0.0]]
+
+
+def test_rae() -> None:
+    """Decay 1/2, rewards 1, 1, 0: averages before them 0, 1/2, 3/4. Each agent has its own; the next batch goes on with them."""
+    values, state = advantages(RAE(decay=0.5), [rewarded(1.0, 1.0), rewarded(0.0)], {})
+    assert values == [[1.0, 0.5], [-0.75]]
+    assert state == {"": 0.375}
+    game = [Attempt(1.0, agent="white"), Attempt(-1.0, agent="black")]
+    values, after = advantages(RAE(decay=0.5), [game], {**state, "white": 1.0})
+    assert values == [[0.0, -1.0]]
+    assert after == {"": 0.375, "white": 1.0, "black": -0.5}
+
+
+def test_gdpo() -> None:
+    """Two functions of other scales weigh the same; the sum of the rewards does not matter. std of (0, 1) is 1/2, of (0, 10) is 5."""
+    group = [Attempt(7.0, rewards={"right": 1.0, "short": 0.0}), Attempt(7.0, rewards={"right": 0.0, "short": 10.0})]
+    assert of_one(GDPO(batch_normalize=False), group) == pytest.approx([0.0, 0.0], abs=1e-5)
+    weighted = GDPO(weights={"right": 3.0, "short": 1.0}, batch_normalize=False)
+    assert of_one(weighted, group) == pytest.approx([2.0, -2.0], rel=1e-5)
+    with pytest.raises(UserError, match=r"no reward 'neat' \(there is: right, short\)"):
+        of_one(GDPO(weights={"neat": 1.0}), group)
+
+
+def test_equal_rewards_that_are_no_binary_fractions_give_exact_zeros() -> None:
+    """0.1 + 0.1 + 0.1 is not 0.3 in floating point: the filter must not depend on that."""
+    for config in (GRPO(), RLOO(), OPO(), MaxRL(), ReinforcePP(), GRPO(std_normalize=True)):
+        group = [Attempt(0.1, output_tokens=tokens) for tokens in (3, 5, 7)]
+        assert of_one(config, group) == [0.0, 0.0, 0.0], config.type
+
+
+def test_overlong_punishment() -> None:
+    """100 tokens of room, the last 20 of them a cache: nothing up to 80, a half at 90, all of it from 100 on."""
+    group = [Attempt(1.0, output_tokens=tokens) for tokens in (10, 80, 90, 100, 500)]
+    given = penalized(group, OverlongPenalty(max_tokens=100, cache=20))
+    assert [attempt.reward for attempt in given] == [1.0, 1.0, 0.5, 0.0, 0.0]
+    assert [attempt.reward for attempt in penalized(group, None)] == [1.0] * 5
+
+
+def test_linear_penalty() -> None:
+    """Mean 1/2: 0.25 · 10/20 + 0.1 · 5/5 + 0.1 · 1/2 = 0.275 of it for the first, 0.25 + 0.1 · 2/5 + 0.1 = 0.39 for the other."""
+    group = [
+        Attempt(1.0, output_tokens=10, total_tokens=15, turns=1),
+        Attempt(0.0, output_tokens=20, total_tokens=22, turns=2),
+    ]
+    given = penalized(group, LinearPenalty())
+    assert [attempt.reward for attempt in given] == pytest.approx([1 - 0.1375, -0.195])
+    shifted = of_one(GRPO(length_penalty=LinearPenalty()), group)
+    assert shifted == pytest.approx([(1 - 0.1375 + 0.195) / 2, -(1 - 0.1375 + 0.195) / 2])
+
+
+# -- against another implementation --------------------------------------------------------------------------------------------
+
+
+def ragged(seed: int) -> Groups:
+    """Groups of one to seven attempts, of one or two agents."""
+    draw = random.Random(seed)
+
+    def attempt(agent: str) -> Attempt:
+        tokens = draw.randint(1, 50)
+        rewards = {"a": draw.random(), "b": draw.choice([0.0, 1.0])}
+        return Attempt(
+            sum(rewards.values()), tokens, tokens + draw.randint(1, 30), draw.randint(1, 4), rewards, agent=agent
+        )
+
+    return [
+        [attempt(draw.choice(["white", "black"]) if place % 2 else "white") for _ in range(draw.randint(1, 7))]
+        for place in range(6)
+    ]
+
+
+def straightforward(config: AlgorithmConfig, groups: Groups) -> list[list[float]]:
+    """By definition, one attempt at a time."""
+    parts = [
+        (g, [i for i, attempt in enumerate(group) if attempt.agent == agent])
+        for g, group in enumerate(groups)
+        for agent in dict.fromkeys(attempt.agent for attempt in group)
+    ]
+    values = [[0.0] * len(group) for group in groups]
+    averages: dict[str, float] = {}
+    for g, places in parts:
+        rewards = [groups[g][i].reward for i in places]
+        for i in places:
+            mine, others = groups[g][i], [groups[g][j] for j in places if j != i]
+            if config.type == "grpo":
+                values[g][i] = mine.reward - statistics.fmean(rewards)
+                if config.std_normalize:
+                    values[g][i] /= statistics.pstdev(rewards) + 1e-6
+            elif config.type == "rloo":
+                values[g][i] = mine.reward - statistics.fmean(one.reward for one in others) if others else 0.0
+            elif config.type == "opo":
+                lengths = [groups[g][j].output_tokens for j in places]
+                values[g][i] = mine.reward - sum(map(math.prod, zip(lengths, rewards, strict=True))) / sum(lengths)
+            elif config.type == "max_rl":
+                values[g][i] = mine.reward / statistics.fmean(rewards) - 1
+            elif config.type == "rae":
+                before = averages.get(mine.agent, 0.0)
+                values[g][i] = mine.reward - before
+                averages[mine.agent] = before + (1 - config.decay) * (mine.reward - before)
+            elif config.type == "reinforce_pp":
+                values[g][i] = mine.reward - (statistics.fmean(rewards) if config.group_baseline else 0)
+            elif config.type == "gdpo":
+                for name, weight in (config.weights or {"a": 1, "b": 1}).items():
+                    each = [groups[g][j].rewards[name] for j in places]
+                    gap = mine.rewards[name] - statistics.fmean(each)
+                    values[g][i] += weight * gap / (statistics.pstdev(each) + 1e-6)
+    if config.type == "reinforce_pp" or (config.type == "gdpo" and config.batch_normalize):
+        flat = [value for group in values for value in group]
+        mean, std = statistics.fmean(flat), statistics.pstdev(flat) + 1e-6
+        values = [[(value - mean) / std for value in group] for group in values]
+    return values
+
+
+CONFIGS: list[AlgorithmConfig] = [
+    GRPO(),
+    GRPO(std_normalize=True),
+    RLOO(),
+    OPO(),
+    MaxRL(),
+    ReinforcePP(),
+    ReinforcePP(group_baseline=True),
+    RAE(decay=0.7),
+    GDPO(),
+    GDPO(weights={"a": 2.0, "b": -0.5}, batch_normalize=False),
+]
+every_algorithm = pytest.mark.parametrize("config", CONFIGS, ids=[f"{i} {one.type}" for i, one in enumerate(CONFIGS)])
+
+
+@every_algorithm
+@pytest.mark.parametrize("seed", range(5))
+def test_against_an_independent_implementation(config: AlgorithmConfig, seed: int) -> None:
+    groups = ragged(seed)
+    for got, want in zip(advantages(config, groups, {})[0], straightforward(config, groups), strict=True):
+        assert got == pytest.approx(want, abs=1e-5)
+
+
+@every_algorithm
+def test_a_shift_of_all_rewards_does_not_matter_and_scale_is_kept(config: AlgorithmConfig) -> None:
+    """Contract: differences count. max_rl and rae, which do not compare attempts alone, do not promise it of a shift."""
+    groups = ragged(1)
+
+    def changed(scale: float, shift: float) -> Groups:
+        return [
+            [
+                replace(
+                    one,
+                    reward=scale * one.reward + shift,
+                    rewards={name: scale * value + shift for name, value in one.rewards.items()},
+                )
+                for one in group
+            ]
+            for group in groups
+        ]
+
+    plain = [value for group in advantages(config, groups, {})[0] for value in group]
+    if config.type not in ("max_rl", "rae"):
+        shifted = [value for group in advantages(config, changed(1.0, 5.0), {})[0] for value in group]
+        assert shifted == pytest.approx(plain, abs=1e-5)
+    grows = config.type in ("grpo", "rloo", "opo", "rae") and not getattr(config, "std_normalize", False)
+    scaled = [value for group in advantages(config, changed(3.0, 0.0), {})[0] for value in group]
+    assert scaled == pytest.approx([(3.0 if grows else 1.0) * value for value in plain], abs=1e-4)
+
+
+@every_algorithm
+def test_the_order_of_attempts_does_not_matter(config: AlgorithmConfig) -> None:
+    """Contract: an attempt's advantage is its own wherever it stands. A moving average does depend on the order."""
+    if config.type == "rae":
+        pytest.skip("by definition one reward after the other")
+    groups = ragged(2)
+    draw = random.Random(0)
+    orders = [draw.sample(range(len(group)), len(group)) for group in groups]
+    mixed = [[group[i] for i in order] for group, order in zip(groups, orders, strict=True)]
+    plain, other = (advantages(config, given, {})[0] for given in (groups, mixed))
+    for before, after, order in zip(plain, other, orders, strict=True):
+        assert after == pytest.approx([before[i] for i in order], abs=1e-9)
+
+
+@every_algorithm
+def test_signal(config: AlgorithmConfig) -> None:
+    """Contract: what is said to have no signal has none in any batch; only what compares attempts of one task may say so."""
+    alike = [Attempt(0.5, 10, 20, rewards={"a": 0.25, "b": 0.25})] * 3
+    assert carries_signal(config, alike) != config.group_relative
+    assert carries_signal(config, [*alike, Attempt(1.0, 10, 20, rewards={"a": 1.0, "b": 0.0})])
+    if config.group_relative:
+        assert not any(of_one(config, alike))
+
+
+# -- one's own, and what is refused --------------------------------------------------------------------------------------------
+
+
+def best_alone(group: list[Attempt], *, margin: float = 0.0) -> list[float]:
+    best = max(attempt.reward for attempt in group) - margin
+    return [1.0 if attempt.reward >= best else 0.0 for attempt in group]
+
+
+def nonsense(group: list[Attempt]) -> list[float]:
+    return [math.nan] * len(group)
+
+
+def test_an_algorithm_of_ones_own() -> None:
+    """Contract: a function gets a group's attempts, penalties taken off, and its arguments."""
+    config = CustomAlgorithm(path=f"{__file__}:best_alone", args={"margin": 0.3})
+    check_algorithm(config, "algorithm")
+    assert of_one(config, rewarded(1.0, 0.8, 0.2)) == [1.0, 1.0, 0.0]
+    assert carries_signal(config, rewarded(1.0, 0.8))
+
+
+@pytest.mark.parametrize(
+    ("path", "args", "message"),
+    [
+        ("nothing", {}, "algorithm.path: 'nothing' is not of the form"),
+        ("no_such_module:f", {}, "algorithm.path: there is no module no_such_module"),
+        (f"{__file__}:best_alone", {"margins": 1}, "unexpected keyword argument 'margins'"),
+    ],
+)
+def test_an_algorithm_that_is_not_there(path: str, args: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_algorithm(CustomAlgorithm(path=path, args=args), "algorithm")
+
+
+def test_an_algorithm_that_gives_no_numbers() -> None:
+    with pytest.raises(UserError, match=r"gave \[nan, nan\] for 2 attempts"):
+        of_one(CustomAlgorithm(path=f"{__file__}:nonsense"), rewarded(0.0, 1.0))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "max_rl", "gdpo"])
+def test_one_attempt_cannot_be_compared(kind: str) -> None:
+    """Contract: refused before anything starts, for each environment's own algorithm too."""
+    one = {"batch_size": 4, "rollouts_per_example": 1}
+    with pytest.raises(ValidationError, match=f"{kind} compares attempts at one task: with rollouts_per_example 1"):
+        OrchestratorConfig(environment={"id": "x"}, algorithm={"type": kind}, **one)
+    with pytest.raises(ValidationError, match=f"{kind} compares attempts"):
+        OrchestratorConfig(environment={"id": "x", "algorithm": {"type": kind}}, algorithm={"type": "rae"}, **one)
+    OrchestratorConfig(environment={"id": "x", "algorithm": {"type": "rae"}}, algorithm={"type": kind}, **one)
+
+
+def test_a_cache_beyond_the_room() -> None:
+    with pytest.raises(ValidationError, match="cache 20 is more than max_tokens 10"):
+        OverlongPenalty(max_tokens=10, cache=20)
+
+
+def test_the_type_chooses() -> None:
+    assert isinstance(TypeAdapter(AlgorithmConfig).validate_python({"type": "max_rl"}), MaxRL)
