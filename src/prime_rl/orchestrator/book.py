@@ -5,7 +5,7 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -112,14 +112,16 @@ class Book:
         filtered: Sequence[str],
         truncated: Sequence[str],
         groups: Sequence[int],
+        details: Mapping[str, str] | None = None,
     ) -> None:
         """The batch of `step` was committed (its directory has its final name): `groups` are closed, their tokens are forgotten.
 
         Args:
             trained: Episodes with samples in it.
-            filtered: Episodes left out for want of a learning signal.
+            filtered: Episodes left out for want of a learning signal, or by a filter.
             truncated: Episodes left out because none of their sampled tokens fits `seq_len`.
             groups: The groups of the batch. Every finished episode of theirs is in one of the three lists.
+            details: Which filter left an episode out.
         """
         with self._recording:
             self._check_complete([*trained, *filtered, *truncated], groups)
@@ -128,7 +130,7 @@ class Book:
                 self._move(group, row, State.BATCHED, step=step)
             for reason, names in (("filtered", filtered), ("truncated", truncated)):
                 for name in names:
-                    self._drop(*self._row_of(name, State.FINISHED), reason)
+                    self._drop(*self._row_of(name, State.FINISHED), reason, (details or {}).get(name, ""))
             for number in groups:
                 self._close(number, "batched", step)
 
@@ -174,6 +176,7 @@ class Book:
         filtered: Sequence[str],
         truncated: Sequence[str],
         groups: Sequence[int],
+        details: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """What the manifest of the batch of `step` must say (`write_batch(extra=…)`), so that the ledger can be reconciled with it."""
         with self._recording:
@@ -188,7 +191,8 @@ class Book:
                     env.dropped[reason] = env.dropped.get(reason, 0) + 1
                 else:
                     env.batched += 1
-        listed = {"trained": list(trained), "filtered": list(filtered), "truncated": list(truncated)}
+        listed: dict[str, Any] = {"trained": list(trained), "filtered": list(filtered), "truncated": list(truncated)}
+        listed |= {"details": dict(details)} if details else {}
         rows = [[row.number, row.env, row.task_index, row.task_id] for row in tasks]
         return {
             "groups_opened": self._groups_opened,

@@ -4,7 +4,8 @@ The orchestrator keeps the engines busy while the trainer works on an older batc
 
 * *What may start now?* An episode for step n starts only on a policy version >= max(0, n - async_level). With async_level 0 nothing starts
   before the trainer has caught up (synchronous, on-policy); with k the engines work up to k steps ahead.
-* *What is a batch?* The first `batch_size / group_size` groups that are complete, in the order in which they were opened.
+* *What is a batch?* The first `batch_size / group_size` groups that are complete, in the order in which they were opened. A group that can teach
+  nothing may be turned away at the gate: another one is opened in its place (dynamic sampling).
 * *What is too old, or sampled by weights that do not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that
   sampled one of its tokens; what could only be trained later than that is cancelled or dropped. What a life of the trainer sampled that was given
   up, or a server that cannot prove what it served, is dropped and made again: the group keeps its place.
@@ -15,7 +16,7 @@ episode's state is told to a `Record`, the ledger. Simulators and property tests
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Generic
 
@@ -47,6 +48,8 @@ class Core(Generic[Result]):
         life: The trainer's present life.
         groups_opened: Groups opened before, in a resumed run.
         record: Told of everything that happens to an episode.
+        gate: Says of a complete group why it should not be trained, or None where it may be. What it turns away leaves room for another group,
+            so that batches stay full.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Core(Generic[Result]):
         life: int = 0,
         groups_opened: int = 0,
         record: Record[Result] | None = None,
+        gate: Callable[[Group[Result]], str | None] = lambda group: None,
     ) -> None:
         self.limits = limits
         self.step = step
@@ -69,12 +73,15 @@ class Core(Generic[Result]):
         self.issued = 0
         self.trained = 0  # in a committed batch
         self.dropped: Counter[Drop] = Counter()
+        self.turned_away: Counter[str] = Counter()  # groups, by what the gate said
+        self._gate = gate
         self._tasks = tasks
         self._record: Record[Result] = record or Unrecorded()
         self._groups: dict[int, Group[Result]] = {}  # open or complete, not yet in a batch; in the order of opening
         self._numbers: list[int] = []  # their numbers, ascending; so are the two lists below
         self._startable: list[int] = []  # groups with an episode to start
-        self._complete: list[int] = []
+        self._complete: list[int] = []  # and not looked at by the gate
+        self._admitted: list[int] = []  # complete ones that may be trained
         self._flying: dict[str, Start] = {}
         self._unproven: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
         self._looked_for_stale = False  # among what has finished, since something in it or the step changed
@@ -227,26 +234,33 @@ class Core(Generic[Result]):
     def ready_batch(self) -> Batch[Result] | None:
         """The batch of the current step if enough groups are complete, independent of the order in which their episodes came back.
 
-        Nothing changes until `advance` or `discard`.
+        What is too old is dropped, and what the gate turns away; nothing else changes until `advance` or `discard`.
         """
         self._drop_stale()
+        self._pass_gate()
         count = self.limits.groups_per_batch
-        if len(self._complete) < count:
+        if len(self._admitted) < count:
             return None
-        groups = [self._groups[number] for number in self._complete[:count]]
+        groups = [self._groups[number] for number in self._admitted[:count]]
         for group in groups:
             group.finished.sort(key=lambda finished: finished.start.number)
         return Batch(self.step, groups)
 
     def advance(
-        self, batch: Batch[Result], trained: Collection[str], filtered: Collection[str], truncated: Collection[str] = ()
+        self,
+        batch: Batch[Result],
+        trained: Collection[str],
+        filtered: Collection[str],
+        truncated: Collection[str] = (),
+        details: Mapping[str, str] | None = None,
     ) -> None:
         """The batch is committed: go on to the next step.
 
         Args:
             trained: Episodes with samples in it.
-            filtered: Those left out for want of a learning signal.
+            filtered: Those left out for want of a learning signal, or by a filter.
             truncated: Those left out because none of their sampled tokens fits a sample.
+            details: Which filter left an episode out.
 
         Raises:
             ValueError: these are not all finished episodes of the batch, or one of them is not proven.
@@ -262,7 +276,7 @@ class Core(Generic[Result]):
         self.step += 1
         self._looked_for_stale = False
         numbers = [group.number for group in batch.groups]
-        self._record.batched(batch.step, list(trained), list(filtered), list(truncated), numbers)
+        self._record.batched(batch.step, list(trained), list(filtered), list(truncated), numbers, details)
 
     def discard(self, batch: Batch[Result], truncated: Collection[str] = ()) -> None:
         """The batch carries no learning signal at all: collect another one for the same step. Its episodes are proven before."""
@@ -397,6 +411,19 @@ class Core(Generic[Result]):
                 self._drop(group, finished.start, Drop.STALE, "beyond max_off_policy_steps")
             self._settle(group)
 
+    def _pass_gate(self) -> None:
+        for group in [self._groups[number] for number in self._complete]:
+            reason = self._gate(group)
+            group.admitted = reason is None
+            if reason is None:
+                self._place(group)
+                continue
+            self.prove([finished.start.episode for finished in group.finished])  # as above
+            self.turned_away[reason] += 1
+            self.dropped[Drop.FILTERED] += len(group.finished)
+            self._leave(group)
+            self._record.discarded([group.number], Drop.FILTERED, reason)
+
     def _record_finished(self, finished: Finished[Result]) -> None:
         self._record.finished(finished.start.episode, finished.first, finished.last, finished.life, finished.result)
 
@@ -414,16 +441,18 @@ class Core(Generic[Result]):
 
     def _leave(self, group: Group[Result]) -> None:
         del self._groups[group.number]
-        for numbers in (self._numbers, self._startable, self._complete):
+        for numbers in (self._numbers, self._startable, self._complete, self._admitted):
             _discard(numbers, group.number)
 
     def _place(self, group: Group[Result]) -> None:
         """What may be done with the group has changed."""
         if group.number not in self._groups:
             return
+        group.admitted = group.admitted and group.complete  # what is made again is looked at again
         for numbers, belongs in (
             (self._startable, bool(group.again or group.waiting)),
-            (self._complete, group.complete),
+            (self._complete, group.complete and not group.admitted),
+            (self._admitted, group.admitted),
         ):
             if belongs:
                 _include(numbers, group.number)

@@ -1,6 +1,6 @@
 """The scheduler's vocabulary: task, group, episode, batch; why an episode is not trained; who is told what became of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
@@ -13,7 +13,7 @@ class Drop(StrEnum):
     """Why an episode was not trained."""
 
     STALE = "stale"  # beyond the off-policy bound, or sampled by weights that were given up or never proven
-    FILTERED = "filtered"  # it carries no learning signal
+    FILTERED = "filtered"  # it carries no learning signal, or a filter leaves it out
     ERRORED = "errored"  # the environment failed, or no attempt was left
     TRUNCATED = "truncated"  # none of its sampled tokens fits a sample
     CANCELLED = "cancelled"  # the run ended for good while it was in flight
@@ -92,6 +92,7 @@ class Group(Generic[Result]):
     flying: set[str] = field(default_factory=set)
     finished: list[Finished[Result]] = field(default_factory=list)
     lost: int = 0  # episodes that ended without a result
+    admitted: bool = False  # complete, and not turned away
 
     @property
     def complete(self) -> bool:
@@ -126,6 +127,7 @@ class Record(Protocol[Recorded]):
         filtered: Sequence[str],
         truncated: Sequence[str],
         groups: Sequence[int],
+        details: Mapping[str, str] | None = None,
     ) -> None: ...
 
 
@@ -154,5 +156,6 @@ class Unrecorded:
         filtered: Sequence[str],
         truncated: Sequence[str],
         groups: Sequence[int],
+        details: Mapping[str, str] | None = None,
     ) -> None:
         """See `Record`."""

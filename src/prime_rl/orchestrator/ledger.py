@@ -62,6 +62,7 @@ class BatchRecord:
     groups: list[tuple[int, str, int, str]]  # (number, env, task index, task id)
     groups_opened: int
     account: Account  # with this batch counted as batched
+    details: dict[str, str] = field(default_factory=dict)  # which filter left an episode out
 
 
 def read_batches(rollouts: Path) -> list[BatchRecord]:
@@ -89,7 +90,8 @@ def read_batches(rollouts: Path) -> list[BatchRecord]:
 def _read_record(step: int, data: dict[str, Any], groups_opened: int) -> BatchRecord:
     groups = [(int(number), str(env), int(index), str(task)) for number, env, index, task in data["groups"]]
     trained, filtered, truncated = (list(data[name]) for name in ("trained", "filtered", "truncated"))
-    return BatchRecord(step, trained, filtered, truncated, groups, groups_opened, Account.from_json(data["account"]))
+    account, details = Account.from_json(data["account"]), dict(data.get("details", {}))
+    return BatchRecord(step, trained, filtered, truncated, groups, groups_opened, account, details)
 
 
 class Ledger(Book):
@@ -271,7 +273,7 @@ class Ledger(Book):
             for name in sorted(targets[number].keys() - group.episodes.keys()):
                 self._add_episode(group, EpisodeRow(*parse_id(name)))
                 unknown = True
-            changed += self._settle(group, targets[number], batch.step)
+            changed += self._settle(group, targets[number], batch.step, batch.details)
             if (group.row.state, group.row.step) != ("batched", batch.step):
                 self._groups[number] = group
                 self._close(number, "batched", batch.step)
@@ -279,7 +281,7 @@ class Ledger(Book):
             said.append(f"step {batch.step} is committed: {changed} episodes brought to what its manifest says")
         return unknown
 
-    def _settle(self, group: Group, targets: dict[str, str], step: int) -> int:
+    def _settle(self, group: Group, targets: dict[str, str], step: int, details: dict[str, str]) -> int:
         """Bring a batched group's episodes to their `targets` (a drop's reason, or "" for trained). Returns how many changed."""
         changed = 0
         for name, row in group.episodes.items():
@@ -289,7 +291,7 @@ class Ledger(Book):
             elif reason == "" and (row.state not in (State.BATCHED, State.TRAINED) or row.step != step):
                 self._move(group, row, State.BATCHED, step=step)
             elif reason and (row.state != State.DROPPED or row.reason != reason):
-                self._drop(group, row, reason)
+                self._drop(group, row, reason, details.get(name, ""))
             else:
                 continue
             changed += 1

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
+from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task, Unrecorded
 
 
 def endless_tasks():
@@ -27,10 +27,11 @@ def make_core(limits: Limits, **kwargs) -> Core[float]:
 class World:
     """A simulated trainer and fleet: finishes, fails and serves in random order, and records what the core did."""
 
-    def __init__(self, limits: Limits, seed: int, failure_rate: float) -> None:
+    def __init__(self, limits: Limits, seed: int, failure_rate: float, turned_away: float = 0.0) -> None:
         self.random = random.Random(seed)
         self.limits = limits
-        self.core = make_core(limits)
+        gate = random.Random(seed + 1)
+        self.core = make_core(limits, gate=lambda group: "dull" if gate.random() < turned_away else None)
         self.failure_rate = failure_rate
         self.flying: list[Start] = []
         self.starts: list[tuple[int, int, Start]] = []  # (step being collected, served version, start)
@@ -51,7 +52,8 @@ class World:
         groups = self.core._groups
         assert self.core._numbers == sorted(groups) == self.core.open_groups
         assert self.core._startable == [n for n, group in groups.items() if group.waiting or group.again]
-        assert self.core._complete == [n for n, group in groups.items() if group.complete]
+        assert self.core._complete == [n for n, group in groups.items() if group.complete and not group.admitted]
+        assert self.core._admitted == [n for n, group in groups.items() if group.complete and group.admitted]
 
     def fill(self) -> None:
         while (start := self.core.next_start()) is not None:
@@ -106,11 +108,13 @@ worlds = st.builds(
 
 
 @settings(max_examples=150, deadline=None)
-@given(worlds, st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.5]))
-def test_every_run_ends_with_all_steps_in_order_and_conserves_episodes(limits, seed, failure_rate):
-    """Whatever the order of events: batches 0 … max_steps-1, each full, no episode trained twice, none unaccounted for, no deadlock."""
-    world = World(limits, seed, failure_rate)
+@given(worlds, st.integers(0, 2**32), st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([0.0, 0.7]))
+def test_every_run_ends_with_all_steps_in_order_and_conserves_episodes(limits, seed, failure_rate, turned_away):
+    """Whatever the order of events, and however many groups are turned away: batches 0 … max_steps-1, each full, no episode trained twice, none
+    unaccounted for, no deadlock."""
+    world = World(limits, seed, failure_rate, turned_away)
     world.run()
+    assert world.core.turned_away.total() == 0 or turned_away
     assert [batch.step for batch in world.batches] == list(range(limits.max_steps))
     assert all(len(batch.groups) == limits.groups_per_batch for batch in world.batches)
     trained = [f.start.episode for batch in world.batches for group in batch.groups for f in group.finished]
@@ -211,6 +215,58 @@ def test_a_group_without_any_result_is_replaced():
     replacement = core.next_start()
     assert replacement.group == 1
     assert replacement.task.index == 1
+
+
+def test_a_group_that_is_turned_away_makes_room_for_another():
+    """Dynamic sampling: its episodes are dropped as filtered, with the gate's word, and the next batch is as full as any; the gate looks once."""
+    looked = []
+
+    def gate(group):
+        looked.append(group.number)
+        return None if any(finished.result for finished in group.finished) else "zero_advantage"
+
+    record = Recorder()
+    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=gate, record=record)
+    for _ in range(4):
+        start = core.next_start()
+        core.finish(start.episode, float(start.group))
+    assert core.next_start() is None
+    assert core.ready_batch() is None
+    assert core.turned_away == {"zero_advantage": 1}
+    assert core.dropped == {Drop.FILTERED: 2}
+    assert record.discards == [([0], "filtered", "zero_advantage")]
+    core.check_conservation()
+    for _ in range(2):
+        start = core.next_start()
+        assert start.group == 2
+        core.finish(start.episode, 1.0)
+    assert [group.number for group in core.ready_batch().groups] == [1, 2]
+    core.ready_batch()
+    assert looked == [0, 1, 2]
+
+
+def test_what_is_made_again_is_looked_at_again():
+    """A group was let through, then a server could not prove what it served: what takes its place is another group as far as the gate is concerned."""
+    looked = []
+    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=lambda group: looked.append(group.number))
+    for _ in range(2):
+        core.finish(core.next_start().episode, 1.0)
+    assert core.ready_batch() is None
+    core.doubt("gone", core.without_proof())
+    for _ in range(2):
+        core.finish(core.next_start().episode, 1.0)
+    assert core.ready_batch() is None
+    assert looked == [0, 0]
+
+
+class Recorder(Unrecorded):
+    """Remembers the groups that leave without a batch."""
+
+    def __init__(self) -> None:
+        self.discards = []
+
+    def discarded(self, groups, reason="filtered", detail="") -> None:
+        self.discards.append((list(groups), str(reason), detail))
 
 
 def test_the_batch_keeps_the_order_of_opening_whatever_finished_first():
