@@ -22,7 +22,7 @@ class PolicyLoss(Section):
     )
     kl_coef: NonNegativeFloat = Field(
         default=0.0,
-        description="Weight of the divergence from a reference model, whose log-probabilities samples have.",
+        description="Weight of the divergence from a reference model: see orchestrator.reference.",
     )
     kl_estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="How that divergence is estimated.")
     entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus.")

@@ -6,6 +6,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from prime_rl.config.algorithms import GRPO, AlgorithmConfig
 from prime_rl.config.base import BaseConfig, Problem, check
+from prime_rl.config.filters import CurriculumConfig, FilterConfig
 from prime_rl.config.shared import (
     CkptConfig,
     ClientConfig,
@@ -26,6 +27,8 @@ class TrainingEnv(EnvConfig):
     algorithm: AlgorithmConfig | None = Field(
         default=None, discriminator="type", description="Algorithm of this environment alone (None: the one of all)."
     )
+    filters: FilterConfig | None = Field(default=None, description="Filters of this environment alone.")
+    curriculum: CurriculumConfig | None = Field(default=None, description="Difficulty pools of this environment alone.")
 
 
 class EvalSection(Environments[EnvConfig]):
@@ -66,6 +69,10 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         default_factory=GRPO, discriminator="type", description="What an episode is worth, compared with others."
     )
     filter_zero_advantage: bool = Field(default=True, description="Leave out samples whose advantage is exactly zero.")
+    filters: FilterConfig = Field(default_factory=FilterConfig, description="What else is left out of training.")
+    curriculum: CurriculumConfig | None = Field(
+        default=None, description="Draw tasks by how hard they are (None: all alike, one epoch after the other)."
+    )
     max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
     weights_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a version of the weights.")
@@ -109,8 +116,23 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
 
     def algorithm_of(self, env: str) -> AlgorithmConfig:
         """The algorithm of the environment of that name."""
-        own = next(environment.algorithm for environment in self.environments if environment.name == env)
-        return own or self.algorithm
+        return self._named(env).algorithm or self.algorithm
+
+    def filters_of(self, env: str) -> FilterConfig:
+        """The filters of the environment of that name."""
+        return self._named(env).filters or self.filters
+
+    def curriculum_of(self, env: str) -> CurriculumConfig | None:
+        """The difficulty pools of the environment of that name."""
+        return self._named(env).curriculum or self.curriculum
+
+    def _named(self, name: str) -> TrainingEnv:
+        return next(env for env in self.environments if env.name == name)
+
+    def all_filters(self) -> list[tuple[FilterConfig, str]]:
+        """Those in use, each with its key."""
+        own = [(env.filters, f"environments.{env.name}.filters") for env in self.environments if env.filters]
+        return [*([(self.filters, "filters")] if len(own) < len(self.environments) else []), *own]
 
     def algorithms(self) -> list[tuple[AlgorithmConfig, str]]:
         """Those in use, each with its key."""

@@ -111,6 +111,7 @@ class EpisodeResult:
     prompt: str = ""  # for people to read, shortened
     completion: str = ""
     timing: dict[str, float] = field(default_factory=dict)  # seconds by stage
+    filtered: str = ""  # the filter that leaves it out, by the orchestrator
 
     @property
     def ok(self) -> bool:

@@ -96,6 +96,9 @@ def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
     for algorithm, name in config.algorithms():
         if algorithm.type == "custom":
             find_module(algorithm.path, f"{key}{name}.path")
+    for filters, name in config.all_filters():
+        if filters.custom is not None:
+            find_module(filters.custom.path, f"{key}{name}.custom.path")
 
 
 def module_name(environment_id: str) -> str:

@@ -249,7 +249,8 @@ def _notes(biases: Sequence[Bias]) -> Iterable[str]:
     )
     if any(row.differs and row.by_design for row in biases):
         yield (
-            "By design: a setting chose these, and nothing is wrong. 'filtered' leaves out attempts of advantage zero (filter_zero_advantage), so "
+            "By design: a setting chose these, and nothing is wrong. 'filtered' leaves out attempts of advantage zero (filter_zero_advantage) and what "
+            "filters name, so that "
             "their rewards differ, and their lengths where length goes along with reward; 'truncated' leaves out what does not fit seq_len."
         )
     if any(row.differs and not row.by_design for row in biases):

@@ -57,6 +57,9 @@ class Book:
         )  # (env, state, reason) of episodes that no row tells of
         self._groups_opened = self._version = 0
         self._rewound = self._changed = False
+        self.discards: Counter[str] = (
+            Counter()
+        )  # groups that left without a batch, by what was said of their filtered episodes
         self._dirty_groups: dict[int, GroupRow] = {}
         self._dirty: dict[str, EpisodeRow] = {}
         self._results: dict[str, EpisodeResult] = {}  # of finished episodes, not written yet
@@ -141,9 +144,10 @@ class Book:
                 group = self._group(number)
                 if flying := [row.id for row in group.episodes.values() if row.state == State.ISSUED]:
                     raise ValueError(f"group {number} is discarded while {', '.join(flying)} are in flight")
-                for row in group.episodes.values():
-                    if row.state == State.FINISHED:
-                        self._drop(group, row, reason, detail)
+                finished = [row for row in group.episodes.values() if row.state == State.FINISHED]
+                for row in finished:
+                    self._drop(group, row, reason, detail)
+                self.discards[detail] += bool(finished) and reason == "filtered"
                 self._close(number, "discarded")
 
     def trained_through(self, version: int) -> None:

@@ -46,6 +46,8 @@ class State:
         environments: How many of these groups each environment got.
         open_groups: Groups that were drawn and are in no batch yet.
         algorithm: What each environment's algorithm remembers, if anything.
+        curriculum: The latest mean reward of each task, by environment and index, where there are difficulty pools.
+        discards: Groups that left without a batch, by what was said of them.
         ledger: The ledger's account, with the batch before `step` counted as batched.
     """
 
@@ -55,6 +57,8 @@ class State:
     environments: dict[str, int] = field(default_factory=dict)
     open_groups: list[int] = field(default_factory=list)
     algorithm: dict[str, Any] = field(default_factory=dict)
+    curriculum: dict[str, dict[str, float]] = field(default_factory=dict)
+    discards: dict[str, int] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_
 
 __all__ = ["Batch", "Core", "Drop", "Finished", "Group", "Limits", "Record", "Start", "Task", "Unrecorded"]
 
+NO_SIGNAL = "no signal in the whole batch"
+
 
 class Core(Generic[Result]):
     """The scheduler's state.
@@ -73,7 +75,6 @@ class Core(Generic[Result]):
         self.issued = 0
         self.trained = 0  # in a committed batch
         self.dropped: Counter[Drop] = Counter()
-        self.turned_away: Counter[str] = Counter()  # groups, by what the gate said
         self._gate = gate
         self._tasks = tasks
         self._record: Record[Result] = record or Unrecorded()
@@ -285,7 +286,7 @@ class Core(Generic[Result]):
             self._record.dropped(episode, Drop.TRUNCATED)
         self.dropped[Drop.TRUNCATED] += len(truncated)
         self.dropped[Drop.FILTERED] += len(batch.episodes) - len(truncated)
-        self._record.discarded([group.number for group in batch.groups], Drop.FILTERED, "no signal in the whole batch")
+        self._record.discarded([group.number for group in batch.groups], Drop.FILTERED, NO_SIGNAL)
 
     # -- the end, and the account ----------------------------------------------------------------------------------------------
 
@@ -419,7 +420,6 @@ class Core(Generic[Result]):
                 self._place(group)
                 continue
             self.prove([finished.start.episode for finished in group.finished])  # as above
-            self.turned_away[reason] += 1
             self.dropped[Drop.FILTERED] += len(group.finished)
             self._leave(group)
             self._record.discarded([group.number], Drop.FILTERED, reason)

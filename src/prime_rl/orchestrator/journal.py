@@ -18,6 +18,7 @@ from prime_rl.monitor import log
 from prime_rl.orchestrator.account import Account
 from prime_rl.orchestrator.ckpt import Progress, State, refuse_other_seed
 from prime_rl.orchestrator.core import Batch, Core, Drop, Finished, Group, Start, Task
+from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.ledger import Ledger, OpenGroup, read_batches
 from prime_rl.orchestrator.metrics import Tally
 from prime_rl.orchestrator.samples import Scored
@@ -36,6 +37,9 @@ class Journal:
         self.seed = seed
         self.ledger = Ledger(output_dir / "ledger.sqlite")
         self._drawn: Counter[str] = Counter()  # groups by environment
+        self.discards: Counter[str] = (
+            Counter()
+        )  # groups that left without a batch since the last one, in an earlier life
         self._flushed = time.monotonic()
         issued = self.ledger.account().total.issued
         if progress.fresh and issued:
@@ -52,12 +56,15 @@ class Journal:
 
     # -- going on ------------------------------------------------------------------------------------------------------------
 
-    def restore(self, core: Core[EpisodeResult], state: State, stream: Iterator[Task], version: int) -> Tally:
+    def restore(
+        self, core: Core[EpisodeResult], state: State, stream: Iterator[Task], version: int, curriculum: Curriculum
+    ) -> Tally:
         """Put into `core` what an earlier life left, and draw `stream` to where it was.
 
         Args:
             stream: The task stream from its beginning.
             version: The newest committed version of the present history.
+            curriculum: Difficulty pools: tasks drawn from them are not drawn again alike.
 
         Returns:
             Counts since the last committed batch.
@@ -71,7 +78,7 @@ class Journal:
         tasks = list(itertools.islice(stream, max(known, state.groups_opened)))
         self._drawn.update(task.env for task in tasks)
         core.groups_opened = len(tasks)
-        groups = [self._restored(group, tasks) for group in self.ledger.open_groups(core.limits.group_size)]
+        groups = [self._restored(group, tasks, curriculum) for group in self.ledger.open_groups(core.limits.group_size)]
         for number in state.open_groups:
             if number >= known:  # drawn in a run whose ledger is not here: a checkpoint that was taken elsewhere
                 groups.append(self._opened_elsewhere(number, tasks[number], core.limits.group_size))
@@ -85,11 +92,12 @@ class Journal:
                 "%d open groups go on, with %d finished episodes; %d are started again", len(groups), finished, again
             )
         before = Account.from_json(state.ledger) if known else Account()
-        return Tally.since(before.total, total, core.limits.batch_size)
+        self.discards = self.ledger.discards - Counter(state.discards)
+        return Tally.since(before.total, total)
 
-    def _restored(self, found: OpenGroup, tasks: Sequence[Task]) -> Group[EpisodeResult]:
-        task = Task(found.env, found.task_index, found.task_id)
-        if tasks[found.number] != task:
+    def _restored(self, found: OpenGroup, tasks: Sequence[Task], curriculum: Curriculum) -> Group[EpisodeResult]:
+        task, pools = Task(found.env, found.task_index, found.task_id), curriculum.pools.get(found.env)
+        if not pools.holds(task) if pools is not None else tasks[found.number] != task:
             raise UserError(
                 f"group {found.number} is about task {task.task_id} of {task.env}, but the seed and the environments give "
                 f"{tasks[found.number].task_id} of {tasks[found.number].env}: go on with those that the run began with"
@@ -118,10 +126,18 @@ class Journal:
 
     # -- writing -------------------------------------------------------------------------------------------------------------
 
-    def extra(self, core: Core[EpisodeResult], batch: Batch[EpisodeResult], scored: Scored) -> dict[str, Any]:
+    def extra(
+        self,
+        core: Core[EpisodeResult],
+        batch: Batch[EpisodeResult],
+        scored: Scored,
+        curriculum: dict[str, dict[str, float]],
+    ) -> dict[str, Any]:
         """What the manifest of a batch says about episodes, and the orchestrator's state once it is committed."""
         numbers = [group.number for group in batch.groups]
-        extra = self.ledger.batch_extra(batch.step, scored.trained, scored.filtered, scored.truncated, numbers)
+        extra = self.ledger.batch_extra(
+            batch.step, scored.trained, scored.filtered, scored.truncated, numbers, scored.details
+        )
         state = State(
             step=batch.step + 1,
             seed=self.seed,
@@ -129,6 +145,8 @@ class Journal:
             environments=dict(sorted(self._drawn.items())),
             open_groups=[number for number in core.open_groups if number not in set(numbers)],
             algorithm=scored.state,
+            curriculum=curriculum,
+            discards=dict(self.ledger.discards),
             ledger=extra["ledger"]["account"],
         )
         return extra | {"state": state.to_json()}

@@ -203,6 +203,11 @@ class Ledger(Book):
             self._count(env, EpisodeRow(0, 0, 0, state, reason, step=step), count)
         for env, state, reason, count in self._db.execute("SELECT env, state, reason, count FROM carried").fetchall():
             self._add_carried(env, state, reason, count)
+        discards = (
+            "SELECT detail, COUNT(DISTINCT group_number) FROM episodes e JOIN groups g ON g.number = group_number "
+            "WHERE g.state = 'discarded' AND reason = 'filtered' GROUP BY detail"
+        )
+        self.discards.update(dict(self._db.execute(discards).fetchall()))
         for (number,) in self._db.execute("SELECT number FROM groups WHERE state = 'open'").fetchall():
             group = self._fetch_group(number)
             assert group is not None

@@ -1,5 +1,6 @@
 """What the orchestrator reports about a step."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,15 +17,14 @@ class Tally:
     outcomes: int = 0
     failures: dict[Drop, int] = field(default_factory=dict)
     output_tokens: int = 0
-    discarded_batches: int = 0
     stale_before: int = 0  # dropped as stale when the counting began
     seconds_gated: float = 0.0
 
     @staticmethod
-    def since(before: EnvAccount, now: EnvAccount, batch_size: int) -> "Tally":
+    def since(before: EnvAccount, now: EnvAccount) -> "Tally":
         """The counts that the ledger still tells of, between two states of its account with no batch committed in between.
 
-        `batch_size` episodes at most are in a batch that was discarded. Tokens and seconds of an earlier life are not known.
+        Tokens and seconds of an earlier life are not known.
         """
 
         def more(reason: Drop) -> int:
@@ -36,7 +36,6 @@ class Tally:
         return Tally(
             outcomes=finished + sum(failures.values()),
             failures=failures,
-            discarded_batches=-(-unused // batch_size),
             stale_before=before.dropped.get(Drop.STALE, 0),
         )
 
@@ -84,9 +83,8 @@ def step_metrics(
         "num_turns/mean": _mean([result.num_turns for result in results]),
         "is_truncated/mean": _mean([result.is_truncated for result in results]),
         "errors/rate": sum(tally.failures.values()) / max(tally.outcomes, 1),
-        "filtered/zero_advantage": len(scored.filtered) / len(episodes),
+        "filtered/zero_advantage": (len(scored.filtered) - len(scored.details)) / len(episodes),
         "filtered/truncated": len(scored.truncated) / len(episodes),
-        "filtered/discarded_batches": float(tally.discarded_batches),
         "off_policy/mean": _mean(ages),
         "off_policy/max": float(max(ages, default=0)),
         "off_policy/dropped": float(stale - tally.stale_before),
@@ -98,6 +96,7 @@ def step_metrics(
         "time/wait_for_weights": tally.seconds_gated,
     }
     metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
+    metrics |= {f"filtered/{why}": count / len(episodes) for why, count in Counter(scored.details.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in tally.failures.items()}
     metrics |= _solved(batch.groups)
     return metrics | _per_environment(batch.groups)

@@ -16,9 +16,10 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
-from prime_rl.orchestrator.algorithms import check_algorithm
+from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
+from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
@@ -47,7 +48,6 @@ logger = log.get("orchestrator")
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
 _CANCEL_SECONDS = 60.0
-_MAX_EMPTY_BATCHES = 10
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
 _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE}
@@ -75,8 +75,7 @@ class Orchestrator:
             env.name: env.sampling.over(config.sampling) if env.sampling else config.sampling
             for env in config.environments
         }
-        for algorithm, key in config.algorithms():
-            check_algorithm(algorithm, key)
+        self.admission = Admission(config)
         self.progress = Progress()
         if not config.bench:
             self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
@@ -101,7 +100,6 @@ class Orchestrator:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outcomes: deque[Outcome | None] = deque(maxlen=max(_ERROR_WINDOW, config.batch_size))
         self._last_error = ""
-        self._empty_batches = 0
         self._step_began = self._last_landing = time.monotonic()
         self._gated_since: float | None = None
         self._failure: BaseException | None = None
@@ -200,7 +198,11 @@ class Orchestrator:
             env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
             for env in config.environments
         }
-        stream = task_stream(tasks, {env.name: env.ratio for env in config.environments}, config.seed)
+        by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
+        self.admission.curriculum = Curriculum(tasks, by_difficulty, config.seed)
+        self.admission.curriculum.load(self.progress.state.curriculum)
+        ratios = {env.name: env.ratio for env in config.environments}
+        stream = task_stream(tasks, ratios, config.seed, self.admission.curriculum.pools)
         self.core = Core(
             limits(config),
             stream if journal is None else journal.drawing(stream),
@@ -208,13 +210,15 @@ class Orchestrator:
             version=version,
             life=history.life.number,
             record=None if journal is None else journal.ledger,
+            gate=self.admission.gate,
         )
         self.serving.begin(self.core)
         self.recovery.begin()
         if journal is not None:
             newest = history.newest
             assert newest is not None
-            self.tally = journal.restore(self.core, self.progress.state, stream, newest)
+            self.tally = journal.restore(self.core, self.progress.state, stream, newest, self.admission.curriculum)
+            self.admission.restore(journal.discards)
             self.core.begin_life(history.life.number, history.lives)
             journal.check(self.core)
 
@@ -268,6 +272,7 @@ class Orchestrator:
         self.status.progress()
         self._wake.set()
         if result.ok:
+            self.admission.look(start.task.env, result)
             self._outcomes.append(None)
             self.tally.finish(result)
             self.core.finish(start.episode, result)
@@ -399,11 +404,13 @@ class Orchestrator:
                 return True
             metrics = self._take_metrics(batch, scored)
             if self.journal is not None:
-                extra = self.journal.extra(self.core, batch, scored) | {"metrics": metrics}
+                extra = self.journal.extra(self.core, batch, scored, self.admission.curriculum.state()) | {
+                    "metrics": metrics
+                }
                 await self.journal.flush()
                 await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
             self._algorithm_state = scored.state
-            self.core.advance(batch, scored.trained, scored.filtered, scored.truncated)
+            self.core.advance(batch, scored.trained, scored.filtered, scored.truncated, scored.details)
             if self.journal is not None:
                 self.journal.check(self.core)
         self._report(batch, metrics)
@@ -419,14 +426,7 @@ class Orchestrator:
 
     def _discard(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
         self.core.discard(batch, scored.truncated)
-        self.tally.discarded_batches += 1
-        self._empty_batches += 1
-        logger.warning("step %d: the batch carries no learning signal; collecting another one", batch.step)
-        if self._empty_batches >= _MAX_EMPTY_BATCHES:
-            raise UserError(
-                f"{_MAX_EMPTY_BATCHES} batches in a row carried no learning signal (all rewards of each group were equal): the task is too "
-                "easy, too hard, or its reward is broken"
-            )
+        self.admission.empty_batch(batch.step)
 
     def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
         now, stale = time.monotonic(), self.core.dropped[Drop.STALE]
@@ -440,11 +440,11 @@ class Orchestrator:
             updating=updating,
             update_parts=parts,
         )
+        metrics |= self.admission.take()
         self._step_began, self.tally = now, Tally(stale_before=stale)
         return metrics
 
     def _report(self, batch: Batch[EpisodeResult], metrics: dict[str, float]) -> None:
-        self._empty_batches = 0
         self.monitor.log(batch.step, metrics)
         self.status.step(self.core.step)
         logger.info(

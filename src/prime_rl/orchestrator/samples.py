@@ -10,6 +10,7 @@ import numpy.typing as npt
 from prime_rl.envs.protocol import EpisodeResult, SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
 from prime_rl.orchestrator.core import Batch, Finished, Group
+from prime_rl.orchestrator.filters import OFF_POLICY, counts_in_baseline, why_group
 from prime_rl.transport.rollouts import Sample, as_array
 
 if TYPE_CHECKING:
@@ -22,9 +23,10 @@ class Scored:
 
     samples: list[Sample]
     trained: list[str]
-    filtered: list[str]  # of advantage zero
+    filtered: list[str]  # of advantage zero, or left out by a filter
     truncated: list[str]  # all sampled tokens are cut off
     state: dict[str, Any] = field(default_factory=dict)  # of each environment's algorithm, after this batch
+    details: dict[str, str] = field(default_factory=dict)  # which filter left an episode out
 
 
 def score_batch(
@@ -48,6 +50,10 @@ def score_batch(
     for group in batch.groups:
         for episode in in_order(group):
             name = episode.start.episode
+            if why := why_left_out(episode, batch.step, config):
+                scored.filtered.append(name)
+                scored.details[name] = why
+                continue
             rows = episode_samples(episode, worth[name], temperatures[group.task.env], config.seq_len)
             kept = [row for row in rows if worth[name][row.agent] != 0.0 or not config.filter_zero_advantage]
             if not rows:
@@ -60,9 +66,26 @@ def score_batch(
     return scored
 
 
+def why_left_out(episode: Finished[EpisodeResult], step: int, config: "OrchestratorConfig") -> str:
+    """The filter that leaves the episode out of the batch of `step`, "" where none does."""
+    bound = config.filters_of(episode.start.task.env).off_policy
+    if not episode.result.filtered and bound is not None and step - episode.first > bound.max_steps:
+        return OFF_POLICY
+    return episode.result.filtered
+
+
 def in_order(group: Group[EpisodeResult]) -> list[Finished[EpisodeResult]]:
     """Its finished episodes by their place in it, whoever finished first."""
     return sorted(group.finished, key=lambda episode: episode.start.number)
+
+
+def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
+    """Why a complete group is not worth a place in a batch, or None: the core's gate."""
+    env = group.task.env
+    filters = config.filters_of(env)
+    results = [episode.result for episode in in_order(group)]
+    counted = [one for result in results if counts_in_baseline(filters, result) for one in attempts(result)]
+    return why_group(filters, config.algorithm_of(env), results, counted)
 
 
 def attempts(result: EpisodeResult) -> list[Attempt]:
@@ -92,7 +115,9 @@ def _advantages(
     worth: dict[str, dict[str, float]] = {}
     by_env: dict[str, list[list[Finished[EpisodeResult]]]] = {}
     for group in batch.groups:
-        by_env.setdefault(group.task.env, []).append(in_order(group))
+        filters = config.filters_of(group.task.env)
+        counted = [episode for episode in in_order(group) if counts_in_baseline(filters, episode.result)]
+        by_env.setdefault(group.task.env, []).append(counted)
     for env, groups in by_env.items():
         named = [[(e.start.episode, one) for e in group for one in attempts(e.result)] for group in groups]
         values, after = advantages(

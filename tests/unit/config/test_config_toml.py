@@ -62,6 +62,9 @@ CONSTRAINED |= {
     "dual_clip",
     "low",
     "high",
+    "max_logprob",
+    "easy",
+    "hard",
 }
 
 
@@ -72,6 +75,8 @@ def values(setting: Setting) -> st.SearchStrategy[Any]:
         options += [tables(section) for section in setting.sections]
     elif setting.item_section is not None:
         options.append(st.lists(tables(setting.item_section), max_size=2, unique_by=lambda table: table["name"]))
+    elif dict[str, float] in setting.members:
+        options.append(st.dictionaries(PLAIN_TEXT, st.floats(-2, 2), max_size=3))
     elif setting.is_dict:
         options.append(st.dictionaries(PLAIN_TEXT, JSON, max_size=3))
     elif setting.choices:
@@ -95,6 +100,9 @@ def tables(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
     required = {n: PLAIN_TEXT for n, s in settings_of(section).items() if s.field.is_required() and not s.sections}
     if {"id", "name"} <= set(settings_of(section)) and "args" in settings_of(section):
         required["name"] = PLAIN_TEXT
+    required = {
+        name: st.integers(1, 8) if settings_of(section)[name].is_number else drawn for name, drawn in required.items()
+    }
     if section is OverlongPenalty:
         required = {"max_tokens": st.integers(8, 16), "cache": st.integers(1, 8)}
     free = {

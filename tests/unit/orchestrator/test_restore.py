@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.ckpt import resume_progress
 from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
+from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.journal import Journal
 from prime_rl.orchestrator.samples import Scored
 from prime_rl.orchestrator.tasks import task_stream
@@ -42,7 +43,7 @@ class World:
         self.core: Core[EpisodeResult] = Core(
             self.limits, self.journal.drawing(stream), step=progress.step, version=newest, life=max(self.lives), record=self.journal.ledger
         )  # fmt: skip
-        self.journal.restore(self.core, progress.state, stream, newest)
+        self.journal.restore(self.core, progress.state, stream, newest, Curriculum({}, {}, 0))
         self.core.begin_life(max(self.lives), self.lives)
         self.journal.check(self.core)
         self.flying: dict[str, Start] = {}
@@ -113,7 +114,7 @@ class World:
         names = sorted(batch.episodes)
         filtered = names[: self.random.randint(0, len(names) - 1)]
         trained = names[len(filtered) :]
-        extra = self.journal.extra(self.core, batch, Scored([], trained, filtered, []))
+        extra = self.journal.extra(self.core, batch, Scored([], trained, filtered, []), {})
         if self.random.random() < 0.1:
             return self.crash()
         self.journal.ledger.flush()

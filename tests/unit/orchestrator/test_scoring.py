@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from prime_rl.config.algorithms import GRPO, RAE, RLOO
+from prime_rl.config.filters import FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
 from prime_rl.orchestrator.samples import score_batch
@@ -23,6 +24,9 @@ class Settings:
 
     def algorithm_of(self, env):
         return self.algorithms[env]
+
+    def filters_of(self, env):
+        return FilterConfig()
 
 
 def tokens(prompt=2, sampled=3, reward=0.0, agent="") -> SampleTokens:

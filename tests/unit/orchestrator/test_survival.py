@@ -10,8 +10,9 @@ import pytest
 
 from faults import audit
 from prime_rl import faults
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
-from prime_rl.monitor import Status
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
+from prime_rl.monitor import Status, read_metrics
+from prime_rl.orchestrator.ckpt import read_state
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import read_lease
@@ -296,3 +297,64 @@ def new_threads() -> ThreadPoolExecutor:
     threads = ThreadPoolExecutor(4)
     asyncio.get_running_loop().set_default_executor(threads)
     return threads
+
+
+class ManyTasks(MixedPool):
+    """Several tasks, some of which are too easy; one episode too many tokens."""
+
+    def tasks(self, env: str) -> list[TaskInfo]:
+        return [TaskInfo(f"task-{i}", i) for i in range(4)]
+
+    async def run(self, *, episode_id: str, policy_version: int, env: str, **rest) -> EpisodeResult:
+        result = await super().run(episode_id=episode_id, policy_version=policy_version, env=env, **rest)
+        result.is_truncated = result.ok and episode_id.startswith("4.1.")
+        return result
+
+
+REMEMBERING = {
+    "algorithm": {"type": "rae"},
+    "filters": {"dynamic_sampling": True, "difficulty": {"low": 0.5, "high": 9.0}, "truncated": {}},
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_what_algorithms_and_filters_remember_survives(tmp_path, seed):
+    """Moving averages go on from the last committed batch, groups are turned away again, filtered episodes stay so: the same batches as undisturbed."""
+    worlds = [make_world(tmp_path / name, **REMEMBERING) for name in ("whole", "killed")]
+    for world in worlds:
+        world.pool = ManyTasks(world.engine)
+    await finish(worlds[0])
+    world, chance = worlds[1], random.Random(seed)
+    trainer, threads = asyncio.create_task(train(world)), new_threads()
+    for _ in range(6):
+        run = asyncio.create_task(world.orchestrator().run())
+        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.5))
+        threads = await cut_off(run, threads)
+        world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
+    check(world, worlds[0])
+    states = [read_state(one.directory / "rollouts", STEPS - 1) for one in worlds]
+    assert states[0].algorithm == states[1].algorithm
+    assert states[0].algorithm["env"][""] > 0
+    rows = [read_metrics(one.directory / "metrics" / "orchestrator.jsonl") for one in worlds]
+    assert sum(row.get("turned_away/difficulty", 0) for row in rows[0]) > 0
+    assert sum(row.get("filtered/truncated", 0) for row in rows[0]) > 0
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_difficulty_pools_survive(tmp_path, seed):
+    """Tasks drawn by how hard they are: open groups go on with the tasks they had, every episode is accounted for, and the pools are in the state."""
+    world, chance = make_world(tmp_path / "run", curriculum={"easy": 1.2, "hard": 0.3}), random.Random(seed)
+    world.pool = ManyTasks(world.engine)
+    trainer, threads = asyncio.create_task(train(world)), new_threads()
+    for _ in range(6):
+        run = asyncio.create_task(world.orchestrator().run())
+        await asyncio.wait([run], timeout=chance.uniform(0.05, 0.6))
+        threads = await cut_off(run, threads)
+        world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
+    check(world)
+    kept = read_state(world.directory / "rollouts", STEPS - 1).curriculum["env"]
+    assert set(kept) == {"0", "1", "2", "3"}

@@ -1,0 +1,113 @@
+"""What is left out of training: rules about the tokens of one episode, and about the rewards of a group. Pure functions.
+
+Rules about an episode are asked once, when it ends. The episode keeps its place in its group, and what its reward is compared with is the same
+as without a filter (unless `from_baseline`); it is not trained, and counted by the filter's name. A group in which nothing is left to train is
+turned away, and another one takes its place.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from prime_rl.envs.protocol import EpisodeResult, SampleTokens
+from prime_rl.errors import UserError
+from prime_rl.importing import load_function
+from prime_rl.orchestrator.algorithms import Attempt, carries_signal
+from prime_rl.transport.rollouts import as_array
+
+if TYPE_CHECKING:
+    from prime_rl.config.algorithms import AlgorithmConfig
+    from prime_rl.config.filters import CustomFilter, FilterConfig, GibberishFilter, RepetitionFilter
+
+DYNAMIC_SAMPLING, DIFFICULTY, OFF_POLICY, NOTHING_LEFT = "dynamic_sampling", "difficulty", "off_policy", "nothing_left"
+
+
+def why_episode(config: "FilterConfig", result: EpisodeResult) -> str:
+    """The name of the first filter that leaves the episode out, "" where none does.
+
+    Raises:
+        UserError: a filter of the user's own gives something else than yes or no.
+    """
+    if config.truncated is not None and result.is_truncated:
+        return "truncated"
+    if config.overlong is not None and _sampled(result) > config.overlong.max_tokens:
+        return "overlong"
+    if config.repetition is not None and any(_repeats(one, config.repetition) for one in result.samples):
+        return "repetition"
+    if config.gibberish is not None and _improbable(result, config.gibberish) > config.gibberish.max_tokens:
+        return "gibberish"
+    if config.custom is not None and _custom(config.custom, result):
+        return "custom"
+    return ""
+
+
+def counts_in_baseline(config: "FilterConfig", result: EpisodeResult) -> bool:
+    """Whether others of its group are compared with the episode."""
+    rule = (
+        getattr(config, result.filtered, None) if result.filtered else None
+    )  # of an earlier life it may have been another one's
+    return rule is None or not rule.from_baseline
+
+
+def why_group(
+    config: "FilterConfig", algorithm: "AlgorithmConfig", results: Sequence[EpisodeResult], attempts: Sequence[Attempt]
+) -> str | None:
+    """Why a complete group is turned away, or None.
+
+    Args:
+        results: Its finished episodes.
+        attempts: What the algorithm sees of those that count in the baseline.
+    """
+    if all(result.filtered for result in results):
+        return NOTHING_LEFT
+    if config.dynamic_sampling and not carries_signal(algorithm, attempts):
+        return DYNAMIC_SAMPLING
+    if config.difficulty is not None:
+        mean = sum(result.reward for result in results) / len(results)
+        if not config.difficulty.low < mean < config.difficulty.high:
+            return DIFFICULTY
+    return None
+
+
+def check_filters(config: "FilterConfig", key: str) -> None:
+    """Raise UserError where a function of the user's own is not there, or does not take its arguments. `key`: the setting, for messages."""
+    if config.custom is not None:
+        load_function(config.custom.path, config.custom.args, given=1, key=f"{key}.custom.path")
+
+
+def _sampled(result: EpisodeResult) -> int:
+    return sum(sequence.loss_mask.count(1) for sequence in result.samples)
+
+
+def _repeats(sequence: SampleTokens, rule: "RepetitionFilter") -> bool:
+    """Whether more than `max_share` of the n-grams of the sampled tokens occurred before in them."""
+    tokens = as_array(sequence.input_ids, np.int32)[as_array(sequence.loss_mask, np.bool_)]
+    if len(tokens) < max(rule.min_tokens, rule.ngram):
+        return False
+    ngrams = np.lib.stride_tricks.sliding_window_view(tokens, rule.ngram)
+    different = len(np.unique(np.ascontiguousarray(ngrams).view(np.dtype((np.void, 4 * rule.ngram)))))
+    return 1 - different / len(ngrams) > rule.max_share
+
+
+def _improbable(result: EpisodeResult, rule: "GibberishFilter") -> int:
+    """Sampled tokens with a rare id and a low log-probability."""
+    found = 0
+    for sequence in result.samples:
+        ids, mask = as_array(sequence.input_ids, np.int32), as_array(sequence.loss_mask, np.bool_)
+        low = as_array(sequence.logprobs, np.float32) < rule.max_logprob
+        found += int((mask & low & (ids >= rule.min_token_id)).sum())
+    return found
+
+
+def _custom(rule: "CustomFilter", result: EpisodeResult) -> bool:
+    found = _loaded(rule.path, tuple(sorted(rule.args)))(result, **rule.args)
+    if not isinstance(found, bool | np.bool_):
+        raise UserError(f"filter {rule.path} gave {found!r}: True (leave the episode out) or False is needed")
+    return bool(found)
+
+
+@cache
+def _loaded(path: str, names: tuple[str, ...]) -> Callable[..., Any]:
+    return load_function(path, dict.fromkeys(names), given=1, key="filters.custom.path")

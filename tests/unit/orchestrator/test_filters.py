@@ -1,0 +1,160 @@
+"""What is left out of training, and what is turned away: each rule by hand, and in a batch."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from prime_rl.config import OrchestratorConfig
+from prime_rl.config.filters import CurriculumConfig, DifficultyFilter, FilterConfig
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
+from prime_rl.orchestrator.filters import check_filters, why_episode
+from prime_rl.orchestrator.samples import score_batch, turned_away
+
+TASK = Task("env", 0, "task")
+
+
+def result(tokens: list[int], reward: float = 0.0, logprob: float = -0.5, **fields: object) -> EpisodeResult:
+    """A prompt of two tokens, then `tokens`."""
+    sample = SampleTokens.of(
+        [1, 2, *tokens], [False, False, *[True] * len(tokens)], [0.0, 0.0, *[logprob] * len(tokens)], 2, reward
+    )
+    return EpisodeResult("e", "env", "task", Outcome.OK, reward=reward, samples=[sample], **fields)
+
+
+def group(number: int, *results: EpisodeResult, first: int = 0) -> Group[EpisodeResult]:
+    finished = [Finished(Start(number, i, 0, TASK, first), first, first, one) for i, one in enumerate(results)]
+    return Group(number, TASK, finished=finished)
+
+
+def config(**settings: object) -> OrchestratorConfig:
+    return OrchestratorConfig(environment={"id": "env"}, batch_size=4, rollouts_per_example=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept", "left_out"),
+    [
+        ({"truncated": {}}, result([5]), result([5], is_truncated=True)),
+        ({"overlong": {"max_tokens": 3}}, result([5, 6, 7]), result([5, 6, 7, 8])),
+        # of 8 tokens 7 pairs: 1 2 3 4 1 2 3 4 has 4 different ones, so that 3 of 7 repeat
+        (
+            {"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 4}},
+            result([1, 2, 3, 4, 5, 6, 7, 8]),
+            result([1, 2, 3, 4, 1, 2, 3, 4]),
+        ),
+        ({"repetition": {"ngram": 2, "max_share": 0.4, "min_tokens": 9}}, result([1, 2, 3, 4, 1, 2, 3, 4]), None),
+        ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([100], logprob=-8.9), result([100], logprob=-9.1)),
+        ({"gibberish": {"min_token_id": 100, "max_logprob": -9}}, result([99], logprob=-20.0), None),
+        ({"gibberish": {"min_token_id": 100, "max_logprob": -9, "max_tokens": 2}}, result([100] * 2, logprob=-10), result([100] * 3, logprob=-10)),
+        ({"custom": {"path": f"{__file__}:shorter_than", "args": {"tokens": 2}}}, result([5, 6]), result([5])),
+    ],
+)  # fmt: skip
+def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: EpisodeResult | None) -> None:
+    (name,) = rule
+    assert why_episode(FilterConfig(**rule), kept) == ""
+    assert left_out is None or why_episode(FilterConfig(**rule), left_out) == name
+
+
+def test_prompts_do_not_count() -> None:
+    """Contract: what is repeated, long or improbable in a prompt is not the policy's doing."""
+    sample = SampleTokens.of([7] * 100 + [1], [False] * 100 + [True], [0.0] * 100 + [-0.1], 100, 0.0)
+    long = EpisodeResult("e", "env", "task", Outcome.OK, samples=[sample])
+    rules = FilterConfig(
+        overlong={"max_tokens": 1},
+        repetition={"ngram": 1, "max_share": 0.0, "min_tokens": 1},
+        gibberish={"min_token_id": 0},
+    )
+    assert why_episode(rules, long) == ""
+
+
+def test_what_is_left_out_still_counts_in_the_baseline() -> None:
+    """Contract: one that a filter leaves out is not trained and is named; others are compared with it, unless the filter says not to."""
+    batch = Batch(3, [group(0, result([5, 6], 1.0), result([5], 0.0), result([6], 0.5, is_truncated=True))])
+    batch.groups[0].finished[2].result.filtered = "truncated"
+    settings = config(filters={"truncated": {}})
+    scored = score_batch(batch, settings, {"env": 1.0}, {})
+    assert [float(sample.advantages[-1]) for sample in scored.samples] == [0.5, -0.5]
+    assert (scored.trained, scored.filtered, scored.details) == (["0.0.0", "0.1.0"], ["0.2.0"], {"0.2.0": "truncated"})
+    batch.groups[0].finished[2].result.reward = 2.0
+    scored = score_batch(batch, settings, {"env": 1.0}, {})
+    assert [float(sample.advantages[-1]) for sample in scored.samples] == [0.0, -1.0] or scored.filtered == [
+        "0.0.0",
+        "0.2.0",
+    ]
+    alone = config(filters={"truncated": {"from_baseline": True}})
+    assert [float(sample.advantages[-1]) for sample in score_batch(batch, alone, {"env": 1.0}, {}).samples] == [
+        0.5,
+        -0.5,
+    ]
+
+
+def test_the_age_counts_at_the_step_that_would_train() -> None:
+    """Contract: off_policy is about the batch's step, whatever the step was when the episode ended."""
+    old, new = (
+        group(0, result([5], 1.0), result([6], 0.0), first=1),
+        group(1, result([5], 1.0), result([6], 0.0), first=2),
+    )
+    scored = score_batch(Batch(4, [old, new]), config(filters={"off_policy": {"max_steps": 2}}), {"env": 1.0}, {})
+    assert scored.details == {"0.0.0": "off_policy", "0.1.0": "off_policy"}
+    assert scored.trained == ["1.0.0", "1.1.0"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "rewards", "why"),
+    [
+        ({}, (0.5, 0.5), None),
+        ({"filters": {"dynamic_sampling": True}}, (0.5, 0.5), "dynamic_sampling"),
+        ({"filters": {"dynamic_sampling": True}}, (0.5, 0.6), None),
+        ({"filters": {"dynamic_sampling": True}, "algorithm": {"type": "reinforce_pp"}}, (0.5, 0.5), None),
+        ({"filters": {"difficulty": {}}}, (0.0, 0.0), "difficulty"),
+        ({"filters": {"difficulty": {}}}, (1.0, 1.0), "difficulty"),
+        ({"filters": {"difficulty": {}}}, (1.0, 0.0), None),
+        ({"filters": {"difficulty": {"low": 0.5, "high": 0.9}}}, (0.9, 0.1), "difficulty"),
+    ],
+)
+def test_groups_that_are_turned_away(settings: dict, rewards: tuple[float, ...], why: str | None) -> None:
+    assert turned_away(group(0, *(result([5], reward) for reward in rewards)), config(**settings)) == why
+
+
+def test_a_group_of_which_nothing_is_left() -> None:
+    """Contract: it does not take a place in a batch that it would leave empty."""
+    both = group(0, result([5], 1.0), result([6], 0.0))
+    for episode in both.finished:
+        episode.result.filtered = "overlong"
+    assert turned_away(both, config(filters={"overlong": {"max_tokens": 1}})) == "nothing_left"
+
+
+def test_every_environment_has_its_own_filters() -> None:
+    easy = {"id": "env", "filters": {"dynamic_sampling": True}}
+    settings = OrchestratorConfig(environments=[easy, {"id": "other"}], batch_size=4, rollouts_per_example=2)
+    alike = group(0, result([5], 1.0), result([5], 1.0))
+    assert turned_away(alike, settings) == "dynamic_sampling"
+    assert turned_away(replace(alike, task=Task("other", 0, "task")), settings) is None
+
+
+def shorter_than(episode: EpisodeResult, tokens: int) -> bool:
+    return episode.samples[0].loss_mask.count(1) < tokens
+
+
+def wordy(episode: EpisodeResult) -> str:
+    return "too long"
+
+
+def test_a_filter_of_ones_own_says_yes_or_no() -> None:
+    with pytest.raises(UserError, match="gave 'too long': True"):
+        why_episode(FilterConfig(custom={"path": f"{__file__}:wordy"}), result([5]))
+    with pytest.raises(UserError, match=r"^filters\.custom\.path: .* needs arguments that are not given: tokens"):
+        check_filters(FilterConfig(custom={"path": f"{__file__}:shorter_than"}), "filters")
+
+
+def test_thresholds_out_of_order() -> None:
+    """Contract: refused before anything starts."""
+    with pytest.raises(ValidationError, match=r"low 0\.9 is not below high 0\.1"):
+        DifficultyFilter(low=0.9, high=0.1)
+    with pytest.raises(ValidationError, match=r"hard 0\.9 is not below easy 0\.8"):
+        CurriculumConfig(hard=0.9)
+    with pytest.raises(ValidationError):
+        DifficultyFilter(low=math.nan)
