@@ -1,11 +1,12 @@
 """Settings of the algorithms: what an episode is worth, and which component of the loss its tokens feed."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import Problem, Section
 from prime_rl.config.shared import Fraction
+from prime_rl.redact import has_password
 
 
 class LinearPenalty(Section):
@@ -26,17 +27,39 @@ class OverlongPenalty(Section):
     scale: PositiveFloat = Field(default=1.0, description="The whole penalty.")
 
     @model_validator(mode="after")
-    def _in_order(self) -> "OverlongPenalty":
+    def _in_order(self) -> Self:
         if self.cache <= self.max_tokens:
             return self
         raise Problem(f"cache {self.cache} is more than max_tokens {self.max_tokens}", "cache", "max_tokens")
+
+
+class TeacherConfig(Section):
+    """Another model's server, any that tells the log-probabilities of a prompt: vLLM, or OpenAI's completions with `echo`."""
+
+    base_url: str = Field(description="Address of the server, with or without /v1.")
+    model: str = Field(default="", description="Name of the model there (empty: the first one it lists).")
+    api_key_var: str = Field(default="TEACHER_API_KEY", description="Environment variable that holds the API key.")
+    timeout: PositiveFloat = Field(default=120.0, description="Seconds that one request may take.")
+    max_concurrent: PositiveInt = Field(default=32, description="Most requests at a time.")
+    max_attempts: PositiveInt = Field(default=4, description="Tries of a request that fails on the server's side.")
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> Self:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise Problem("base_url does not start with http:// or https://", "base_url")
+        if has_password(self.base_url):
+            raise Problem("base_url holds a password, which would be written and shown: see api_key_var", "base_url")
+        return self
+
+
+Component = Literal["rl", "ce", "ref_kl"]
 
 
 class Algorithm(Section):
     """What all algorithms are asked."""
 
     group_relative: ClassVar[bool] = False  # compares attempts at one task, so that it needs several
-    by_reward: ClassVar[bool] = True  # else samples are trained whatever their reward is
+    component: ClassVar[Component] = "rl"  # of the loss, which sampled tokens feed; only `rl` knows advantages
 
 
 class ByReward(Algorithm):
@@ -118,4 +141,73 @@ class CustomAlgorithm(ByReward):
     args: dict[str, Any] = Field(default_factory=dict, description="Its keyword arguments.")
 
 
-AlgorithmConfig = GRPO | RLOO | OPO | MaxRL | ReinforcePP | RAE | GDPO | CustomAlgorithm
+class Distillation(Algorithm):
+    """Algorithms that learn from a teacher, whatever the reward is."""
+
+    teacher: TeacherConfig | None = Field(default=None, description="The model to learn from.")
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> Self:
+        if self.teacher is None:
+            raise Problem(f"{type(self).__name__.lower()} needs a teacher: give teacher.base_url", "teacher")
+        return self
+
+
+class OPD(Distillation):
+    """On-policy distillation: the teacher scores what the policy samples, which moves towards it (reverse KL)."""
+
+    component: ClassVar[Component] = "ref_kl"
+
+    type: Literal["opd"] = Field(default="opd", description="Kind of algorithm.")
+
+
+class SFT(Distillation):
+    """Distillation off policy: the teacher samples, the policy learns its tokens by cross-entropy."""
+
+    component: ClassVar[Component] = "ce"
+
+    type: Literal["sft"] = Field(default="sft", description="Kind of algorithm.")
+
+
+class OPSD(Algorithm):
+    """On-policy self-distillation: the policy itself, shown a demonstration of the task, scores what it samples without."""
+
+    component: ClassVar[Component] = "ref_kl"
+
+    type: Literal["opsd"] = Field(default="opsd", description="Kind of algorithm.")
+    demonstration: str = Field(default="answer", min_length=1, description="Field of a task that demonstrates it.")
+    template: str = Field(
+        default="A correct answer to what follows is:\n{demonstration}\nAnswer in your own words.",
+        description="System message that shows it, {demonstration} in it.",
+    )
+
+    @model_validator(mode="after")
+    def _shows_it(self) -> Self:
+        if "{demonstration}" not in self.template:
+            raise Problem("template has no {demonstration} in it", "template")
+        return self
+
+
+class Echo(ByReward):
+    """GRPO, and cross-entropy on what the environment says after the policy's first reply: it learns to foresee it."""
+
+    group_relative: ClassVar[bool] = True
+
+    type: Literal["echo"] = Field(default="echo", description="Kind of algorithm.")
+    std_normalize: bool = Field(default=False, description="Divide by the standard deviation of the group.")
+    weights: dict[str, float] = Field(
+        default_factory=lambda: {"tool": 0.1}, description="Weight of tokens by the role of their message."
+    )
+
+    @model_validator(mode="after")
+    def _roles_are_known(self) -> Self:
+        known = ("system", "user", "assistant", "tool")
+        if unknown := sorted(self.weights.keys() - set(known)):
+            raise Problem(f"weights: no message has the role {unknown[0]!r} (roles: {', '.join(known)})", "weights")
+        if negative := [role for role, weight in self.weights.items() if weight < 0]:
+            raise Problem(f"weights: {negative[0]} is below zero", "weights")
+        return self
+
+
+RewardAlgorithm = GRPO | Echo | RLOO | OPO | MaxRL | ReinforcePP | RAE | GDPO | CustomAlgorithm
+AlgorithmConfig = RewardAlgorithm | OPD | OPSD | SFT

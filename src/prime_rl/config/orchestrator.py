@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.algorithms import GRPO, AlgorithmConfig
+from prime_rl.config.algorithms import GRPO, AlgorithmConfig, TeacherConfig
 from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.filters import CurriculumConfig, FilterConfig
 from prime_rl.config.shared import (
@@ -67,6 +67,9 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
     algorithm: AlgorithmConfig = Field(
         default_factory=GRPO, discriminator="type", description="What an episode is worth, compared with others."
+    )
+    reference: TeacherConfig | None = Field(
+        default=None, description="A reference model that scores what is trained by reward, for trainer.loss.kl_coef."
     )
     filter_zero_advantage: bool = Field(default=True, description="Leave out samples whose advantage is exactly zero.")
     filters: FilterConfig = Field(default_factory=FilterConfig, description="What else is left out of training.")

@@ -93,8 +93,16 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        check(self._samples_fit(), self._nothing_to_resume(), self._weights_can_be_sent())
+        check(
+            self._samples_fit(), self._nothing_to_resume(), self._weights_can_be_sent(), self._has_what_the_loss_needs()
+        )
         return self
+
+    def _has_what_the_loss_needs(self) -> Problem | None:
+        if self.trainer.loss.kl_coef == 0 or self.orchestrator.reference is not None or self.bench:
+            return None
+        message = "the divergence from a reference model needs one: give orchestrator.reference.base_url"
+        return Problem(message, "trainer.loss.kl_coef", "orchestrator.reference")
 
     def _samples_fit(self) -> Problem | None:
         longest, room = self.orchestrator.seq_len, self.trainer.seq_len

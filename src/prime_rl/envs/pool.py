@@ -13,7 +13,8 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,6 +77,23 @@ class EnvConfig(Protocol):
     def secrets(self) -> list[str]: ...
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """Who samples an environment's episodes, where it is not the policy."""
+
+    base_url: str
+    model: str
+    api_key: str
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What is shown of a task to who scores its episodes: a field, and the text around it."""
+
+    field: str
+    template: str
+
+
 class _Env:
     """An environment and its workers. `lives[i]` is None while worker i is down."""
 
@@ -114,10 +132,13 @@ class EnvPool:
         output_dir: Path,
         log_level: str = "info",
         hang_timeout: float = 120.0,
+        samplers: Mapping[str, Sampler] | None = None,
+        demonstrations: Mapping[str, Demonstration] | None = None,
     ) -> None:
         """`model`: hub name or directory, also the name the engine serves; `base_url`: with or without /v1, the first of
         several is asked where `run` names none;
-        `hang_timeout`: seconds that environment code may block a worker's event loop before it is restarted."""
+        `hang_timeout`: seconds that environment code may block a worker's event loop before it is restarted;
+        `samplers`, `demonstrations`: of the environments that have one."""
         logs = Path(output_dir) / "logs" / "envs"
         names = [config.name for config in envs]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -130,6 +151,7 @@ class EnvPool:
         self._model = model
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._api_key = api_key
+        self._samplers, self._demonstrations = samplers or {}, demonstrations or {}
         self._renderer = renderer
         self._log_level = log_level
         self._hang_timeout = hang_timeout
@@ -210,7 +232,8 @@ class EnvPool:
         life = await self._free_life(state, deadline)
         if life is None:
             return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
-        base_url = self._base_urls[0] if server is None else _v1(server)
+        sampler = self._samplers.get(env)
+        base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
         request = next(self._requests)
         future: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
         life.pending[request] = future
@@ -323,6 +346,7 @@ class EnvPool:
 
     async def _spawn(self, env: _Env, identity: str) -> Life:
         config = env.config
+        sampler, shown = self._samplers.get(config.name), self._demonstrations.get(config.name)
         self._setups[identity] = Setup(
             name=config.name,
             env_id=config.id,
@@ -331,6 +355,9 @@ class EnvPool:
             renderer=self._renderer,
             max_concurrent=config.max_concurrent,
             log_level=self._log_level,
+            sampled_by="" if sampler is None else sampler.model,
+            demonstration="" if shown is None else shown.field,
+            template="" if shown is None else shown.template,
         )
         assert self._lifeline is not None
         variables = self._variables(env)
@@ -347,13 +374,14 @@ class EnvPool:
                 env.log, f"variables withheld from this environment (`secrets` passes them): {', '.join(withheld)}"
             )
         env.withheld = withheld
+        sampler = self._samplers.get(env.config.name)
         own_python = env.config.python is not None
         return worker_variables(
             passed,
             lifeline=self._lifeline.env,
             token=self._token,
-            base_urls=self._base_urls,
-            api_key=self._api_key,
+            base_urls=self._base_urls if sampler is None else [_v1(sampler.base_url)],
+            api_key=self._api_key if sampler is None else sampler.api_key,
             path=process.expose_package(self._directory / "path") if own_python else None,
         )
 

@@ -42,6 +42,7 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     PROMPT_TOO_LONG = "prompt_too_long"  # longer than the model's context
     ENGINE_UNAVAILABLE = "engine_unavailable"  # connection refused, 5xx, 429: worth another attempt
+    TEACHER_UNAVAILABLE = "teacher_unavailable"  # what it was to be scored by does not answer
     ENGINE_REFUSED = "engine_refused"  # 4xx or an unusable answer: another attempt gives the same
     INVALID = "invalid"  # ran to its end but gave nothing to train on: no tokens, no finite reward, misaligned
     WORKER_DIED = "worker_died"
@@ -136,6 +137,9 @@ class Setup:
     renderer: str
     max_concurrent: int
     log_level: str
+    sampled_by: str = ""  # the model's name where it is sampled ("": `model`)
+    demonstration: str = ""  # field of a task that is shown to who scores its episodes ("": none)
+    template: str = ""  # of the message that shows it
 
 
 @dataclass

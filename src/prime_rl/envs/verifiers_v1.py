@@ -6,7 +6,9 @@ The only module, with `harness` and `renderer`, that imports verifiers or render
 import contextlib
 import difflib
 import itertools
+from array import array
 from collections import Counter
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -36,7 +38,7 @@ class VerifiersEnv:
 
     def __init__(self, setup: Setup) -> None:
         self._name = setup.name
-        self._model = setup.model
+        self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self.arguments = _arguments(setup.env_id)
         try:
@@ -61,6 +63,9 @@ class VerifiersEnv:
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
         self.task_ids = _unique(keys)
+        self._show = partial(_hint, choice.renderer, setup) if setup.demonstration else None
+        if self._show is not None:
+            self._show(self._tasks[0])  # an environment without such a field is not one to start with
         self._serving = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -86,7 +91,11 @@ class VerifiersEnv:
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
         episode = await self._env.run_slot(slot, context)
-        return convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
+        result = convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
+        if self._show is not None:
+            for sample in result.samples:
+                sample.hint = self._show(self._tasks[task_index])
+        return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig:
         """verifiers' name of the client of a server. Its interception server makes the clients it does not have; this one is made for it, and it
@@ -171,6 +180,18 @@ def _import(env_id: str) -> None:
 def _arguments(env_id: str) -> list[str]:
     """Names of the taskset's configuration: what `args` may hold."""
     return sorted(set(taskset_config_type(env_id).model_fields) - {"id"})
+
+
+def _hint(shown_by: Any, setup: Setup, task: Any) -> "array[int]":
+    """The tokens that show a task's demonstration to who scores its episodes: a system message of their own, in front of the conversation."""
+    fields = task.data.model_dump()
+    if setup.demonstration not in fields:
+        raise LoadError(
+            f"environment {setup.env_id!r}: its tasks have no field {setup.demonstration!r} to demonstrate them "
+            f"(fields: {', '.join(sorted(fields))})"
+        )
+    text = setup.template.replace("{demonstration}", str(fields[setup.demonstration]))
+    return array("i", shown_by.render([{"role": "system", "content": text}]).token_ids)
 
 
 def _load_tasks(taskset: Any) -> list[Any]:

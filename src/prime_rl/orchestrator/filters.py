@@ -43,11 +43,9 @@ def why_episode(config: "FilterConfig", result: EpisodeResult) -> str:
     return ""
 
 
-def counts_in_baseline(config: "FilterConfig", result: EpisodeResult) -> bool:
-    """Whether others of its group are compared with the episode."""
-    rule = (
-        getattr(config, result.filtered, None) if result.filtered else None
-    )  # of an earlier life it may have been another one's
+def counts_in_baseline(config: "FilterConfig", why: str) -> bool:
+    """Whether others of its group are compared with an episode that filter `why` leaves out ("": none does)."""
+    rule = getattr(config, why, None) if why else None  # None: a filter of an earlier life
     return rule is None or not rule.from_baseline
 
 

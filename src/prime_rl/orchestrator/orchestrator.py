@@ -34,6 +34,7 @@ from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
 from prime_rl.orchestrator.tasks import task_stream
+from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.transport.commit import clean_stages
 from prime_rl.transport.protocol import Life
@@ -50,7 +51,7 @@ _QUIET_SECONDS = 15.0
 _CANCEL_SECONDS = 60.0
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
-_RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE}
+_RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE, Outcome.TEACHER_UNAVAILABLE}
 
 
 class Orchestrator:
@@ -64,10 +65,13 @@ class Orchestrator:
         status: Status,
         monitor: Monitor,
         connect: Callable[[str], EngineClient] | None = None,
+        teachers: Teachers | None = None,
     ) -> None:
-        """`engines`: of the servers that are listed; `connect` makes those of servers that register (None: as `engine.Engine`, for the run)."""
+        """`engines`: of the servers that are listed; `connect` makes those of servers that register (None: as `engine.Engine`, for the run);
+        `teachers`: who is ready, and whom `pool` knows (None: none is needed)."""
         self.config = config
         self.pool = pool
+        self.teachers = teachers or Teachers(config)
         self.status = status
         self.monitor = monitor
         self.rollouts_dir = config.output_dir / "rollouts"
@@ -257,10 +261,16 @@ class Orchestrator:
             deadline=time.monotonic() + self.config.rollout_timeout,
             server=replica.name,
         )
+        answered = result.outcome
+        try:
+            async with asyncio.timeout(self.config.rollout_timeout):
+                await self.teachers.score(start.task.env, result, replica.name)
+        except TimeoutError:
+            result.outcome, result.message = Outcome.TEACHER_UNAVAILABLE, "not scored in time"
         self._land(start, result)
-        if result.ok:
+        if answered is Outcome.OK:
             self.fleet.succeeded(replica)
-        elif result.outcome is Outcome.ENGINE_UNAVAILABLE:
+        elif answered is Outcome.ENGINE_UNAVAILABLE and self.teachers.sampler_of(start.task.env) is None:
             self.recovery.failed(replica)
 
     def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
@@ -276,6 +286,8 @@ class Orchestrator:
             self._outcomes.append(None)
             self.tally.finish(result)
             self.core.finish(start.episode, result)
+            if self.teachers.sampler_of(start.task.env) is not None:
+                self.core.prove([start.episode])  # what the policy's servers served had no part in it
             return
         self.fleet.forget([start.episode])
         drop = Drop.TIMEOUT if result.outcome is Outcome.TIMEOUT else Drop.ERRORED

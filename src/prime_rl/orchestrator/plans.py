@@ -8,6 +8,7 @@ from prime_rl.config.bench import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool
 from prime_rl.orchestrator.core import Limits
 from prime_rl.orchestrator.evals import EvalPlan
+from prime_rl.orchestrator.teachers import Teachers
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -75,8 +76,9 @@ def eval_worker(name: str) -> str:
     return f"{name}-eval"
 
 
-def make_pool(config: "OrchestratorConfig") -> EnvPool:
-    """The worker pool of all training and evaluation environments."""
+def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
+    """The worker pool of all training and evaluation environments. Evaluations are the policy's own, whoever samples what it learns from."""
+    names = [env.name for env in config.environments]
     evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
     return EnvPool(
         [*config.environments, *evals],
@@ -86,4 +88,6 @@ def make_pool(config: "OrchestratorConfig") -> EnvPool:
         renderer=config.renderer,
         output_dir=config.output_dir,
         log_level=config.log.level,
+        samplers={name: found for name in names if (found := teachers.sampler_of(name)) is not None},
+        demonstrations={name: shown for name in names if (shown := teachers.demonstration_of(name)) is not None},
     )

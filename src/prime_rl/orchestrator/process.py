@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import FinalError, UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
 from prime_rl.orchestrator.canary import Canaries
@@ -15,6 +16,7 @@ from prime_rl.orchestrator.metrics import bench_table
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.plans import make_pool
 from prime_rl.orchestrator.routed import connect_all
+from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport.commit import CommitError
 
 if TYPE_CHECKING:
@@ -58,13 +60,17 @@ async def collect_by_the_clock() -> None:
 
 async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     monitor = Monitor(config.output_dir, "orchestrator", config.monitor, config.model_dump(mode="json"))
-    pool = make_pool(config)
+    teachers = Teachers(config)
+    pool: EnvPool | None = None
     collector = asyncio.create_task(collect_by_the_clock(), name="garbage collector")
     try:
+        status.phase("waiting for teachers")
+        await teachers.start(status.waiting)
+        pool = make_pool(config, teachers)
         async with AsyncExitStack() as stack:
             connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
             engines = connect_all(config.client, connect)
-            orchestrator = Orchestrator(config, pool, engines, status, monitor, connect)
+            orchestrator = Orchestrator(config, pool, engines, status, monitor, connect, teachers)
             current = asyncio.current_task()
             assert current is not None
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -80,7 +86,9 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         raise (FinalError if final else UserError)(message) from group
     finally:
         collector.cancel()
-        await pool.close()
+        if pool is not None:
+            await pool.close()
+        await teachers.close()
         monitor.close()
 
 

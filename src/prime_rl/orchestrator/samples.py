@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from prime_rl.envs.protocol import EpisodeResult, SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
+from prime_rl.orchestrator.algorithms.streams import streams_of
 from prime_rl.orchestrator.core import Batch, Finished, Group
 from prime_rl.orchestrator.filters import OFF_POLICY, counts_in_baseline, why_group
 from prime_rl.transport.rollouts import Sample, as_array
@@ -54,15 +55,14 @@ def score_batch(
                 scored.filtered.append(name)
                 scored.details[name] = why
                 continue
-            rows = episode_samples(episode, worth[name], temperatures[group.task.env], config.seq_len)
-            kept = [row for row in rows if worth[name][row.agent] != 0.0 or not config.filter_zero_advantage]
-            if not rows:
+            rows = episode_samples(episode, worth[name], temperatures[group.task.env], config)
+            if rows is None:
                 scored.truncated.append(name)
-            elif not kept:
+            elif not rows:
                 scored.filtered.append(name)
             else:
                 scored.trained.append(name)
-                scored.samples.extend(row.sample for row in kept)
+                scored.samples.extend(rows)
     return scored
 
 
@@ -84,7 +84,7 @@ def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> st
     env = group.task.env
     filters = config.filters_of(env)
     results = [episode.result for episode in in_order(group)]
-    counted = [one for result in results if counts_in_baseline(filters, result) for one in attempts(result)]
+    counted = [one for result in results if counts_in_baseline(filters, result.filtered) for one in attempts(result)]
     return why_group(filters, config.algorithm_of(env), results, counted)
 
 
@@ -116,7 +116,11 @@ def _advantages(
     by_env: dict[str, list[list[Finished[EpisodeResult]]]] = {}
     for group in batch.groups:
         filters = config.filters_of(group.task.env)
-        counted = [episode for episode in in_order(group) if counts_in_baseline(filters, episode.result)]
+        counted = [
+            episode
+            for episode in in_order(group)
+            if counts_in_baseline(filters, why_left_out(episode, batch.step, config))
+        ]
         by_env.setdefault(group.task.env, []).append(counted)
     for env, groups in by_env.items():
         named = [[(e.start.episode, one) for e in group for one in attempts(e.result)] for group in groups]
@@ -131,46 +135,51 @@ def _advantages(
     return worth
 
 
-class Row(NamedTuple):
-    """A sample, and which of the environment's agents it is of."""
-
-    sample: Sample
-    agent: str
-
-
 def episode_samples(
-    episode: Finished[EpisodeResult], worth: Mapping[str, float], temperature: float, seq_len: int
-) -> list[Row]:
-    """One sample for each token sequence of an episode, cut to `seq_len` tokens; one whose sampled tokens are all cut off is left out.
+    episode: Finished[EpisodeResult], worth: Mapping[str, float], temperature: float, config: "OrchestratorConfig"
+) -> list[Sample] | None:
+    """One sample for each token sequence of an episode that some component of the loss is to learn from, cut to `seq_len` tokens.
 
     Its streams are arrays, of the types that are written: no work a token in Python, and a fourth of the memory of lists.
 
     Args:
         worth: The advantage of each of its agents.
+
+    Returns:
+        None where all sampled tokens are cut off.
     """
     start, result = episode.start, episode.result
-    rows = []
+    algorithm, seq_len = config.algorithm_of(start.task.env), config.seq_len
+    rows, fits = [], False
     for number, sequence in enumerate(result.samples):
         ids, mask, logprobs = exact_streams(sequence)
         mask = mask[:seq_len]
         if not mask.any():
             continue
-        sample = Sample(
-            sample_id=f"{start.episode}.{number}",
-            group_id=str(start.group),
-            task_id=start.task.task_id,
-            env=start.task.env,
-            policy_versions=list(range(episode.first, episode.last + 1)),
-            input_ids=ids[:seq_len],
-            loss_mask=mask,
-            logprobs=logprobs[:seq_len],
-            advantages=mask * np.float32(worth[sequence.agent]),
-            temperature=temperature,
-            reward=result.reward,
-            is_truncated=result.is_truncated or len(sequence.input_ids) > seq_len,
+        fits = True
+        streams = streams_of(
+            algorithm, sequence, mask, logprobs[:seq_len], worth[sequence.agent], not config.filter_zero_advantage
         )
-        rows.append(Row(sample, sequence.agent))
-    return rows
+        if not streams.trained:
+            continue
+        rows.append(
+            Sample(
+                sample_id=f"{start.episode}.{number}",
+                group_id=str(start.group),
+                task_id=start.task.task_id,
+                env=start.task.env,
+                policy_versions=list(range(episode.first, episode.last + 1)),
+                input_ids=ids[:seq_len],
+                loss_mask=streams.loss_mask,
+                logprobs=streams.logprobs,
+                advantages=streams.advantages,
+                temperature=temperature,
+                reward=result.reward,
+                is_truncated=result.is_truncated or len(sequence.input_ids) > seq_len,
+                **streams.more,
+            )
+        )
+    return rows if fits else None
 
 
 def output_tokens(result: EpisodeResult) -> int:

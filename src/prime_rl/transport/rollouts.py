@@ -73,10 +73,10 @@ class Sample:
     temperature: float
     reward: float
     is_truncated: bool = False
-    rl_weight: Sequence[float] | None = None
-    ce_weight: Sequence[float] | None = None
-    ref_kl_weight: Sequence[float] | None = None
-    ref_logprobs: Sequence[float] | None = None
+    rl_weight: "Sequence[float] | npt.NDArray[np.floating[Any]] | None" = None
+    ce_weight: "Sequence[float] | npt.NDArray[np.floating[Any]] | None" = None
+    ref_kl_weight: "Sequence[float] | npt.NDArray[np.floating[Any]] | None" = None
+    ref_logprobs: "Sequence[float] | npt.NDArray[np.floating[Any]] | None" = None
 
     def check(self) -> None:
         """Raise `ValueError` unless every stream has one entry per token and off-mask entries are zero."""

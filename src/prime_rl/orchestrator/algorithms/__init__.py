@@ -9,6 +9,7 @@ from functools import cache, partial
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
+from prime_rl.config.algorithms import ByReward
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
 from prime_rl.orchestrator.algorithms.attempt import Attempt
@@ -22,11 +23,17 @@ from prime_rl.orchestrator.algorithms.reinforce_pp import reinforce_pp
 from prime_rl.orchestrator.algorithms.rloo import rloo
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import AlgorithmConfig, CustomAlgorithm
+    from prime_rl.config.algorithms import AlgorithmConfig, CustomAlgorithm, RewardAlgorithm
 
 __all__ = ["Attempt", "advantages", "carries_signal", "check_algorithm"]
 
-_OF_A_GROUP: dict[str, Callable[..., list[float]]] = {"grpo": grpo, "rloo": rloo, "opo": opo, "max_rl": max_rl}
+_OF_A_GROUP: dict[str, Callable[..., list[float]]] = {
+    "grpo": grpo,
+    "echo": grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "max_rl": max_rl,
+}
 _OF_A_BATCH: dict[str, Callable[..., list[list[float]]]] = {"reinforce_pp": reinforce_pp, "gdpo": gdpo}
 
 
@@ -46,6 +53,8 @@ def advantages(
     Raises:
         UserError: an algorithm of the user's own gives something else than a finite number for each.
     """
+    if not isinstance(config, ByReward):
+        return [[0.0] * len(group) for group in groups], dict(state)
     by_agent = [_by_agent(penalized(group, config.length_penalty)) for group in groups]
     parts = [[attempt for _, attempt in part] for group in by_agent for part in group]
     after = dict(state)
@@ -66,7 +75,7 @@ def advantages(
 
 def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
     """Whether a complete group, whatever else the batch will hold, may have an advantage other than zero."""
-    if not config.group_relative and config.type != "custom":
+    if not isinstance(config, ByReward) or not (config.group_relative or config.type == "custom"):
         return bool(group)
     parts = [[attempt for _, attempt in part] for part in _by_agent(penalized(group, config.length_penalty))]
     if config.type == "gdpo":  # what normalizing over the batch does not change
@@ -82,7 +91,7 @@ def check_algorithm(config: "AlgorithmConfig", key: str) -> None:
         load_function(config.path, config.args, given=1, key=f"{key}.path")
 
 
-def _group(config: "AlgorithmConfig", group: Sequence[Attempt]) -> list[float]:
+def _group(config: "RewardAlgorithm", group: Sequence[Attempt]) -> list[float]:
     function = _custom(config) if config.type == "custom" else partial(_OF_A_GROUP[config.type], config=config)
     return function(group)
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from prime_rl.orchestrator.algorithms.attempt import Attempt
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import GRPO
+    from prime_rl.config.algorithms import GRPO, Echo
 
 EPSILON = 1e-6
 
 
-def grpo(group: Sequence[Attempt], config: "GRPO") -> list[float]:
+def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
     """A_i = R_i - mean(R), divided by the population std(R) + 1e-6 with `std_normalize`.
 
     The paper divides; Dr. GRPO shows that this weighs tasks by how easy or hard they are, and common practice is split. We follow PRIME-RL, which

@@ -245,7 +245,7 @@ def document(sample: Sample, reference: bool = False) -> Document:
     mask = np.asarray(sample.loss_mask, dtype=bool)
     zeros = np.zeros(mask.size, dtype=np.float32)
 
-    def given(values: Sequence[float] | None, default: np.ndarray) -> np.ndarray:
+    def given(values: "Sequence[float] | np.ndarray | None", default: np.ndarray) -> np.ndarray:
         return default if values is None else np.asarray(values, dtype=np.float32)
 
     rl = given(sample.rl_weight, np.ones_like(zeros)) * mask

@@ -1,0 +1,123 @@
+"""Which component of the loss each token feeds, by algorithm."""
+
+from array import array
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from prime_rl.config import OrchestratorConfig, RLConfig
+from prime_rl.config.algorithms import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, SampleTokens
+from prime_rl.orchestrator.algorithms.streams import Streams, streams_of
+from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
+from prime_rl.orchestrator.samples import score_batch
+from prime_rl.transport.rollouts import write_batch
+
+TEACHER = TeacherConfig(base_url="http://teacher")
+ROLES_OF = ["user", "user", "assistant", "assistant", "tool", "tool", "assistant", "user"]
+MASK = [False, False, False, True, False, False, True, False]
+
+
+def sequence(reference: bool = False) -> SampleTokens:
+    """user user | assistant: scaffold, sampled | tool tool | sampled | user"""
+    found = SampleTokens.of(
+        range(10, 18),
+        MASK,
+        [-0.5 * sampled for sampled in MASK],
+        3,
+        0.0,
+        roles=[ROLES.index(role) for role in ROLES_OF],
+    )
+    found.ref_logprobs = array("f", [0.0, *[-0.25] * 7]) if reference else None
+    return found
+
+
+def streams(config: AlgorithmConfig, advantage: float = 0.5, *, keep_zero: bool = False, tokens: int = 8) -> Streams:
+    given = sequence(reference=config.component == "ref_kl")
+    mask, logprobs = np.array(MASK[:tokens]), np.array(given.logprobs[:tokens], dtype=np.float32)
+    return streams_of(config, given, mask, logprobs, advantage, keep_zero)
+
+
+def test_by_reward() -> None:
+    """Advantages on sampled tokens, nothing else. One of zero is not worth a place, unless it is to widen the denominator."""
+    found = streams(GRPO())
+    assert found.advantages.tolist() == [0.5 * sampled for sampled in MASK]
+    assert (found.trained, found.more) == (True, {})
+    assert not streams(GRPO(), 0.0).trained
+    assert streams(GRPO(), 0.0, keep_zero=True).trained
+
+
+def test_echo() -> None:
+    """Cross-entropy on tool results after the first reply, not on what came before, nor on replies; also where the advantage is zero."""
+    found = streams(Echo(weights={"tool": 0.1, "user": 0.2, "assistant": 5.0}))
+    assert found.more["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0.2])
+    assert "rl_weight" not in found.more
+    alike = streams(Echo(), 0.0)
+    assert alike.trained
+    assert not alike.more["rl_weight"].any()
+    assert not streams(Echo(), 0.0, tokens=4).trained  # what is left of it has no such token
+
+
+@pytest.mark.parametrize("config", [OPD(teacher=TEACHER), OPSD()])
+def test_distillation_on_policy(config: AlgorithmConfig) -> None:
+    """The policy's tokens, each with what the teacher thinks of it; rewards do not matter."""
+    found = streams(config, 0.0, tokens=7)
+    assert found.trained
+    assert found.loss_mask.tolist() == MASK[:7]
+    assert not found.more["rl_weight"].any()
+    assert found.more["ref_kl_weight"].tolist() == [float(sampled) for sampled in MASK[:7]]
+    assert found.more["ref_logprobs"].tolist() == [0.0, *[-0.25] * 6]
+
+
+def test_distillation_off_policy() -> None:
+    """The teacher's tokens are on no mask: they say nothing about how far policy and sampler are apart."""
+    found = streams(SFT(teacher=TEACHER), 0.0)
+    assert found.trained
+    assert not found.loss_mask.any()
+    assert not found.logprobs.any()
+    assert found.more["ce_weight"].tolist() == [float(sampled) for sampled in MASK]
+
+
+def test_a_batch_of_all_kinds_is_written(tmp_path) -> None:
+    """Contract: algorithms mix in one batch, and every sample of it is one that the trainer takes."""
+    teacher = {"base_url": "http://teacher"}
+    kinds = {"reward": {"type": "grpo"}, "opd": {"type": "opd", "teacher": teacher}, "sft": {"type": "sft", "teacher": teacher}}  # fmt: skip
+    kinds["echo"] = {"type": "echo"}
+    config = OrchestratorConfig(
+        environments=[{"id": name, "algorithm": kind} for name, kind in kinds.items()],
+        batch_size=8,
+        rollouts_per_example=2,
+    )
+    groups = []
+    for number, name in enumerate(kinds):
+        task = Task(name, 0, "task")
+        finished = [
+            Finished(Start(number, i, 0, task, 0), 0, 0, EpisodeResult("e", name, "task", Outcome.OK, reward=float(i), samples=[sequence(name == "opd")]))
+            for i in range(2)
+        ]  # fmt: skip
+        groups.append(Group(number, task, finished=finished))
+    scored = score_batch(Batch(0, groups), config, dict.fromkeys(kinds, 1.0), {})
+    assert len(scored.samples) == 8
+    write_batch(tmp_path, 0, scored.samples)
+
+
+def test_bad_input() -> None:
+    """Contract: refused before anything starts."""
+    env = {"environment": {"id": "x"}}
+    for kind in ("opd", "sft"):
+        with pytest.raises(ValidationError, match=rf"{kind} needs a teacher: give teacher\.base_url"):
+            OrchestratorConfig(**env, algorithm={"type": kind})
+    with pytest.raises(ValidationError, match="no message has the role 'judge'"):
+        Echo(weights={"judge": 1.0})
+    with pytest.raises(ValidationError, match="tool is below zero"):
+        Echo(weights={"tool": -1.0})
+    with pytest.raises(ValidationError, match=r"template has no \{demonstration\}"):
+        OPSD(template="look")
+    with pytest.raises(ValidationError, match="does not start with http"):
+        TeacherConfig(base_url="teacher:8000")
+    with pytest.raises(ValidationError, match="holds a password"):
+        TeacherConfig(base_url="http://me:secret@teacher")
+    with pytest.raises(ValidationError, match="the divergence from a reference model needs one"):
+        RLConfig(orchestrator=env, trainer={"loss": {"kl_coef": 0.1}})
+    RLConfig(orchestrator={**env, "reference": {"base_url": "http://x"}}, trainer={"loss": {"kl_coef": 0.1}})
