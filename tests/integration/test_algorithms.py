@@ -80,7 +80,7 @@ def test_every_example_runs(example, reverse_server, tmp_path):
     run = Path(tempfile.mkdtemp(prefix=f"{example.stem}-", dir=reverse_server.weights_root))
     base = tmp_path / "base.toml"
     base.write_text(
-        'seq_len = 256\nmax_steps = 2\ndevice = "cpu"\n[model]\nname = "assets/tiny-reverse"\n[trainer.weights]\ndtype = "float32"\n'
+        f'seq_len = 256\nmax_steps = 2\ndevice = "cpu"\n[model]\nname = "{reverse_server.model}"\n[trainer.weights]\ndtype = "float32"\n'
         "[orchestrator]\nbatch_size = 32\nrollouts_per_example = 8\n[orchestrator.sampling]\nmax_tokens = 32\n"
         f'[orchestrator.client]\nbase_url = "{reverse_server.base_url}"\n[orchestrator.environment]\nid = "reverse-text"\n'
     )

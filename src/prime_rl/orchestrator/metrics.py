@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.account import EnvAccount
 from prime_rl.orchestrator.core import Batch, Drop, Group
@@ -67,24 +69,18 @@ def step_metrics(
         update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated), and `time/update_prove`, until the
             canary was scored.
 
-    `reward/mean` is over all finished episodes of the batch, before the zero-advantage filter; `off_policy/*` counts, for the samples that
-    are trained, the steps between this one and the oldest version that sampled one of their tokens.
+    Distributions (`distribution`) of reward, advantage, lengths and turns are over all finished episodes of the batch, before any filter;
+    `off_policy/*` counts, for the samples that are trained, the steps between this one and the oldest version that sampled one of their tokens.
     """
-    episodes = [episode for group in batch.groups for episode in group.finished]
-    results = [episode.result for episode in episodes]
-    rewards = [result.reward for result in results]
     ages = [batch.step - min(sample.policy_versions) for sample in scored.samples]
+    episodes = len(batch.episodes)
     metrics = {
-        "reward/mean": _mean(rewards),
-        "reward/min": min(rewards),
-        "reward/max": max(rewards),
-        "seq_len/mean": _mean([sum(len(sample.input_ids) for sample in result.samples) for result in results]),
-        "num_output_tokens/mean": _mean([output_tokens(result) for result in results]),
-        "num_turns/mean": _mean([result.num_turns for result in results]),
-        "is_truncated/mean": _mean([result.is_truncated for result in results]),
+        "is_truncated/mean": _mean(
+            [episode.result.is_truncated for group in batch.groups for episode in group.finished]
+        ),
         "errors/rate": sum(tally.failures.values()) / max(tally.outcomes, 1),
-        "filtered/zero_advantage": (len(scored.filtered) - len(scored.details)) / len(episodes),
-        "filtered/truncated": len(scored.truncated) / len(episodes),
+        "filtered/zero_advantage": (len(scored.filtered) - len(scored.details)) / episodes,
+        "filtered/beyond_seq_len": len(scored.truncated) / episodes,
         "off_policy/mean": _mean(ages),
         "off_policy/max": float(max(ages, default=0)),
         "off_policy/dropped": float(stale - tally.stale_before),
@@ -96,10 +92,9 @@ def step_metrics(
         "time/wait_for_weights": tally.seconds_gated,
     }
     metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
-    metrics |= {f"filtered/{why}": count / len(episodes) for why, count in Counter(scored.details.values()).items()}
+    metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in tally.failures.items()}
-    metrics |= _solved(batch.groups)
-    return metrics | _per_environment(batch.groups)
+    return metrics | _distributions(batch.groups, scored) | _per_environment(batch.groups, scored)
 
 
 def bench_table(rows: list[dict[str, float]]) -> str:
@@ -114,24 +109,57 @@ def bench_table(rows: list[dict[str, float]]) -> str:
     )
 
 
-def _solved(groups: Sequence[Group[EpisodeResult]]) -> dict[str, float]:
-    """Share of groups without spread: all at the group's best possible 1, none above 0."""
-    rewards = [[episode.result.reward for episode in group.finished] for group in groups]
-    return {
-        "solved/all": _mean([min(values) >= 1.0 for values in rewards]),
-        "solved/none": _mean([max(values) <= 0.0 for values in rewards]),
+def _distributions(groups: Sequence[Group[EpisodeResult]], scored: Scored, env: str = "") -> dict[str, float]:
+    """`<quantity>/<statistic>` over all finished episodes of these groups, or `<quantity>/<env>/<statistic>`, and which share of groups was solved."""
+    episodes = [episode for group in groups for episode in group.finished]
+    results = [episode.result for episode in episodes]
+    tokens = [sum(len(sample.input_ids) for sample in result.samples) for result in results]
+    sampled = [output_tokens(result) for result in results]
+    quantities: dict[str, Sequence[float]] = {
+        "reward": [result.reward for result in results],
+        "advantage": [value for episode in episodes for value in scored.worth.get(episode.start.episode, {}).values()],
+        "seq_len": tokens,
+        "num_output_tokens": sampled,
+        "num_input_tokens": [total - output for total, output in zip(tokens, sampled, strict=True)],
+        "num_turns": [result.num_turns for result in results],
     }
+    place = f"{env}/" if env else ""
+    metrics = {
+        f"{name}/{place}{statistic}": value
+        for name, values in quantities.items()
+        for statistic, value in distribution(values).items()
+    }
+    return metrics | {f"solved/{place}{which}": share for which, share in _solved(groups).items()}
 
 
-def _per_environment(groups: Sequence[Group[EpisodeResult]]) -> dict[str, float]:
-    """`reward/<env>/mean` where there are several environments, and every environment's own metrics."""
-    by_env: dict[str, list[EpisodeResult]] = {}
+def distribution(values: Sequence[float]) -> dict[str, float]:
+    """Mean, population standard deviation, extremes and percentiles (linear between neighbours) of finite values; nothing of none."""
+    if not values:
+        return {}
+    given = np.asarray(values, dtype=np.float64)
+    p10, median, p90 = np.percentile(given, [10, 50, 90])
+    found = {"mean": given.mean(), "std": given.std(), "min": given.min(), "max": given.max()}
+    return {name: float(value) for name, value in {**found, "p10": p10, "median": median, "p90": p90}.items()}
+
+
+def _solved(groups: Sequence[Group[EpisodeResult]]) -> dict[str, float]:
+    """Shares of groups: all at 1 or above, all at 0 or below, and the rest, which can teach something."""
+    rewards = [[episode.result.reward for episode in group.finished] for group in groups]
+    solved = _mean([min(values) >= 1.0 for values in rewards])
+    unsolved = _mean([max(values) <= 0.0 for values in rewards])
+    return {"all": solved, "none": unsolved, "some": 1.0 - solved - unsolved}
+
+
+def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: Scored) -> dict[str, float]:
+    """The same distributions for each environment, where there are several, and every environment's own metrics."""
+    by_env: dict[str, list[Group[EpisodeResult]]] = {}
     for group in groups:
-        by_env.setdefault(group.task.env, []).extend(episode.result for episode in group.finished)
+        by_env.setdefault(group.task.env, []).append(group)
     metrics: dict[str, float] = {}
-    for env, results in by_env.items():
+    for env, its in by_env.items():
         if len(by_env) > 1:
-            metrics[f"reward/{env}/mean"] = _mean([result.reward for result in results])
+            metrics |= _distributions(its, scored, env)
+        results = [episode.result for group in its for episode in group.finished]
         for kind, values in (
             ("rewards", [result.rewards for result in results]),
             ("metrics", [result.metrics for result in results]),

@@ -28,6 +28,7 @@ class Scored:
     truncated: list[str]  # all sampled tokens are cut off
     state: dict[str, Any] = field(default_factory=dict)  # of each environment's algorithm, after this batch
     details: dict[str, str] = field(default_factory=dict)  # which filter left an episode out
+    worth: dict[str, dict[str, float]] = field(default_factory=dict)  # the advantage of each agent of each episode
 
 
 def score_batch(
@@ -48,6 +49,7 @@ def score_batch(
     """
     scored = Scored([], [], [], [], dict(state))
     worth = _advantages(batch, config, scored.state)
+    scored.worth.update(worth)
     for group in batch.groups:
         for episode in in_order(group):
             name = episode.start.episode
