@@ -8,7 +8,7 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
@@ -26,6 +26,7 @@ from prime_rl.trainer import attention, footprint, memory, moe, perf
 from prime_rl.trainer.bench import HostSyncs
 from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.loss import cross_entropy, make_loss
+from prime_rl.trainer.loss_metrics import describe
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import rollout_lengths
@@ -204,11 +205,13 @@ class Bench:
         self.matmul, self.width = perf.matmul_parameters(self.policy.lm), perf.attention_width(self.shape)
         costs = perf.costs(self.matmul, self.width)
         self.data: Any
+        self.names: Callable[[Any], moe.Named]
         if isinstance(config, TrainerConfig):
-            self.token_loss, self.means = make_loss(config.loss), rl.means
+            self.token_loss = make_loss(config.loss)
+            self.names = lambda batch: partial(describe, batch.environments)
             self.data = rl.make_data(config, world, source, costs, self.report)
         else:
-            self.token_loss, self.means = cross_entropy, lambda count, sums: sft.means(sums)
+            self.token_loss, self.names = cross_entropy, lambda batch: sft.means
             self.data = sft.make_data(config, world, source, costs, 0)
         scorer = None
         if case.canary and case.loss == "rl":
@@ -287,7 +290,7 @@ class Bench:
         norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
         outcome = Outcome(step, world, moe.join_loads(sums, self.policy), norm, (begun, graded, now(world.device)))
         ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
-        named = moe.with_loads(partial(self.means, batch.loss_tokens), self.policy)
+        named = moe.with_loads(self.names(batch), self.policy)
         self.rows.put(Row(outcome, named, {"time/wait_for_batch": waited}, batch.tokens, ideal))
         if self.case.export:
             self.versions.commit(step + 1, outcome.read)

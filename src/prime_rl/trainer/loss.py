@@ -1,7 +1,7 @@
 """The loss of a token: a policy loss (`policy_losses.py`) and the components beside it, each weighted by a stream of its own.
 
 Everything that depends on the algorithm arrives as per-token streams; a loss is a pure function of them. `STREAMS` names the rows of the
-streams tensor of RL batches. The `*_scale` rows already hold weight / (the component's denominator in the whole step, over all ranks), so
+streams tensor of RL batches; `environment` is for metrics alone. The `*_scale` rows already hold weight / (the component's denominator in the whole step, over all ranks), so
 that summing is averaging: no rank and no micro-batch needs to know about the others.
 """
 
@@ -15,15 +15,14 @@ from torch import Tensor
 
 from prime_rl.importing import load_function, takes
 from prime_rl.trainer import policy_losses
+from prime_rl.trainer.loss_metrics import component_sums, token_sums
 from prime_rl.trainer.policy_losses import Sequences
 
 if TYPE_CHECKING:
     from prime_rl.config.losses import LossConfig
     from prime_rl.trainer.lm_head import TokenLoss
 
-STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "rl_scale", "ce_scale", "ref_kl_scale")
-SUMS = ("loss", "entropy", "mismatch_kl", "is_masked")
-"""What an RL token loss adds up: the loss itself, and three quantities over the tokens of `mask` (to be divided by their number)."""
+STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "environment", "rl_scale", "ce_scale", "ref_kl_scale")
 
 # By type: (logprob, sampler's logprob, advantage, config[, sequences]) -> (loss per token [N], dropped from the policy gradient [N] bool)
 _POLICY_LOSSES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
@@ -65,7 +64,7 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
     def loss_of(
         logprob: Tensor, entropy: Tensor, streams: Tensor, sequences: Sequences | None = None
     ) -> tuple[Tensor, Tensor]:
-        mask, old, advantage, reference, rl_scale, ce_scale, ref_kl_scale = streams.unbind()
+        mask, old, advantage, reference, environment, rl_scale, ce_scale, ref_kl_scale = streams.unbind()
         rl, dropped = policy_loss(logprob, old, advantage, **({} if sequences is None else {"sequences": sequences}))
         if config.kl_coef:
             there = torch.where(rl_scale != 0, reference, logprob.detach())  # other tokens may have none
@@ -74,8 +73,10 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
             rl = rl - config.entropy_coef * entropy
         loss = (rl * rl_scale - logprob * ce_scale + ref_kl(logprob, old, reference) * ref_kl_scale).sum()
         with torch.no_grad():
-            sums = [loss, (entropy * mask).sum(), (mismatch_kl(logprob, old) * mask).sum(), (dropped * mask).sum()]
-            return loss, torch.stack([value.to(loss.dtype) for value in sums])
+            pulled = (ref_kl_scale != 0) | (rl_scale != 0) if config.kl_coef else ref_kl_scale != 0
+            components = component_sums(divergence(logprob, reference, "k3"), pulled, logprob, ce_scale != 0)
+            sums = token_sums(logprob, entropy, old, advantage, mask, environment, dropped)
+            return loss, torch.cat([loss[None], components, sums])
 
     return SequenceLoss(loss_of) if coupled else loss_of
 
@@ -125,12 +126,6 @@ def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
         dropped = logprob.exp() - old.exp() < -0.2
         advantage = torch.where(dropped, 0.0, reference - logprob)
     return 1e-3 * log_ratio.square() - advantage * torch.where(dropped, 0.0, log_ratio).exp()
-
-
-def mismatch_kl(logprob: Tensor, old: Tensor) -> Tensor:
-    """Per-token estimate of KL(sampler ‖ trainer), r - log r - 1 ≥ 0 (Schulman's k3)."""
-    log_ratio = logprob - old
-    return torch.expm1(log_ratio) - log_ratio
 
 
 def cross_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:

@@ -117,7 +117,7 @@ def step_dir(root: Path, step: int) -> Path:
 def write_batch(root: Path, step: int, samples: Sequence[Sample], extra: dict[str, Any] | None = None) -> Path:
     """Commit the samples of one step under `root`.
 
-    The manifest lists the sample ids and each sample's length and loss-token count, so that packing needs no look into the file.
+    The manifest lists the sample ids, each sample's length and loss-token count, so that packing needs no look into the file, and the environments.
 
     Raises:
         ValueError: a sample's streams do not fit its tokens.
@@ -129,6 +129,7 @@ def write_batch(root: Path, step: int, samples: Sequence[Sample], extra: dict[st
         "samples": [sample.sample_id for sample in samples],
         "lengths": columns.lengths.tolist(),
         "loss_tokens": columns.loss_tokens().tolist(),
+        "environments": sorted({sample.env for sample in samples}),
     }
     final = step_dir(root, step)
     with stage(final, step=step, producer="orchestrator", extra=index | (extra or {})) as directory:
@@ -252,6 +253,11 @@ class RolloutBatch:
     def loss_tokens(self) -> npt.NDArray[np.int64]:
         """Tokens on the loss mask of each sample, shape [samples]."""
         return np.asarray(self.manifest.extra["loss_tokens"], dtype=np.int64)
+
+    @property
+    def environments(self) -> list[str]:
+        """Names of the environments that the samples are of, each once."""
+        return list(self.manifest.extra["environments"])
 
     def rows(self, indices: Sequence[int]) -> list[Sample]:
         """Read the samples at `indices`, in that order, their streams as numpy arrays."""

@@ -27,7 +27,8 @@ from prime_rl.config.losses import (
 from prime_rl.errors import UserError
 from prime_rl.trainer import policy_losses
 from prime_rl.trainer.batch import to_device
-from prime_rl.trainer.loss import STREAMS, SUMS, SequenceLoss, cross_entropy, divergence, make_loss, mismatch_kl
+from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, divergence, make_loss
+from prime_rl.trainer.loss_metrics import mismatch_kl
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
@@ -202,7 +203,7 @@ def step_loss(
     """Ours: samples are packed, weights normalized, and the loss is taken of each micro-batch."""
     chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
     batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
-    normalize(StepData(batches, [], 0), world, config)
+    normalize(StepData(batches, [], []), world, config)
     loss_of, total = make_loss(config), torch.zeros((), dtype=torch.float64)
     for pack, host in zip(chosen, batches, strict=True):
         batch = to_device(host, CPU)
@@ -390,22 +391,6 @@ def test_advantages_scale_the_policy_gradient(config: LossConfig, world: World) 
     one, two = (step_loss(config, chosen, new, world) for chosen in (samples, doubled))
     assert two.item() == pytest.approx(2 * one.item(), rel=1e-6)
     np.testing.assert_allclose(slopes(two, new).numpy(), 2 * slopes(one, new).numpy(), rtol=1e-6, atol=1e-12)
-
-
-def test_sums_of_metrics() -> None:
-    """The loss, and entropy, mismatch and dropped tokens over the mask, whatever the weights are."""
-    draw = np.random.default_rng(0)
-    old, mask = -draw.uniform(0.05, 3, 200), draw.uniform(size=200) < 0.7
-    new, entropy = np.minimum(old + draw.normal(0, 0.6, 200), -0.01), draw.uniform(0, 2, 200)
-    rows = {"mask": mask, "logprobs": old, "advantages": draw.standard_normal(200), "rl_scale": mask / 11}
-    streams = torch.tensor(np.stack([np.asarray(rows.get(name, 0 * old), dtype=np.float64) for name in STREAMS]))
-    loss, sums = make_loss(DefaultLoss())(torch.tensor(new), torch.tensor(entropy), streams)
-    by_name = dict(zip(SUMS, sums.tolist(), strict=True))
-    log_r = new - old
-    assert by_name["loss"] == pytest.approx(loss.item())
-    assert by_name["entropy"] == pytest.approx((entropy * mask).sum())
-    assert by_name["mismatch_kl"] == pytest.approx(((np.exp(log_r) - log_r - 1) * mask).sum())
-    assert 0 < by_name["is_masked"] < mask.sum()
 
 
 @pytest.mark.parametrize("which", ["tied_model", "untied_model"])

@@ -7,6 +7,7 @@ import os
 import shutil
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,23 @@ def test_first_step_values(run_training: Run, tied_model: Path, tmp_path: Path) 
     names = {"is_masked/mean", "perf/throughput", "perf/peak_memory", "time/step", "time/wait_for_batch"}
     assert names | {"time/forward_backward", "time/export"} <= row.keys()
     assert row["progress/total_tokens"] == sum(len(sample.input_ids) for sample in batches[0])
+
+
+def test_metrics_of_environments(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
+    """Contract: in a step of several environments each has the entropy and mismatch of its own tokens, in a step of one there is no more than the whole."""
+    mixed, alone = support.write_rollouts(tmp_path, 2)
+    shutil.rmtree(tmp_path / "rollouts")
+    mixed = [replace(sample, env="zeta" if i % 3 else "alpha") for i, sample in enumerate(mixed)]
+    for step, samples in enumerate([mixed, alone]):
+        write_batch(tmp_path / "rollouts", step, samples)
+    run_training(support.make_config(tmp_path, tied_model, max_steps=2))
+    row, other = metrics(tmp_path)
+    for env in ("alpha", "zeta"):
+        want = expected_first_step(tied_model, [sample for sample in mixed if sample.env == env])
+        for name in ("entropy", "mismatch_kl"):
+            assert row[f"{name}/{env}/mean"] == pytest.approx(want[f"{name}/mean"], rel=2e-4)
+    assert row["entropy/all/mean"] == row["entropy/mean"]
+    assert {name.split("/")[1] for name in other if name.startswith("entropy/")} == {"all", "mean"}
 
 
 def test_bit_exact(run_training: Run, tied_model: Path, tmp_path: Path) -> None:

@@ -47,7 +47,10 @@ def same(left: Sample, right: Sample) -> bool:
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.data())
 def test_rows_come_back_as_written_in_the_order_asked(tmp_path_factory, lengths, data):
     """Any subset of rows, in any order, equals what was written."""
-    samples = [make_sample(i, n, ce_weight=[1.0] * n if i % 2 else None) for i, n in enumerate(lengths)]
+    envs = ("sums", "reverse-text", "alphabet")
+    samples = [
+        make_sample(i, n, env=envs[i % 3], ce_weight=[1.0] * n if i % 2 else None) for i, n in enumerate(lengths)
+    ]
     batch = open_batch(write_batch(tmp_path_factory.mktemp("rollouts"), 7, samples))
     order = data.draw(st.permutations(range(len(samples))))
     wanted = order[: data.draw(st.integers(0, len(samples)))]
@@ -55,6 +58,7 @@ def test_rows_come_back_as_written_in_the_order_asked(tmp_path_factory, lengths,
     assert batch.step == 7
     assert batch.lengths.tolist() == lengths
     assert batch.loss_tokens.tolist() == [max(n - 2, 0) for n in lengths]
+    assert batch.environments == sorted(envs[: len(samples)])
 
 
 def test_the_file_is_plain_arrow(tmp_path):

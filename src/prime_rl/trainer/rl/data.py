@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -28,11 +28,11 @@ _MASK = STREAMS.index("mask")
 
 @dataclass(frozen=True)
 class StepData:
-    """One step: this rank's micro-batches, and counts over all ranks. `example` is one sample for people to read, on rank 0."""
+    """One step: this rank's micro-batches, and the lengths and environments of all ranks' samples. `example` is one for people to read, on rank 0."""
 
     batches: list[HostBatch]
     lengths: list[int]
-    loss_tokens: int
+    environments: list[str]
     example: Sample | None = None
 
     @property
@@ -144,12 +144,11 @@ class RolloutData:
         rows = dict(zip(wanted, batch.rows(wanted), strict=True))
         for sample in rows.values():
             check_tokens(sample, self.vocabulary)
-        reference = self.loss.kl_coef > 0
-        batches = [
-            collate([document(rows[i], reference) for i in indices], len(STREAMS), self.multiple_of) for indices in mine
-        ]
+        environments, reference = batch.environments, self.loss.kl_coef > 0
+        documents = {i: document(row, environments.index(row.env), reference) for i, row in rows.items()}
+        batches = [collate([documents[i] for i in indices], len(STREAMS), self.multiple_of) for indices in mine]
         example = batch.rows([step % len(batch)])[0] if self.world.is_main else None
-        return StepData(pinned(batches, self.world.device), batch.lengths.tolist(), 0, example)
+        return StepData(pinned(batches, self.world.device), batch.lengths.tolist(), environments, example)
 
 
 class FakeData:
@@ -195,7 +194,7 @@ class FakeData:
             collate([self._document(step, i, lengths[i]) for i in indices], len(STREAMS), self.multiple_of)
             for indices in mine
         ]
-        return StepData(pinned(batches, self.world.device), lengths, 0)
+        return StepData(pinned(batches, self.world.device), lengths, [])
 
     def _lengths(self, step: int) -> list[int]:
         config = self.config
@@ -230,13 +229,14 @@ def check_tokens(sample: Sample, vocabulary: int) -> None:
         )
 
 
-def document(sample: Sample, reference: bool = False) -> Document:
+def document(sample: Sample, environment: int = 0, reference: bool = False) -> Document:
     """A sample's tokens and streams, in the order of `STREAMS`. The scale rows hold the bare weights still.
 
     Without weight streams every token of the loss mask is a member of the RL component with weight 1; cross-entropy and reference-KL
     weights make members of any token, on the mask or off it.
 
     Args:
+        environment: Its place among the step's environments.
         reference: RL tokens need the log-probabilities of a reference model.
 
     Raises:
@@ -255,7 +255,8 @@ def document(sample: Sample, reference: bool = False) -> Document:
         raise UserError(f"sample {sample.sample_id} has ref_kl_weight but no ref_logprobs")
     if reference and rl.any() and sample.ref_logprobs is None:
         raise UserError(f"sample {sample.sample_id} has no ref_logprobs, which loss.kl_coef needs")
-    rows = (mask, sample.logprobs, sample.advantages, given(sample.ref_logprobs, zeros), rl, ce, ref_kl)
+    place = np.full_like(zeros, environment)
+    rows = (mask, sample.logprobs, sample.advantages, given(sample.ref_logprobs, zeros), place, rl, ce, ref_kl)
     streams = np.stack([np.asarray(row, dtype=np.float32) for row in rows])
     trained = mask | (ce != 0) | (ref_kl != 0)
     return Document(np.asarray(sample.input_ids, dtype=np.int64), trained, float(sample.temperature), streams)
@@ -270,12 +271,10 @@ def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
     members = sum((np.count_nonzero(b.streams[_SCALES], axis=1) for b in data.batches), np.zeros(3))
     if loss.normalization != "token":
         members[0] = sum(_share_within_sequences(batch, loss.fixed_length) for batch in data.batches)
-    masked = sum(float(b.streams[_MASK].sum()) for b in data.batches)
-    *counts, loss_tokens = sum_over_ranks(world, [*members.tolist(), masked])
-    divisors = np.maximum(counts, 1).astype(np.float32)[:, None]
+    divisors = np.maximum(sum_over_ranks(world, members.tolist()), 1).astype(np.float32)[:, None]
     for batch in data.batches:
         batch.streams[_SCALES] /= divisors
-    return replace(data, loss_tokens=int(loss_tokens))
+    return data
 
 
 def _share_within_sequences(batch: HostBatch, length: int | None) -> int:

@@ -18,7 +18,8 @@ from prime_rl.trainer import moe, perf
 from prime_rl.trainer.bench import SMALL_RL, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
-from prime_rl.trainer.loss import SUMS, make_loss
+from prime_rl.trainer.loss import make_loss
+from prime_rl.trainer.loss_metrics import describe
 from prime_rl.trainer.memory import watched
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer, learning_rate
@@ -144,7 +145,8 @@ def run(
             "progress/total_samples": progress.samples,
         }
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
-        rows.put(Row(outcome, moe.with_loads(partial(means, batch.loss_tokens), policy), known, batch.tokens, ideal))
+        named = moe.with_loads(partial(describe, batch.environments), policy)
+        rows.put(Row(outcome, named, known, batch.tokens, ideal))
 
         if fake is None:
             # What is in tmpfs is there for the next life; what is sent ends with this one.
@@ -177,13 +179,6 @@ def run(
         peer = perf.peer_flops(matmul, source.config, 1, config.seq_len)
         report.text(bench_table(report.history, world, peer))
     report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
-
-
-def means(loss_tokens: int, sums: list[float]) -> dict[str, float]:
-    """The metrics that an RL step's sums are."""
-    per_token = dict(zip(SUMS, sums, strict=True))
-    loss = per_token.pop("loss")  # divided by the global count already
-    return {"loss/mean": loss, **{f"{name}/mean": value / max(loss_tokens, 1) for name, value in per_token.items()}}
 
 
 def bench_config(config: TrainerConfig) -> TrainerConfig:

@@ -1,0 +1,208 @@
+"""Metrics of loss tokens against numpy on the tokens themselves: sums exactly, what is read off a histogram to within its bucket."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from prime_rl.config.losses import DefaultLoss, GRPOLoss
+from prime_rl.trainer.batch import to_device
+from prime_rl.trainer.lm_head import fused_token_loss
+from prime_rl.trainer.loss import STREAMS, make_loss
+from prime_rl.trainer.loss_metrics import SLOTS, describe, token_sums
+from prime_rl.trainer.packing import Document, collate
+
+ENVIRONMENTS = ["a", "b", "c"]
+PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
+Tokens = dict[str, np.ndarray]
+
+
+def draw_tokens(seed: int, count: int = 700, spread: float = 0.4) -> Tokens:
+    """Tokens of three environments, some off the mask; the policy is near their sampler or, for the last ones, the very same."""
+    draw = np.random.default_rng(seed)
+    mask = draw.uniform(size=count) < 0.7
+    old = -draw.uniform(0.01, 4, count) * mask
+    new = np.minimum(np.where(mask, old, -2.0) + draw.normal(0, spread, count) * (np.arange(count) < count - 50), -1e-3)
+    return {
+        "new": new, "entropy": draw.gamma(0.3, 1.0, count), "mask": mask, "logprobs": old,
+        "advantages": draw.choice([-1.0, 0.0, 2.0], count) * mask, "environment": draw.integers(0, 3, count),
+        "ref_logprobs": -draw.uniform(0.01, 4, count), "rl_scale": mask / count,
+        "ce_scale": (draw.uniform(size=count) < 0.2) / 7, "ref_kl_scale": (draw.uniform(size=count) < 0.3) / 3,
+    }  # fmt: skip
+
+
+def stack(tokens: Tokens) -> Tensor:
+    return torch.tensor(np.stack([np.asarray(tokens[name], dtype=np.float64) for name in STREAMS]))
+
+
+def sums_of(tokens: Tokens, config: Any = None) -> Tensor:
+    logprob, entropy = (torch.tensor(tokens[name]) for name in ("new", "entropy"))
+    return make_loss(config or DefaultLoss())(logprob, entropy, stack(tokens))[1]
+
+
+def subset(tokens: Tokens, chosen: Any) -> Tokens:
+    return {name: values[chosen] for name, values in tokens.items()}
+
+
+def check(got: dict[str, float], name: str, values: np.ndarray, log_ratios: np.ndarray | None = None) -> None:
+    """`got` describes `values`: exactly, or as exactly as half a bucket of them, or of their log ratios, allows (5.2 %, 5e-6)."""
+    assert got[f"{name}/mean"] == pytest.approx(values.mean(), rel=1e-9, abs=1e-12)
+    assert got[f"{name}/std"] == pytest.approx(values.std(), rel=1e-6, abs=1e-9)
+    for key, percent in PERCENTILES.items():
+        want = np.percentile(values, percent, method="inverted_cdf")
+        off = 0.052 * abs(want) + 5e-6
+        if log_ratios is not None:
+            # The tokens of this value, and those whose log ratio is at the other end of half a bucket
+            x = log_ratios[np.argmin(abs(values - want))]
+            far = x + np.array([-1, 1]) * (0.052 * abs(x) + 5e-6)
+            off = {"mismatch_kl": np.expm1(far) - far, "importance_ratio": np.exp(far)}[name.partition("/")[0]] - want
+            off = 1.01 * abs(off).max() + 1e-10
+        assert abs(got[f"{name}/{key}"] - want) <= off, (name, key)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_against_numpy(seed: int) -> None:
+    """Contract: every metric is what its name says of the tokens of the loss mask."""
+    tokens = draw_tokens(seed)
+    got = describe(ENVIRONMENTS, sums_of(tokens).tolist())
+    on = subset(tokens, tokens["mask"])
+    x, advantage = on["new"] - on["logprobs"], on["advantages"]
+    k3, change = np.expm1(x) - x, np.exp(on["new"]) - np.exp(on["logprobs"])
+    dropped = np.where(advantage > 0, change > 0.2, change < -0.2)
+    assert 0 < dropped.sum() < len(x)
+    check(got, "entropy/all", on["entropy"])
+    check(got, "mismatch_kl/all", k3, x)
+    check(got, "mismatch_kl_k1", -x)
+    check(got, "importance_ratio", np.exp(x), x)
+    for number, name in enumerate(ENVIRONMENTS):
+        mine = on["environment"] == number
+        check(got, f"entropy/{name}", on["entropy"][mine])
+        check(got, f"mismatch_kl/{name}", k3[mine], x[mine])
+    for name, part in (("masked_mismatch_kl", dropped), ("unmasked_mismatch_kl", ~dropped)):
+        assert got[f"{name}/mean"] == pytest.approx(k3[part].mean())
+        assert got[f"{name}/std"] == pytest.approx(k3[part].std())
+        assert got[f"{name}/max"] == pytest.approx(k3[part].max(), rel=0.2)
+    assert got["is_masked/mean"] == pytest.approx(dropped.mean())
+    assert got["is_masked_low/mean"] == pytest.approx((dropped & (x < 0)).mean())
+    assert got["is_masked_high/mean"] == pytest.approx((dropped & (x >= 0)).mean())
+    assert got["masked_advantage_positive/mean"] == pytest.approx((advantage[dropped] > 0).mean())
+    assert got["masked_advantage_negative/mean"] == pytest.approx((advantage[dropped] < 0).mean())
+    assert got["kl_ent_ratio/mean"] == pytest.approx(k3.mean() / on["entropy"].mean())
+    assert (got["entropy/mean"], got["mismatch_kl/mean"]) == (got["entropy/all/mean"], got["mismatch_kl/all/mean"])
+
+
+def test_components_against_numpy() -> None:
+    """Contract: `ref_kl` and `nll` are means over the tokens of their components, on the mask or off it, and `loss` is the loss."""
+    tokens = draw_tokens(0)
+    gap = tokens["new"] - tokens["ref_logprobs"]
+    apart = np.exp(-gap) - 1 + gap
+    pulled, on = tokens["ref_kl_scale"] != 0, tokens["rl_scale"] != 0
+    for config, members in ((DefaultLoss(), pulled), (GRPOLoss(kl_coef=0.1), pulled | on)):
+        loss = make_loss(config)(torch.tensor(tokens["new"]), torch.tensor(tokens["entropy"]), stack(tokens))[0]
+        got = describe([], sums_of(tokens, config).tolist())
+        assert got["loss/mean"] == loss.item()
+        assert got["ref_kl/mean"] == pytest.approx(apart[members].mean())
+        assert got["nll/mean"] == pytest.approx(-tokens["new"][tokens["ce_scale"] != 0].mean())
+    alone = {**tokens, "ref_kl_scale": 0 * gap, "ce_scale": 0 * gap, "ref_logprobs": np.full(len(gap), 900.0)}
+    assert not {"ref_kl/mean", "nll/mean"} & describe([], sums_of(alone).tolist()).keys()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sums_add_up(seed: int) -> None:
+    """Contract: of chunks, micro-batches and ranks in whatever way the tokens are dealt to them, the same metrics come out."""
+    tokens = draw_tokens(seed)
+    whole = sums_of(tokens)
+    owner = np.random.default_rng(seed).integers(0, 5, len(tokens["mask"]))
+    parts = sum(sums_of(subset(tokens, owner == part)) for part in range(6))  # the last one is empty
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    one, other = describe(ENVIRONMENTS, whole.tolist()), describe(ENVIRONMENTS, parts.tolist())
+    assert one.keys() == other.keys()
+    assert list(one.values()) == pytest.approx(list(other.values()), rel=1e-9)
+
+
+def test_sums_add_up_over_packing_and_chunks() -> None:
+    """Contract: the head's chunks and the micro-batches that documents are packed into do not show in the metrics."""
+    draw = np.random.default_rng(0)
+    documents = []
+    for number, length in enumerate((9, 2, 40, 17, 1, 23)):
+        tokens = draw_tokens(number, length)
+        rows = np.stack([np.asarray(tokens[name], dtype=np.float32) for name in STREAMS])
+        rows[STREAMS.index("environment")] = number % 3
+        documents.append(Document(draw.integers(0, 31, length), rows[0] > 0, 1.0, rows))
+    weight, embedding = (torch.tensor(draw.standard_normal((31, 8))) for _ in range(2))
+    found = []
+    for packs, chunk in (([range(6)], 1000), ([range(6)], 7), ([[3, 0], [], [5, 1, 2], [4]], 5)):
+        total = torch.zeros(())
+        for pack in packs:
+            batch = to_device(collate([documents[i] for i in pack], len(STREAMS)), torch.device("cpu"))
+            hidden = embedding[batch.input_ids[batch.loss_index]]
+            head = hidden, weight, batch.labels, batch.inv_temperature.double(), batch.streams.double()
+            total = total + fused_token_loss(*head, make_loss(DefaultLoss()), chunk)[1]
+        found.append(describe(ENVIRONMENTS, total.tolist()))
+    assert "mismatch_kl/c/p99" in found[0]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert list(other.values()) == pytest.approx(list(found[0].values()), rel=1e-9)
+
+
+def test_float32_is_enough() -> None:
+    """Contract: sums in the precision of the head give means to 1e-5 and deviations to 1 %, near the sampler as well."""
+    tokens = draw_tokens(3, 4000, spread=0.003)
+    exact = describe([], sums_of(tokens).tolist())
+    logprob, entropy = (torch.tensor(tokens[name]).float() for name in ("new", "entropy"))
+    got = describe([], make_loss(DefaultLoss())(logprob, entropy, stack(tokens).float())[1].tolist())
+    for name in ("entropy/all", "importance_ratio"):
+        assert got[f"{name}/mean"] == pytest.approx(exact[f"{name}/mean"], rel=1e-5)
+        assert got[f"{name}/std"] == pytest.approx(exact[f"{name}/std"], rel=1e-2)
+    assert got["mismatch_kl/mean"] == pytest.approx(
+        exact["mismatch_kl/mean"], rel=1e-2
+    )  # 4e-6 of numbers that round to 1e-7
+
+
+def test_what_is_a_mean_over_nothing_is_left_out() -> None:
+    """Contract: no tokens, or none that were dropped, give no number instead of one that means nothing."""
+    tokens = draw_tokens(0)
+    assert describe(ENVIRONMENTS, sums_of(subset(tokens, slice(0))).tolist()) == {"loss/mean": 0}
+    kept = describe(
+        ENVIRONMENTS[:2],
+        sums_of({**tokens, "new": tokens["logprobs"], "environment": 0 * tokens["environment"]}).tolist(),
+    )
+    assert kept["is_masked/mean"] == 0
+    assert (kept["mismatch_kl/all/max"], kept["importance_ratio/min"], kept["importance_ratio/std"]) == (0, 1, 0)
+    assert "entropy/a/mean" in kept
+    assert not {"masked_mismatch_kl/mean", "masked_advantage_positive/mean", "entropy/b/mean"} & kept.keys()
+
+
+def test_environments_beyond_the_slots() -> None:
+    """Contract: as many environments as there are slots are told apart; of more, the last slot's share it and have no metrics of their own."""
+    tokens = {**draw_tokens(0, 2000), "environment": np.arange(2000) % (SLOTS + 3)}
+    for count in (SLOTS, SLOTS + 3):
+        some = subset(tokens, tokens["environment"] < count)
+        got = describe([str(number) for number in range(count)], sums_of(some).tolist())
+        told = SLOTS if count == SLOTS else SLOTS - 1
+        for number in range(count):
+            mine = some["mask"] & (some["environment"] == number)
+            assert (f"entropy/{number}/mean" in got) == (number < told)
+            if number < told:
+                assert got[f"entropy/{number}/mean"] == pytest.approx(some["entropy"][mine].mean())
+        assert got["entropy/mean"] == pytest.approx(some["entropy"][some["mask"]].mean())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_stays_in_the_histogram(bad: float) -> None:
+    """Contract: a number that is not finite is left to the loss to refuse; it reads and writes nothing outside of the sums."""
+    ones, zeros = torch.ones(3), torch.zeros(3)
+    sums = token_sums(torch.full((3,), bad), torch.full((3,), bad), zeros, ones, ones, zeros, zeros.bool())
+    assert describe([], [0.0, *[0.0] * 4, *sums.tolist()])["loss/mean"] == 0
+
+
+def test_far_beyond_the_last_bucket() -> None:
+    """Contract: what is beyond the histogram is counted in its last bucket, 22."""
+    ones, zeros = torch.ones(3).double(), torch.zeros(3).double()
+    sums = token_sums(-40 * ones, 50 * ones, zeros, ones, ones, zeros, zeros.bool())
+    got = describe([], [0.0, *[0.0] * 4, *sums.tolist()])
+    assert (got["entropy/all/mean"], got["mismatch_kl_k1/mean"]) == (50, 40)
+    assert got["entropy/all/max"] == got["mismatch_kl_k1/median"] == pytest.approx(22.1, abs=0.05)
