@@ -53,7 +53,9 @@ class Teacher:
         self.model = config.model
         self._echo = False  # whether scores come by `echo`
         self.api_key = os.environ.get(config.api_key_var, "")
-        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self._slots = asyncio.Semaphore(
+            config.max_concurrent
+        )  # bounded: each request in it has its timeout, and a few attempts
         self._http = httpx.AsyncClient(
             base_url=self.root,
             timeout=config.timeout,
@@ -151,7 +153,7 @@ class Teacher:
     async def _models(self, ready_timeout: float, on_wait: OnWait) -> list[str]:
         began = time.monotonic()
         trouble = ""
-        while time.monotonic() - began < ready_timeout:
+        while time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
             try:
                 response = await self._http.get("/v1/models")
                 if response.status_code in _FORBIDDEN:
