@@ -5,15 +5,17 @@
 
 The problem: a reply has up to four tokens, digits and a stop. Each task wants three digits said, and a stop. There are 781 replies, so that the
 expected reward of a policy is a sum over all of them: no figure here is an estimate from samples. What is learned from are samples, by the real
-code: `advantages`, `document`, `collate`, `normalize` and `make_loss`. Only the model is another one, a table of logits.
+code: `advantages`, `streams_of`, `document`, `collate`, `normalize` and `make_loss`. Only the model is another one, a table of logits.
 """
 
 import argparse
 import json
 import re
 import statistics
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +29,9 @@ from torch import Tensor
 
 from prime_rl.config.algorithms import AlgorithmConfig
 from prime_rl.config.losses import LossConfig
+from prime_rl.envs.protocol import SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
+from prime_rl.orchestrator.algorithms.streams import streams_of
 from prime_rl.trainer.batch import MicroBatch, to_device
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
 from prime_rl.trainer.packing import collate
@@ -45,6 +49,7 @@ WEIGHTS = {"found": 0.75, "stops": 0.25}
 SEEDS = 5
 SETTLED = 40  # last steps, whose mean tells how a run ends
 POINTS = 41  # of a curve that is kept
+TAUGHT = 150  # steps of the teacher along the exact gradient: well above what it teaches, and below the best
 
 Optimizer = Literal["SGD", "Adam"]
 
@@ -85,6 +90,8 @@ ALGORITHMS: dict[str, AlgorithmConfig] = {
         "reinforce_pp, group_baseline": {"type": "reinforce_pp", "group_baseline": True},
         "rae": {"type": "rae"},
         "gdpo": {"type": "gdpo", "weights": WEIGHTS},
+        "opd": {"type": "opd", "teacher": {"base_url": "http://not-asked"}},
+        "sft": {"type": "sft", "teacher": {"base_url": "http://not-asked"}},
     }.items()
 }
 LOSSES: dict[str, LossConfig] = {
@@ -157,15 +164,26 @@ def expected_reward(logits: Tensor) -> Tensor:
     return (reply_logprobs(logits).sum(-1).exp() * REWARDS).sum(-1).mean()
 
 
-def best_reward(memory: bool) -> float:
-    """What a policy can reach, by ascent along the exact gradient. Without memory one distribution serves all positions of a reply."""
+def ascend(memory: bool, steps: int) -> Tensor:
+    """The policy after `steps` along the exact gradient."""
     logits = fresh_policy(memory).requires_grad_()
     optimizer = torch.optim.Adam([logits], lr=0.1)
-    for _ in range(1000):
+    for _ in range(steps):
         optimizer.zero_grad()
         (-expected_reward(logits)).backward()
         optimizer.step()
-    return expected_reward(logits).item()
+    return logits.detach()
+
+
+def best_reward(memory: bool) -> float:
+    """What a policy can reach. Without memory one distribution serves all positions of a reply."""
+    return expected_reward(ascend(memory, 1000)).item()
+
+
+@cache
+def teacher() -> Tensor:
+    """Who scores for `opd`, and samples for `sft`: a policy with memory."""
+    return ascend(True, TAUGHT)
 
 
 # -- learning ----------------------------------------------------------------------------------------------------------------
@@ -174,17 +192,18 @@ def best_reward(memory: bool) -> float:
 def sample_batch(
     logits: Tensor, algorithm: AlgorithmConfig, state: Mapping[str, Any], draw: np.random.Generator
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """One group for each task, sampled from the policy `logits`, and the algorithm's state after it."""
-    logprobs = reply_logprobs(logits)
+    """One group for each task, sampled from the policy `logits` or from the teacher, and the algorithm's state after it."""
+    logprobs = reply_logprobs(teacher() if algorithm.component == "ce" else logits)
     shares, logprobs = logprobs.sum(-1).exp().numpy(), logprobs.numpy()
+    scores = reply_logprobs(teacher()).numpy() if algorithm.component == "ref_kl" else None
     drawn = [draw.choice(len(REPLIES), ATTEMPTS, p=share / share.sum()) for share in shares]
     groups = [[_attempt(REPLIES[place], task) for place in places] for task, places in enumerate(drawn)]
     values, after = advantages(algorithm, groups, state)
-    samples = [
-        _sample(task, REPLIES[place], logprobs[task, place], value)
-        for task, places in enumerate(drawn)
-        for place, value in zip(places, values[task], strict=True)
-    ]
+    samples = []
+    for task, places in enumerate(drawn):
+        for place, value in zip(places, values[task], strict=True):
+            scored = None if scores is None else scores[task, place]
+            samples.append(_sample(task, REPLIES[place], logprobs[task, place], scored, algorithm, value))
     return samples, after
 
 
@@ -193,11 +212,23 @@ def _attempt(reply: tuple[int, ...], task: int) -> Attempt:
     return Attempt(reward(reply, task), output_tokens=tokens, total_tokens=tokens + 1, rewards=parts)
 
 
-def _sample(task: int, reply: tuple[int, ...], logprobs: np.ndarray, advantage: float) -> Sample:
-    """The prompt is one token, which names the task."""
-    mask = np.arange(len(reply) + 1) > 0
-    ids, old = np.array([STOP + 1 + task, *reply]), np.append(0.0, logprobs[: len(reply)])
-    return Sample("", "", str(task), "digits", [0], ids, mask, old, mask * advantage, 1.0, reward(reply, task))
+def _sample(
+    task: int,
+    reply: tuple[int, ...],
+    logprobs: np.ndarray,
+    scores: np.ndarray | None,
+    algorithm: AlgorithmConfig,
+    advantage: float,
+) -> Sample:
+    """What the orchestrator makes of a reply. The prompt is one token, which names the task; nothing predicts it."""
+    ids, mask = [STOP + 1 + task, *reply], np.arange(len(reply) + 1) > 0
+    sequence = SampleTokens.of(ids, mask, [0.0, *logprobs[: len(reply)]], 1, reward(reply, task))
+    if scores is not None:
+        sequence.ref_logprobs = array("f", [0.0, *scores[: len(reply)]])
+    old = np.asarray(sequence.logprobs, dtype=np.float32)
+    streams = streams_of(algorithm, sequence, mask, old, advantage, keep_zero=True)
+    rows = streams.loss_mask, streams.logprobs, streams.advantages
+    return Sample("", "", str(task), "digits", [0], ids, *rows, 1.0, sequence.reward, **streams.more)
 
 
 def predict(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -276,6 +307,7 @@ def measure_all(world: World) -> dict[str, Any]:
         "seeds": SEEDS,
         "settled steps": SETTLED,
         "best": {"with memory": best_reward(True), "without memory": best_reward(False)},
+        "teacher": expected_reward(teacher()).item(),
         "learning": {
             "setting": asdict(LEARNING),
             "algorithms": {

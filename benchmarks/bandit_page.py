@@ -53,7 +53,7 @@ def _text(found: Found) -> str:
         [
             f"{found['tasks']} tasks, {found['replies']} replies, {found['attempts']} attempts at each task a step, {found['seeds']} seeds. The "
             f"uniform policy, which all start from, has {start:.3f}; the best possible is {best['with memory']:.3f} with memory and "
-            f"{best['without memory']:.3f} without. Measured: {on}.",
+            f"{best['without memory']:.3f} without; the teacher of `opd` and `sft` has {found['teacher']:.3f}. Measured: {on}.",
             f"**Learning**: {_setting(learning['setting'])}. Expected reward after the last step: mean over seeds, and the worst of them.",
             markdown(_learning_table("algorithm (default loss)", learning["algorithms"])),
             "![expected reward by step, for each algorithm](figures/bandit_algorithms.svg)",

@@ -8,7 +8,19 @@ from pathlib import Path
 
 WIDTH, HEIGHT = 460, 270  # of a panel's plot
 LEFT, TOP, RIGHT, AXIS, LEGEND_LINE = 46, 30, 16, 44, 17
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b8860b", "#56b4e9", "#000000", "#7a3fb8", "#8c564b")
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#b8860b",
+    "#56b4e9",
+    "#000000",
+    "#7a3fb8",
+    "#8c564b",
+    "#17becf",
+    "#7f7f00",
+)
 
 
 @dataclass(frozen=True)

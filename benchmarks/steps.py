@@ -70,6 +70,7 @@ class Case:
         canary: Score the canary for every version, as RL runs do.
         settings: Options of the trainer's `model` section; none is a user's run without any option.
         optim: Options of its `optim` section.
+        objective: Options of its `loss` section (`loss.type=gspo`).
         bar: Tokens per second per rank to reach; `mfu_bar` the same in per cent of the peak, `within` the GiB to stay in.
         peer: What the peer reaches, and `peer_gib` the GiB that it takes.
     """
@@ -88,6 +89,7 @@ class Case:
     canary: bool = True
     settings: dict[str, object] = field(default_factory=dict)
     optim: dict[str, object] = field(default_factory=dict)
+    objective: dict[str, object] = field(default_factory=dict)
     bar: float | None = None
     mfu_bar: float | None = None
     within: float | None = None
@@ -110,19 +112,22 @@ _KINDS: dict[str, Any] = {
 
 
 def parse_case(text: str) -> Case:
-    """`MODEL DOCUMENTS [key=value …]`: keys of `Case`, `optim.key`, or options of the trainer's `model` section."""
+    """`MODEL DOCUMENTS [key=value …]`: keys of `Case`, `optim.key`, `loss.key`, or options of the trainer's `model` section."""
     model, documents, *rest = text.split()
     given: dict[str, Any] = {}
     settings: dict[str, object] = {}
     optim: dict[str, object] = {}
+    objective: dict[str, object] = {}
     for key, _, value in (item.partition("=") for item in rest):
         if key in _KINDS:
             given[key] = _KINDS[key](value)
         elif key.startswith("optim."):
             optim[key.removeprefix("optim.")] = value
+        elif key.startswith("loss."):
+            objective[key.removeprefix("loss.")] = value
         else:
             settings[key] = value
-    return Case(text, model, documents, settings=settings, optim=optim, **given)
+    return Case(text, model, documents, settings=settings, optim=optim, objective=objective, **given)
 
 
 def document_lengths(documents: str) -> list[int]:
@@ -167,7 +172,10 @@ def make_config(case: Case, device: str, scratch: Path) -> TrainerConfig | SFTCo
         fake = {"lengths": "lognormal", "batch_size": SAMPLES * case.ranks}
         if not tokens:
             fake = {"micro_batch_size": count, "batch_size": count * steps, "seq_len": length}
-        return TrainerConfig.model_validate({**shared, "seq_len": case.tokens, "data": {"fake": fake}})
+        objective = {"type": "default", **case.objective}
+        return TrainerConfig.model_validate(
+            {**shared, "seq_len": case.tokens, "data": {"fake": fake}, "loss": objective}
+        )
     if tokens:
         data = {"seq_len": case.tokens, "batch_size": steps, "micro_batch_size": 1, "fake": {"type": "lognormal"}}
     else:

@@ -107,6 +107,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
             self._off_policy_bound(),
             self._reply_fits(),
             *(self._can_be_trained(sampling, key) for sampling, key in self._training_sampling()),
+            *(self._can_be_scored(env) for env in self.environments),
             resume_within(self.max_steps, self.ckpt),
         )
         return self
@@ -169,6 +170,17 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         if sampling.temperature > 0:
             return None
         message = "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)"
+        return Problem(message, f"{key}.temperature")
+
+    def _can_be_scored(self, env: TrainingEnv) -> Problem | None:
+        algorithm = self.algorithm_of(env.name)
+        scored = algorithm.component == "ref_kl" or (algorithm.component == "rl" and self.reference is not None)
+        sampling = env.sampling.over(self.sampling) if env.sampling else self.sampling
+        if not scored or sampling.temperature == 1.0:
+            return None
+        who = "a teacher" if algorithm.component == "ref_kl" else "the reference"
+        key = "sampling" if env.sampling is None else f"environments.{env.name}.sampling"
+        message = f"{who} tells log-probabilities of temperature 1, and {env.name} is sampled at {sampling.temperature}"
         return Problem(message, f"{key}.temperature")
 
     def _reply_fits(self) -> Problem | None:

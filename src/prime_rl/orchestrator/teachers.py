@@ -182,11 +182,7 @@ class Teacher:
 
 
 class Teachers:
-    """All that a run learns from, beside its rewards.
-
-    Raises:
-        UserError: the policy samples at another temperature than scores are told for.
-    """
+    """All that a run learns from, beside its rewards."""
 
     def __init__(self, config: "OrchestratorConfig") -> None:
         self._config = config

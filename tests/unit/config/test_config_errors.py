@@ -426,6 +426,25 @@ def test_a_list_needs_values() -> None:
             [*EVAL, "--client.base-url", "http://r:1", "--client.admin-base-url", "http://u:p@a:1"],
             "client: admin_base_url holds a password",
         ),
+        (
+            OrchestratorConfig,
+            [
+                *ENV,
+                "--algorithm.type",
+                "opd",
+                "--algorithm.teacher.base-url",
+                "http://t:1",
+                "--sampling.temperature",
+                "0.7",
+            ],
+            "a teacher tells log-probabilities of temperature 1, and x is sampled at 0.7"
+            " (sampling.temperature: --sampling.temperature)",
+        ),
+        (
+            OrchestratorConfig,
+            [*ENV, "--reference.base-url", "http://t:1", "--environment.sampling.temperature", "0.5"],
+            "the reference tells log-probabilities of temperature 1, and x is sampled at 0.5",
+        ),
         (OrchestratorConfig, [], "no environment: give [environment] with an `id`"),
         (EvalConfig, [], "no environment: give --environment-ids or [[environments]]"),
         (

@@ -67,6 +67,7 @@ CONSTRAINED |= {
     "template",
     "easy",
     "hard",
+    "temperature",
 }
 
 
