@@ -120,7 +120,7 @@ def rollouts(
         "orchestrator_tokens_per_second": sum(row["perf/throughput"] * row["time/step"] for row in middle) / seconds,
         "rollouts_per_second": sum(row["progress/samples"] for row in middle) / seconds,
         "tokens_of_a_reply": rows[-1]["num_output_tokens/mean"],
-        "tokens_of_a_prompt": rows[-1]["seq_len/mean"] - rows[-1]["num_output_tokens/mean"],
+        "tokens_of_a_prompt": rows[-1]["num_total_tokens/mean"] - rows[-1]["num_output_tokens/mean"],
         "errors": errors,
         "cpu_ms_per_rollout": {
             name: 1000 * rates[f"cores {name}"] * load.reply / rates["tokens_per_second"]

@@ -118,7 +118,7 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: Scored, env: 
     quantities: dict[str, Sequence[float]] = {
         "reward": [result.reward for result in results],
         "advantage": [value for episode in episodes for value in scored.worth.get(episode.start.episode, {}).values()],
-        "seq_len": tokens,
+        "num_total_tokens": tokens,
         "num_output_tokens": sampled,
         "num_input_tokens": [total - output for total, output in zip(tokens, sampled, strict=True)],
         "num_turns": [result.num_turns for result in results],
@@ -129,7 +129,7 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: Scored, env: 
         for name, values in quantities.items()
         for statistic, value in distribution(values).items()
     }
-    return metrics | {f"solved/{place}{which}": share for which, share in _solved(groups).items()}
+    return metrics | {f"solved_{which}/{env}".rstrip("/"): share for which, share in _solved(groups).items()}
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:

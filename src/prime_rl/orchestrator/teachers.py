@@ -53,9 +53,7 @@ class Teacher:
         self.model = config.model
         self._echo = False  # whether scores come by `echo`
         self.api_key = os.environ.get(config.api_key_var, "")
-        self._slots = asyncio.Semaphore(
-            config.max_concurrent
-        )  # bounded: each request in it has its timeout, and a few attempts
+        self._slots = asyncio.Semaphore(config.max_concurrent)
         self._http = httpx.AsyncClient(
             base_url=self.root,
             timeout=config.timeout,
@@ -94,7 +92,7 @@ class Teacher:
             UserError: it does not take the key.
         """
         whole = [*hint, *tokens]
-        async with self._slots:
+        async with self._slots:  # bounded: requests have timeouts, and a few attempts
             found = await self._ask(whole)
         scores = array("f", found[len(hint) :])
         if not all(map(math.isfinite, scores)) or len(scores) != len(tokens):

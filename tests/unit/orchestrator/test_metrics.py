@@ -49,11 +49,11 @@ def test_a_step_of_one_environment() -> None:
     assert found["reward/mean"] == pytest.approx(3.5 / 6)
     assert found["reward/p90"] == 1.0
     assert (found["advantage/min"], found["advantage/max"]) == (-0.5, 0.5)
-    assert (found["num_output_tokens/max"], found["num_input_tokens/max"], found["seq_len/max"]) == (5, 2, 7)
+    assert (found["num_output_tokens/max"], found["num_input_tokens/max"], found["num_total_tokens/max"]) == (5, 2, 7)
     assert found["filtered/zero_advantage"] == pytest.approx(2 / 6)
     assert found["filtered/overlong"] == pytest.approx(2 / 6)
-    assert (found["solved/all"], found["solved/none"]) == (pytest.approx(1 / 3), 0.0)
-    assert found["solved/some"] == pytest.approx(2 / 3)
+    assert (found["solved_all"], found["solved_none"]) == (pytest.approx(1 / 3), 0.0)
+    assert found["solved_some"] == pytest.approx(2 / 3)
     assert found["progress/samples"] == 2
     assert not any(name.startswith("reward/a/") for name in found)
 
@@ -62,5 +62,5 @@ def test_several_environments_are_told_apart() -> None:
     found = metrics_of(group(0, "a", [1.0, 0.0]), group(1, "b", [0.0, 0.0]))
     assert found["reward/mean"] == 0.25
     assert (found["reward/a/mean"], found["reward/b/mean"]) == (0.5, 0.0)
-    assert (found["solved/a/some"], found["solved/b/none"]) == (1.0, 1.0)
+    assert (found["solved_some/a"], found["solved_none/b"]) == (1.0, 1.0)
     assert found["advantage/a/std"] == 0.5
