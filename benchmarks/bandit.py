@@ -204,7 +204,7 @@ def sample_batch(
         for place, value in zip(places, values[task], strict=True):
             scored = None if scores is None else scores[task, place]
             samples.append(_sample(task, REPLIES[place], logprobs[task, place], scored, algorithm, value))
-    return samples, after
+    return [sample for sample in samples if sample is not None], after
 
 
 def _attempt(reply: tuple[int, ...], task: int) -> Attempt:
@@ -219,14 +219,16 @@ def _sample(
     scores: np.ndarray | None,
     algorithm: AlgorithmConfig,
     advantage: float,
-) -> Sample:
-    """What the orchestrator makes of a reply. The prompt is one token, which names the task; nothing predicts it."""
+) -> Sample | None:
+    """What the orchestrator makes of a reply, None of one without signal. The prompt is one token, which names the task; nothing predicts it."""
     ids, mask = [STOP + 1 + task, *reply], np.arange(len(reply) + 1) > 0
     sequence = SampleTokens.of(ids, mask, [0.0, *logprobs[: len(reply)]], 1, reward(reply, task))
     if scores is not None:
         sequence.ref_logprobs = array("f", [0.0, *scores[: len(reply)]])
     old = np.asarray(sequence.logprobs, dtype=np.float32)
-    streams = streams_of(algorithm, sequence, mask, old, advantage, keep_zero=True)
+    streams = streams_of(algorithm, sequence, mask, old, advantage, keep_zero=False)
+    if not streams.trained:
+        return None
     rows = streams.loss_mask, streams.logprobs, streams.advantages
     return Sample("", "", str(task), "digits", [0], ids, *rows, 1.0, sequence.reward, **streams.more)
 
@@ -256,7 +258,9 @@ def learn(setting: Setting, algorithm: AlgorithmConfig, loss: LossConfig, seed: 
     optimizer = getattr(torch.optim, setting.optimizer)([logits], lr=setting.lr)
     versions = [logits.detach().clone()]
     for step in range(setting.steps):
-        samples, state = sample_batch(versions[max(0, step - setting.level)], algorithm, state, draw)
+        samples: list[Sample] = []
+        while not samples:  # as the orchestrator does, which collects another batch
+            samples, state = sample_batch(versions[max(0, step - setting.level)], algorithm, state, draw)
         optimizer.zero_grad()
         step_loss(logits, samples, loss, world).backward()
         optimizer.step()

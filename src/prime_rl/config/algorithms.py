@@ -58,8 +58,13 @@ Component = Literal["rl", "ce", "ref_kl"]
 class Algorithm(Section):
     """What all algorithms are asked."""
 
-    group_relative: ClassVar[bool] = False  # compares attempts at one task, so that it needs several
+    compares: ClassVar[bool] = False  # attempts at one task, so that it needs several
     component: ClassVar[Component] = "rl"  # of the loss, which sampled tokens feed; only `rl` knows advantages
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether it compares attempts at one task, so that several are needed and equal rewards tell nothing."""
+        return self.compares
 
 
 class ByReward(Algorithm):
@@ -73,7 +78,7 @@ class ByReward(Algorithm):
 class GRPO(ByReward):
     """Advantage: the reward minus the mean of its group."""
 
-    group_relative: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     type: Literal["grpo"] = Field(default="grpo", description="Kind of algorithm.")
     std_normalize: bool = Field(default=False, description="Divide by the standard deviation of the group.")
@@ -82,7 +87,7 @@ class GRPO(ByReward):
 class RLOO(ByReward):
     """Advantage: the reward minus the mean of the other rewards of its group."""
 
-    group_relative: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     type: Literal["rloo"] = Field(default="rloo", description="Kind of algorithm.")
 
@@ -90,7 +95,7 @@ class RLOO(ByReward):
 class OPO(ByReward):
     """Advantage: the reward minus the mean of its group weighted by length, the baseline of least variance."""
 
-    group_relative: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     type: Literal["opo"] = Field(default="opo", description="Kind of algorithm.")
 
@@ -98,7 +103,7 @@ class OPO(ByReward):
 class MaxRL(ByReward):
     """Advantage: the reward minus the mean of its group, divided by that mean: rare successes weigh more."""
 
-    group_relative: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     type: Literal["max_rl"] = Field(default="max_rl", description="Kind of algorithm.")
 
@@ -111,6 +116,11 @@ class ReinforcePP(ByReward):
         default=False, description="Take the mean of the group off first (REINFORCE++-baseline)."
     )
 
+    @property
+    def group_relative(self) -> bool:
+        """With the group's mean taken off it does."""
+        return self.group_baseline
+
 
 class RAE(ByReward):
     """Role-conditioned advantage estimation. Advantage: the reward minus a moving average of the agent's earlier ones."""
@@ -122,7 +132,7 @@ class RAE(ByReward):
 class GDPO(ByReward):
     """Every reward function is normalized within its group by itself; the weighted sum is normalized over the batch."""
 
-    group_relative: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     type: Literal["gdpo"] = Field(default="gdpo", description="Kind of algorithm.")
     weights: dict[str, float] = Field(
@@ -131,6 +141,12 @@ class GDPO(ByReward):
     batch_normalize: bool = Field(
         default=True, description="Normalize the sum over the environment's episodes in the batch."
     )
+
+    @model_validator(mode="after")
+    def _has_no_penalty(self) -> Self:
+        if self.length_penalty is None:
+            return self
+        raise Problem("length_penalty has no effect: gdpo reads the rewards of single functions", "length_penalty")
 
 
 class CustomAlgorithm(ByReward):
@@ -191,7 +207,7 @@ class OPSD(Algorithm):
 class Echo(ByReward):
     """GRPO, and cross-entropy on what the environment says after the policy's first reply: it learns to foresee it."""
 
-    group_relative: ClassVar[bool] = True
+    compares: ClassVar[bool] = True
 
     type: Literal["echo"] = Field(default="echo", description="Kind of algorithm.")
     std_normalize: bool = Field(default=False, description="Divide by the standard deviation of the group.")

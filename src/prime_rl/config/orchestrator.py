@@ -108,6 +108,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
             self._reply_fits(),
             *(self._can_be_trained(sampling, key) for sampling, key in self._training_sampling()),
             *(self._can_be_scored(env) for env in self.environments),
+            *(self._filters_have_an_effect(filters, key) for filters, key in self.all_filters()),
             resume_within(self.max_steps, self.ckpt),
         )
         return self
@@ -171,6 +172,25 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
             return None
         message = "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)"
         return Problem(message, f"{key}.temperature")
+
+    def _filters_have_an_effect(self, filters: FilterConfig, key: str) -> Problem | None:
+        its = [self.algorithm_of(env.name) for env in self.environments if self.filters_of(env.name) is filters]
+        if filters.dynamic_sampling and not any(one.group_relative or one.type == "custom" for one in its):
+            kinds = ", ".join(sorted({one.type for one in its}))
+            message = (
+                f"dynamic_sampling has no effect: {kinds} compares no attempts, so that no group is without signal"
+            )
+            return Problem(message, f"{key}.dynamic_sampling")
+        rule = filters.off_policy
+        if rule is not None and rule.max_steps < self.async_level:
+            message = (
+                f"off_policy.max_steps {rule.max_steps} is below async_level {self.async_level}: nothing would be left"
+            )
+            return Problem(message, f"{key}.off_policy.max_steps", "async_level")
+        if rule is not None and rule.max_steps >= self.max_off_policy_steps:
+            message = f"off_policy has no effect: max_off_policy_steps {self.max_off_policy_steps} drops the same"
+            return Problem(message, f"{key}.off_policy.max_steps", "max_off_policy_steps")
+        return None
 
     def _can_be_scored(self, env: TrainingEnv) -> Problem | None:
         algorithm = self.algorithm_of(env.name)

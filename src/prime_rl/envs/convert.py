@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
 _TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
@@ -27,7 +27,7 @@ def convert(episode: Any, *, episode_id: str, env: str, task_id: str) -> Episode
     result.outcome, result.message = _verdict(episode, traces, players)
     if result.ok:
         try:
-            result.samples = [sample for trace in players for sample in samples_of(trace)]
+            result.samples = [sample for number, trace in enumerate(players) for sample in samples_of(trace, number)]
         except Misaligned as error:
             result.outcome, result.message = Outcome.INVALID, str(error)
         else:
@@ -38,8 +38,8 @@ def convert(episode: Any, *, episode_id: str, env: str, task_id: str) -> Episode
     return result
 
 
-def samples_of(trace: Any) -> list[SampleTokens]:
-    """One sample per branch of the conversation tree. A turn shared by two branches is trained on once.
+def samples_of(trace: Any, part: int = 0) -> list[SampleTokens]:
+    """One sample per branch of the conversation tree. A turn shared by two branches is trained on once, and so is what the environment said.
 
     Raises Misaligned.
     """
@@ -52,9 +52,10 @@ def samples_of(trace: Any) -> list[SampleTokens]:
         if not branch.trainable:
             continue
         sample = _sample(branch.nodes, numbers, calls, used)
-        sample.reward, sample.agent = float(trace.reward), agent
+        sample.reward, sample.agent, sample.part = float(trace.reward), agent, part
         if any(sample.loss_mask):
             samples.append(sample)
+            used |= {id(node) for node in branch.nodes}
     return samples
 
 
@@ -63,6 +64,7 @@ def _sample(nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], us
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     roles: list[int] = []
+    prompt_len: int | None = None
     for node in nodes:
         ids, mask, node_logprobs = list(node.token_ids), list(node.mask), list(node.logprobs)
         count = sum(mask)
@@ -71,17 +73,17 @@ def _sample(nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], us
             call = calls.get(numbers.get(id(node), -1))
             if call is not None and call.usage is not None:
                 _check_engine(call.usage, len(input_ids) + len(ids) - count, count)
-        fresh = count > 0 and id(node) not in used
-        if fresh:
-            used.add(id(node))
+        fresh = id(node) not in used
         # `_check_node` made sure that sampled tokens are the node's tail.
         scaffold = len(ids) - count
+        if count and prompt_len is None:
+            prompt_len = len(input_ids) + scaffold
         input_ids += ids
         loss_mask += [False] * scaffold + [fresh] * count
         logprobs += [0.0] * scaffold + (node_logprobs if fresh else [0.0] * count)
-        roles += [ROLES.index(node.message.role) if node.message.role in ROLES else 0] * len(ids)
-    prompt_len = loss_mask.index(True) if True in loss_mask else len(loss_mask)
-    return SampleTokens.of(input_ids, loss_mask, logprobs, prompt_len, reward=0.0, roles=roles)
+        roles += [ROLES.index(node.message.role) if fresh and node.message.role in ROLES else 0] * len(ids)
+    first = len(input_ids) if prompt_len is None else prompt_len
+    return SampleTokens.of(input_ids, loss_mask, logprobs, first, reward=0.0, roles=roles)
 
 
 def _check_node(ids: list[int], mask: list[bool], logprobs: list[float], count: int) -> None:
@@ -156,11 +158,11 @@ def _last_call_error(trace: Any) -> Any:
 
 
 def _describe(result: EpisodeResult, traces: list[Any]) -> None:
-    rewards = [float(trace.reward) for trace in traces]
-    result.reward = sum(rewards) / len(rewards)
-    for trace in traces:
-        result.rewards.update({name: float(r.value) for name, r in trace.rewards.items() if r is not None})
-        result.metrics.update({name: float(value) for name, value in trace.metrics.items() if value is not None})
+    parts = [_part(trace) for trace in traces]
+    result.reward = sum(part.reward for part in parts) / len(parts)
+    result.rewards = _means([part.rewards for part in parts])
+    result.metrics = _means([part.metrics for part in parts])
+    result.parts = parts if len(parts) > 1 else []
     result.is_truncated = any(trace.is_truncated for trace in traces)
     result.num_turns = sum(trace.num_turns for trace in traces)
     result.timing = {
@@ -174,6 +176,24 @@ def _describe(result: EpisodeResult, traces: list[Any]) -> None:
     nodes = traces[0].branches[-1].nodes if traces[0].branches else []
     first = next((i for i, node in enumerate(nodes) if node.sampled), len(nodes))
     result.prompt, result.completion = _text(nodes[:first]), _text(nodes[first:])
+
+
+def _part(trace: Any) -> Part:
+    return Part(
+        agent="" if trace.agent is None else trace.agent.name,
+        reward=float(trace.reward),
+        rewards={name: float(r.value) for name, r in trace.rewards.items() if r is not None},
+        metrics={name: float(value) for name, value in trace.metrics.items() if value is not None},
+        num_turns=trace.num_turns,
+        is_truncated=trace.is_truncated,
+    )
+
+
+def _means(tables: list[dict[str, float]]) -> dict[str, float]:
+    """Of each name, over the tables that have it."""
+    names = dict.fromkeys(name for table in tables for name in table)
+    found = {name: [table[name] for table in tables if name in table] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _text(nodes: list[Any]) -> str:

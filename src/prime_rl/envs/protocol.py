@@ -21,7 +21,7 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 4
+VERSION = 5
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
 TOKEN_VAR = "PRIMERL_ENV_TOKEN"
@@ -67,10 +67,13 @@ class SampleTokens:
     input_ids: "array[int]"  # (T,) 32 bits
     loss_mask: bytes  # (T,) 1 on sampled tokens, else 0
     logprobs: "array[float]"  # (T,) 32 bits, of the sampler, 0.0 off-mask
-    prompt_len: int  # tokens before the first sampled one
+    prompt_len: int  # tokens before the first sampled one, of another sequence too
     reward: float
     agent: str = ""  # which of the environment's agents it is of
-    roles: bytes | None = None  # (T,) whose message each token belongs to: places in `ROLES`
+    part: int = 0  # which of the episode's parts it is of
+    roles: bytes | None = (
+        None  # (T,) whose message each token belongs to: places in `ROLES`; 0 where an earlier sequence has it
+    )
     hint: "array[int] | None" = None  # tokens that a teacher reads before these
     ref_logprobs: "array[float] | None" = None  # (T,) 32 bits, of a teacher, 0.0 for the first token
 
@@ -91,7 +94,20 @@ class SampleTokens:
             TypeError, OverflowError: an id is no whole number of 32 bits, a log-probability no number.
         """
         whose = None if roles is None else bytes(roles)
-        return cls(array("i", input_ids), bytes(loss_mask), array("f", logprobs), prompt_len, reward, agent, whose)
+        tokens = array("i", input_ids), bytes(loss_mask), array("f", logprobs)
+        return cls(*tokens, prompt_len, reward, agent, roles=whose)
+
+
+@dataclass
+class Part:
+    """One conversation of one agent within an episode, and what it alone was worth."""
+
+    agent: str
+    reward: float
+    rewards: dict[str, float]
+    metrics: dict[str, float]
+    num_turns: int
+    is_truncated: bool
 
 
 @dataclass
@@ -106,6 +122,7 @@ class EpisodeResult:
     reward: float = 0.0
     rewards: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    parts: list[Part] = field(default_factory=list)  # where there are several; what is said above is their mean
     samples: list[SampleTokens] = field(default_factory=list)
     is_truncated: bool = False
     num_turns: int = 0
@@ -213,7 +230,8 @@ def encode(message: Message) -> bytes:
     data = {"kind": message.kind, **vars(message)}
     if isinstance(message, Result):
         episode = message.episode
-        data["episode"] = {**vars(episode), "samples": [pack_sample(sample) for sample in episode.samples]}
+        parts, samples = [vars(part) for part in episode.parts], [pack_sample(sample) for sample in episode.samples]
+        data["episode"] = {**vars(episode), "parts": parts, "samples": samples}
     return msgpack.packb(data)
 
 
@@ -265,7 +283,10 @@ def _episode(data: Any) -> EpisodeResult:
         episode.outcome = Outcome(episode.outcome)
     except ValueError as error:
         raise ProtocolError(str(error)) from error
+    episode.parts = [_build(Part, data) for data in episode.parts]
     episode.samples = [_sample(data) for data in episode.samples]
+    if wrong := [one.part for one in episode.samples if not 0 <= one.part < max(len(episode.parts), 1)]:
+        raise ProtocolError(f"a sample is of part {wrong[0]}, and there are {len(episode.parts)}")
     return episode
 
 
@@ -311,11 +332,11 @@ def _accepted(annotation: Any) -> tuple[type, ...]:
 
 _TYPES: dict[type[Any], dict[str, tuple[type, ...]]] = {
     cls: {f.name: _accepted(get_type_hints(cls)[f.name]) for f in fields(cls)}
-    for cls in (*_KINDS.values(), EpisodeResult)
+    for cls in (*_KINDS.values(), EpisodeResult, Part)
 }
 _STREAM, _OPTIONAL = (bytes,), (bytes, type(None))
 _ARRAYS = {"input_ids": "i", "logprobs": "f", "hint": "i", "ref_logprobs": "f"}  # in bytes on the wire
 _TYPES[SampleTokens] = {
     "input_ids": _STREAM, "loss_mask": _STREAM, "logprobs": _STREAM, "prompt_len": (int,), "reward": (float, int),
-    "agent": (str,), "roles": _OPTIONAL, "hint": _OPTIONAL, "ref_logprobs": _OPTIONAL,
+    "agent": (str,), "part": (int,), "roles": _OPTIONAL, "hint": _OPTIONAL, "ref_logprobs": _OPTIONAL,
 }  # fmt: skip

@@ -1,16 +1,18 @@
 """What may be trained: filters as episodes end, the gate as groups are complete, and an end where nothing is let through any more."""
 
 from collections import Counter
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
-from prime_rl.orchestrator.algorithms import check_algorithm
-from prime_rl.orchestrator.core import NO_SIGNAL, Group
+from prime_rl.orchestrator.algorithms import check_algorithm, unfit
+from prime_rl.orchestrator.core import NO_SIGNAL, Batch, Group
 from prime_rl.orchestrator.curriculum import Curriculum
-from prime_rl.orchestrator.filters import check_filters, why_episode
-from prime_rl.orchestrator.samples import turned_away
+from prime_rl.orchestrator.filters import DIFFICULTY, DYNAMIC_SAMPLING, check_filters, why_episode
+from prime_rl.orchestrator.metrics import group_rewards
+from prime_rl.orchestrator.samples import attempts, turned_away
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 logger = log.get("orchestrator")
 
 _MAX_EMPTY_BATCHES = 10
+_LEAST_TURNED_AWAY = (
+    100  # in a row: of small batches ten are not enough to tell bad luck from a task that teaches nothing
+)
 _HOPELESS = "the task is too easy, too hard, or its reward is broken"
 
 
@@ -34,29 +39,42 @@ class Admission:
         for filters, key in config.all_filters():
             check_filters(filters, key)
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
-        self._empty_batches = 0
+        self._empty_batches = self._in_a_row = 0
+        self._seen: list[list[float]] = []  # rewards of all groups since the last batch
         self._discards: Counter[str] = Counter()  # groups since the last batch, by what was wrong with them
         self.curriculum = Curriculum({}, {}, 0)
 
     def look(self, env: str, result: EpisodeResult) -> None:
-        """Mark an episode that a filter leaves out."""
-        result.filtered = why_episode(self._config.filters_of(env), result)
+        """Mark an episode that a filter leaves out. One that the algorithm can do nothing with is no result any more."""
+        if not result.ok:
+            return
+        algorithm = self._config.algorithm_of(env)
+        if why := next(filter(None, (unfit(algorithm, one) for one in attempts(result).values())), ""):
+            result.outcome, result.message, result.samples = Outcome.INVALID, why, []
+            return
+        result.filtered = why_episode(self._config.filters_of(env), result, self._config.seq_len)
 
-    def gate(self, group: Group[EpisodeResult]) -> str | None:
-        """Why a complete group is turned away, or None.
+    def gate(self, group: Group[EpisodeResult], step: int) -> str | None:
+        """Why a complete group is turned away from the batch of `step`, or None.
 
         Raises:
             UserError: so many in a row were that no batch will come together.
         """
         self.curriculum.observe(group.task, [episode.result.reward for episode in group.finished])
-        why = turned_away(group, self._config)
-        if why is not None:
-            self._discards[why] += 1
-            if self._discards.total() > _MAX_EMPTY_BATCHES * self._groups:
-                reasons = ", ".join(f"{name}: {number}" for name, number in sorted(self._discards.items()))
-                raise UserError(
-                    f"{self._discards.total()} groups were turned away ({reasons}) before {self._groups} made a batch: {_HOPELESS}"
-                )
+        why = turned_away(group, step, self._config)
+        if why is None:
+            self._in_a_row = 0
+            return None
+        self._discards[why] += 1
+        self._in_a_row += 1
+        self._seen.append([episode.result.reward for episode in group.finished])
+        if self._in_a_row > max(_MAX_EMPTY_BATCHES * self._groups, _LEAST_TURNED_AWAY):
+            reasons = ", ".join(f"{name}: {number}" for name, number in sorted(self._discards.items()))
+            by_reward = self._discards.keys() <= {DYNAMIC_SAMPLING, DIFFICULTY, NO_SIGNAL}
+            raise UserError(
+                f"{self._in_a_row} groups in a row were turned away (since the last batch: {reasons}): "
+                + (_HOPELESS if by_reward else "nearly nothing passes the filters")
+            )
         return why
 
     def restore(self, discards: Counter[str]) -> None:
@@ -64,23 +82,26 @@ class Admission:
         self._discards = Counter(discards)
         self._empty_batches = discards[NO_SIGNAL] // self._groups
 
-    def empty_batch(self, step: int) -> None:
-        """Nothing of a batch can be trained.
+    def empty_batch(self, step: int, why: Collection[str]) -> None:
+        """Nothing of a batch can be trained. `why`: the filters that left episodes of it out.
 
         Raises:
             UserError: too many in a row were like that.
         """
         self._discards[NO_SIGNAL] += self._groups
-        logger.warning("step %d: the batch carries no learning signal; collecting another one", step)
+        equal = "all rewards of each group were equal"
+        reasons = f"{', '.join(sorted(why))} left episodes out, of the others {equal}" if why else equal
+        logger.warning("step %d: the batch carries no learning signal (%s); collecting another one", step, reasons)
         self._empty_batches += 1
         if self._empty_batches >= _MAX_EMPTY_BATCHES:
             raise UserError(
-                f"{_MAX_EMPTY_BATCHES} batches in a row carried no learning signal (all rewards of each group were equal): {_HOPELESS}"
+                f"{_MAX_EMPTY_BATCHES} batches in a row carried no learning signal ({reasons}): {_HOPELESS}"
             )
 
-    def take(self) -> dict[str, float]:
-        """A batch is committed: metrics of what was turned away since the one before, and of the pools."""
+    def take(self, batch: Batch[EpisodeResult]) -> dict[str, float]:
+        """`batch` is committed: metrics of what was turned away since the one before, of all groups that were made, and of the pools."""
         metrics = {"filtered/discarded_batches": float(self._discards.pop(NO_SIGNAL, 0) // self._groups)}
         metrics |= {f"turned_away/{why}": float(count) for why, count in sorted(self._discards.items())}
-        self._empty_batches, self._discards = 0, Counter()
-        return metrics | self.curriculum.metrics()
+        made = self._seen + [[episode.result.reward for episode in group.finished] for group in batch.groups]
+        self._empty_batches, self._discards, self._seen = 0, Counter(), []
+        return metrics | group_rewards(made, "made/") | self.curriculum.metrics()

@@ -50,8 +50,8 @@ class Core(Generic[Result]):
         life: The trainer's present life.
         groups_opened: Groups opened before, in a resumed run.
         record: Told of everything that happens to an episode.
-        gate: Says of a complete group why it should not be trained, or None where it may be. What it turns away leaves room for another group,
-            so that batches stay full.
+        gate: Says of a complete group why it should not be trained at a step, or None where it may be. What it turns away leaves room for another
+            group, so that batches stay full.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Core(Generic[Result]):
         life: int = 0,
         groups_opened: int = 0,
         record: Record[Result] | None = None,
-        gate: Callable[[Group[Result]], str | None] = lambda group: None,
+        gate: Callable[[Group[Result], int], str | None] = lambda group, step: None,
     ) -> None:
         self.limits = limits
         self.step = step
@@ -276,6 +276,7 @@ class Core(Generic[Result]):
         self.dropped[Drop.TRUNCATED] += len(truncated)
         self.step += 1
         self._looked_for_stale = False
+        self._look_again()
         numbers = [group.number for group in batch.groups]
         self._record.batched(batch.step, list(trained), list(filtered), list(truncated), numbers, details)
 
@@ -409,12 +410,13 @@ class Core(Generic[Result]):
             for finished in [episode for episode in group.finished if self._too_old(episode.first)]:
                 self.prove([finished.start.episode])  # it is dropped at once, but what it was like should be known
                 group.finished.remove(finished)
+                group.admitted = False  # what is left of it is another group
                 self._drop(group, finished.start, Drop.STALE, "beyond max_off_policy_steps")
             self._settle(group)
 
     def _pass_gate(self) -> None:
         for group in [self._groups[number] for number in self._complete]:
-            reason = self._gate(group)
+            reason = self._gate(group, self.step)
             group.admitted = reason is None
             if reason is None:
                 self._place(group)
@@ -423,6 +425,12 @@ class Core(Generic[Result]):
             self.dropped[Drop.FILTERED] += len(group.finished)
             self._leave(group)
             self._record.discarded([group.number], Drop.FILTERED, reason)
+
+    def _look_again(self) -> None:
+        """What was worth a place at one step may be too old for the next."""
+        for number in list(self._admitted):
+            self._groups[number].admitted = False
+            self._place(self._groups[number])
 
     def _record_finished(self, finished: Finished[Result]) -> None:
         self._record.finished(finished.start.episode, finished.first, finished.last, finished.life, finished.result)

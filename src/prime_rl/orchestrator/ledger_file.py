@@ -20,7 +20,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from prime_rl.envs.protocol import EpisodeResult, Outcome, pack_sample, unpack_sample
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, pack_sample, unpack_sample
 from prime_rl.errors import UserError
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.rollouts import as_array
@@ -271,6 +271,7 @@ def pack_result(result: EpisodeResult) -> bytes:
     """A result as msgpack, its tokens as on the wire, but for eight of the mask a byte."""
     data = dict(vars(result))
     data["outcome"] = result.outcome.value
+    data["parts"] = [vars(part) for part in result.parts]
     data["samples"] = [
         {**pack_sample(sample), "loss_mask": np.packbits(as_array(sample.loss_mask, np.bool_)).tobytes()}
         for sample in result.samples
@@ -282,6 +283,7 @@ def unpack_result(data: bytes) -> EpisodeResult:
     """The inverse of `pack_result`."""
     values = msgpack.unpackb(data)
     values["outcome"] = Outcome(values["outcome"])
+    values["parts"] = [Part(**part) for part in values.get("parts", [])]
     for sample in values["samples"]:
         tokens = len(sample["input_ids"]) // 4
         sample["loss_mask"] = np.unpackbits(np.frombuffer(sample["loss_mask"], dtype=np.uint8), count=tokens).tobytes()

@@ -129,7 +129,15 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: Scored, env: 
         for name, values in quantities.items()
         for statistic, value in distribution(values).items()
     }
-    return metrics | {f"solved_{which}/{env}".rstrip("/"): share for which, share in _solved(groups).items()}
+    rewards = [[episode.result.reward for episode in group.finished] for group in groups]
+    return metrics | {f"solved_{which}/{env}".rstrip("/"): share for which, share in _solved(rewards).items()}
+
+
+def group_rewards(rewards: Sequence[Sequence[float]], prefix: str) -> dict[str, float]:
+    """Of groups with these rewards: the distribution of rewards, and which share of groups was solved."""
+    every = [value for group in rewards for value in group]
+    metrics = {f"{prefix}reward/{statistic}": value for statistic, value in distribution(every).items()}
+    return metrics | {f"{prefix}solved_{which}": share for which, share in _solved(rewards).items()}
 
 
 def distribution(values: Sequence[float]) -> dict[str, float]:
@@ -142,9 +150,8 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
     return {name: float(value) for name, value in {**found, "p10": p10, "median": median, "p90": p90}.items()}
 
 
-def _solved(groups: Sequence[Group[EpisodeResult]]) -> dict[str, float]:
+def _solved(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     """Shares of groups: all at 1 or above, all at 0 or below, and the rest, which can teach something."""
-    rewards = [[episode.result.reward for episode in group.finished] for group in groups]
     solved = _mean([min(values) >= 1.0 for values in rewards])
     unsolved = _mean([max(values) <= 0.0 for values in rewards])
     return {"all": solved, "none": unsolved, "some": 1.0 - solved - unsolved}

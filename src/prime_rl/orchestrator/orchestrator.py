@@ -281,8 +281,8 @@ class Orchestrator:
         self._last_landing = time.monotonic()
         self.status.progress()
         self._wake.set()
+        self.admission.look(start.task.env, result)
         if result.ok:
-            self.admission.look(start.task.env, result)
             self._outcomes.append(None)
             self.tally.finish(result)
             self.core.finish(start.episode, result)
@@ -438,7 +438,7 @@ class Orchestrator:
 
     def _discard(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
         self.core.discard(batch, scored.truncated)
-        self.admission.empty_batch(batch.step)
+        self.admission.empty_batch(batch.step, set(scored.details.values()))
 
     def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
         now, stale = time.monotonic(), self.core.dropped[Drop.STALE]
@@ -452,7 +452,7 @@ class Orchestrator:
             updating=updating,
             update_parts=parts,
         )
-        metrics |= self.admission.take()
+        metrics |= self.admission.take(batch)
         self._step_began, self.tally = now, Tally(stale_before=stale)
         return metrics
 

@@ -28,7 +28,7 @@ class Scored:
     truncated: list[str]  # all sampled tokens are cut off
     state: dict[str, Any] = field(default_factory=dict)  # of each environment's algorithm, after this batch
     details: dict[str, str] = field(default_factory=dict)  # which filter left an episode out
-    worth: dict[str, dict[str, float]] = field(default_factory=dict)  # the advantage of each agent of each episode
+    worth: dict[str, dict[int, float]] = field(default_factory=dict)  # the advantage of each part of each episode
 
 
 def score_batch(
@@ -81,40 +81,47 @@ def in_order(group: Group[EpisodeResult]) -> list[Finished[EpisodeResult]]:
     return sorted(group.finished, key=lambda episode: episode.start.number)
 
 
-def turned_away(group: Group[EpisodeResult], config: "OrchestratorConfig") -> str | None:
-    """Why a complete group is not worth a place in a batch, or None: the core's gate."""
-    env = group.task.env
+def turned_away(group: Group[EpisodeResult], step: int, config: "OrchestratorConfig") -> str | None:
+    """Why a complete group is not worth a place in the batch of `step`, or None: the core's gate."""
+    env, episodes = group.task.env, in_order(group)
     filters = config.filters_of(env)
-    results = [episode.result for episode in in_order(group)]
-    counted = [one for result in results if counts_in_baseline(filters, result.filtered) for one in attempts(result)]
-    return why_group(filters, config.algorithm_of(env), results, counted)
-
-
-def attempts(result: EpisodeResult) -> list[Attempt]:
-    """What an algorithm sees of an episode: one attempt for each of its agents."""
-    agents: dict[str, list[SampleTokens]] = {}
-    for sequence in result.samples:
-        agents.setdefault(sequence.agent, []).append(sequence)
-    return [
-        Attempt(
-            reward=result.reward if len(agents) == 1 else sequences[0].reward,
-            output_tokens=sum(sequence.loss_mask.count(1) for sequence in sequences),
-            total_tokens=sum(len(sequence.input_ids) for sequence in sequences),
-            turns=result.num_turns,
-            rewards=result.rewards,
-            metrics=result.metrics,
-            is_truncated=result.is_truncated,
-            agent=agent,
-        )
-        for agent, sequences in agents.items()
+    left_out = [why_left_out(episode, step, config) for episode in episodes]
+    counted = [
+        one
+        for episode, why in zip(episodes, left_out, strict=True)
+        if counts_in_baseline(filters, why)
+        for one in attempts(episode.result).values()
     ]
+    rewards = [episode.result.reward for episode in episodes]
+    return why_group(filters, config.algorithm_of(env), rewards, left_out, counted)
+
+
+def attempts(result: EpisodeResult) -> dict[int, Attempt]:
+    """What an algorithm sees of an episode: one attempt for each of its parts that has something to train, by the part's number."""
+    sequences: dict[int, list[SampleTokens]] = {}
+    for sequence in result.samples:
+        sequences.setdefault(sequence.part, []).append(sequence)
+    found = {}
+    for number, its in sorted(sequences.items()):
+        worth = result.parts[number] if result.parts else result
+        found[number] = Attempt(
+            reward=worth.reward,
+            output_tokens=sum(sequence.loss_mask.count(1) for sequence in its),
+            total_tokens=sum(len(sequence.input_ids) for sequence in its),
+            turns=worth.num_turns,
+            rewards=worth.rewards,
+            metrics=worth.metrics,
+            is_truncated=worth.is_truncated,
+            agent=its[0].agent,
+        )
+    return found
 
 
 def _advantages(
     batch: Batch[EpisodeResult], config: "OrchestratorConfig", state: dict[str, Any]
-) -> dict[str, dict[str, float]]:
-    """The advantage of each agent of each episode. `state` is brought to what it is after this batch."""
-    worth: dict[str, dict[str, float]] = {}
+) -> dict[str, dict[int, float]]:
+    """The advantage of each part of each episode. `state` is brought to what it is after this batch."""
+    worth: dict[str, dict[int, float]] = {}
     by_env: dict[str, list[list[Finished[EpisodeResult]]]] = {}
     for group in batch.groups:
         filters = config.filters_of(group.task.env)
@@ -125,27 +132,30 @@ def _advantages(
         ]
         by_env.setdefault(group.task.env, []).append(counted)
     for env, groups in by_env.items():
-        named = [[(e.start.episode, one) for e in group for one in attempts(e.result)] for group in groups]
+        named = [
+            [(e.start.episode, part, one) for e in group for part, one in attempts(e.result).items()]
+            for group in groups
+        ]
         values, after = advantages(
-            config.algorithm_of(env), [[one for _, one in group] for group in named], state.get(env, {})
+            config.algorithm_of(env), [[one for *_, one in group] for group in named], state.get(env, {})
         )
         if after:
             state[env] = after
         for members, row in zip(named, values, strict=True):
-            for (name, attempt), value in zip(members, row, strict=True):
-                worth.setdefault(name, {})[attempt.agent] = value
+            for (name, part, _), value in zip(members, row, strict=True):
+                worth.setdefault(name, {})[part] = value
     return worth
 
 
 def episode_samples(
-    episode: Finished[EpisodeResult], worth: Mapping[str, float], temperature: float, config: "OrchestratorConfig"
+    episode: Finished[EpisodeResult], worth: Mapping[int, float], temperature: float, config: "OrchestratorConfig"
 ) -> list[Sample] | None:
     """One sample for each token sequence of an episode that some component of the loss is to learn from, cut to `seq_len` tokens.
 
     Its streams are arrays, of the types that are written: no work a token in Python, and a fourth of the memory of lists.
 
     Args:
-        worth: The advantage of each of its agents.
+        worth: The advantage of each of its parts.
 
     Returns:
         None where all sampled tokens are cut off.
@@ -160,7 +170,7 @@ def episode_samples(
             continue
         fits = True
         streams = streams_of(
-            algorithm, sequence, mask, logprobs[:seq_len], worth[sequence.agent], not config.filter_zero_advantage
+            algorithm, sequence, mask, logprobs[:seq_len], worth[sequence.part], not config.filter_zero_advantage
         )
         if not streams.trained:
             continue
@@ -176,7 +186,7 @@ def episode_samples(
                 logprobs=streams.logprobs,
                 advantages=streams.advantages,
                 temperature=temperature,
-                reward=result.reward,
+                reward=sequence.reward if result.parts else result.reward,
                 is_truncated=result.is_truncated or len(sequence.input_ids) > seq_len,
                 **streams.more,
             )

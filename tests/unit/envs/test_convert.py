@@ -105,6 +105,35 @@ def test_turn_shared_by_two_branches_is_trained_once() -> None:
     assert result.samples[1].logprobs[2] == 0.0
 
 
+def test_what_the_environment_said_before_a_fork_is_told_once() -> None:
+    """The second branch knows the roles of its own tokens only, and that the first reply came before them."""
+    start, reply, said = prompt_node([1]), sampled_node([2], [3]), prompt_node([8])
+    left, right = sampled_node([4], [5]), sampled_node([6], [7])
+    branches = [branch(start, reply, said, left), branch(start, reply, said, right)]
+    first, second = run(episode(trace(nodes=[start, reply, said, left, right], calls=[], branches=branches))).samples
+    assert [ROLES[role] for role in first.roles] == ["user", "assistant", "assistant", "user", "assistant", "assistant"]
+    assert [ROLES[role] for role in second.roles] == ["", "", "", "", "assistant", "assistant"]
+    assert first.prompt_len == second.prompt_len == 2
+
+
+def test_each_conversation_is_a_part() -> None:
+    """Two players, or two attempts of one: each has its own reward, and the episode's is their mean."""
+
+    def player(name: str, reward: float) -> SimpleNamespace:
+        agent, worth = SimpleNamespace(trainable=True, name=name), {"win": SimpleNamespace(value=reward)}
+        return trace(agent=agent, reward=reward, rewards=worth, metrics={"length": reward + 3})
+
+    result = run(episode(player("white", 1.0), player("black", -1.0), player("white", 0.0)))
+    assert [(part.agent, part.reward, part.rewards) for part in result.parts] == [
+        ("white", 1.0, {"win": 1.0}), ("black", -1.0, {"win": -1.0}), ("white", 0.0, {"win": 0.0}),
+    ]  # fmt: skip
+    assert [(sample.part, sample.agent, sample.reward) for sample in result.samples] == [
+        (0, "white", 1.0), (1, "black", -1.0), (2, "white", 0.0),
+    ]  # fmt: skip
+    assert (result.reward, result.rewards, result.metrics) == (0.0, {"win": 0.0}, {"length": 3.0})
+    assert run(episode(player("white", 1.0))).parts == []
+
+
 def test_untrainable_parts_are_left_out() -> None:
     """Rejected branches and agents that are not trained (a judge) give no samples."""
     nodes = [prompt_node([1, 2, 3]), sampled_node([4], [5, 6])]

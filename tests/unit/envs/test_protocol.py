@@ -18,6 +18,7 @@ from prime_rl.envs.protocol import (
     LoadFailed,
     Message,
     Outcome,
+    Part,
     ProtocolError,
     Ready,
     Result,
@@ -40,9 +41,10 @@ EPISODE = EpisodeResult(
     samples=[
         SampleTokens.of([1, 2, 70000], [False, True, True], [0.0, -0.1, -1e-12], 1, 0.25, "solver", [2, 3, 3]),
         SampleTokens(
-            array("i", [1, 2]), b"\0\1", array("f", [0, -1]), 1, 0.0, "", None, array("i", [7]), array("f", [0, -2])
+            array("i", [1, 2]), b"\0\1", array("f", [0, -1]), 1, 0.0, "", 1, None, array("i", [7]), array("f", [0, -2])
         ),
     ],
+    parts=[Part("solver", 0.5, {"lcs": 0.5}, {}, 1, False), Part("", 0.0, {"lcs": 0.0}, {"n": 1.0}, 2, True)],
     timing={"agent": 1.5},
 )
 MESSAGES: list[Message] = [
@@ -82,7 +84,7 @@ def test_outcome_is_restored() -> None:
         {"kind": "cancel"},
         {"kind": "cancel", "request": 1, "more": 2},
         {"kind": "result", "request": 1, "episode": None},
-        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "outcome": "great", "samples": []}},
+        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "outcome": "great", "samples": []}},
         {"kind": ["cancel"], "request": 1},
         [1, 2],
         "cancel",
@@ -109,12 +111,16 @@ def test_garbage_is_refused(frame: bytes) -> None:
         {"kind": "heartbeat", "lag": "long", "blocked_at": "", "in_flight": 0, "finished": 0},
         {"kind": "tasks", "task_ids": "abc"},
         {"kind": "hello", "version": VERSION, "token": None, "pid": 1},
-        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "outcome": "ok", "samples": {}}},
+        {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "outcome": "ok", "samples": {}}},
         *(
             {
                 "kind": "result",
                 "request": 1,
-                "episode": {**vars(EPISODE), "samples": [{**pack_sample(EPISODE.samples[0]), "logprobs": wrong}]},
+                "episode": {
+                    **vars(EPISODE),
+                    "parts": [],
+                    "samples": [{**pack_sample(EPISODE.samples[0]), "logprobs": wrong}],
+                },
             }
             for wrong in ([0.0, -0.1, -0.2], bytes(8), bytes(11))  # no bytes; of two tokens; of no whole number of them
         ),

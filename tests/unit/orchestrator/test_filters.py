@@ -1,6 +1,7 @@
 """What is left out of training, and what is turned away: each rule by hand, and in a batch."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -54,8 +55,8 @@ def config(**settings: object) -> OrchestratorConfig:
 )  # fmt: skip
 def test_rules_about_an_episode(rule: dict, kept: EpisodeResult, left_out: EpisodeResult | None) -> None:
     (name,) = rule
-    assert why_episode(FilterConfig(**rule), kept) == ""
-    assert left_out is None or why_episode(FilterConfig(**rule), left_out) == name
+    assert why_episode(FilterConfig(**rule), kept, 100) == ""
+    assert left_out is None or why_episode(FilterConfig(**rule), left_out, 100) == name
 
 
 def test_prompts_do_not_count() -> None:
@@ -67,7 +68,7 @@ def test_prompts_do_not_count() -> None:
         repetition={"ngram": 1, "max_share": 0.0, "min_tokens": 1},
         gibberish={"min_token_id": 0},
     )
-    assert why_episode(rules, long) == ""
+    assert why_episode(rules, long, 1000) == ""
 
 
 def test_what_is_left_out_still_counts_in_the_baseline() -> None:
@@ -108,7 +109,11 @@ def test_the_age_counts_at_the_step_that_would_train() -> None:
         ({}, (0.5, 0.5), None),
         ({"filters": {"dynamic_sampling": True}}, (0.5, 0.5), "dynamic_sampling"),
         ({"filters": {"dynamic_sampling": True}}, (0.5, 0.6), None),
-        ({"filters": {"dynamic_sampling": True}, "algorithm": {"type": "reinforce_pp"}}, (0.5, 0.5), None),
+        (
+            {"filters": {"dynamic_sampling": True}, "algorithm": {"type": "reinforce_pp", "group_baseline": True}},
+            (0.5, 0.5),
+            "dynamic_sampling",
+        ),
         ({"filters": {"difficulty": {}}}, (0.0, 0.0), "difficulty"),
         ({"filters": {"difficulty": {}}}, (1.0, 1.0), "difficulty"),
         ({"filters": {"difficulty": {}}}, (1.0, 0.0), None),
@@ -116,23 +121,51 @@ def test_the_age_counts_at_the_step_that_would_train() -> None:
     ],
 )
 def test_groups_that_are_turned_away(settings: dict, rewards: tuple[float, ...], why: str | None) -> None:
-    assert turned_away(group(0, *(result([5], reward) for reward in rewards)), config(**settings)) == why
+    assert turned_away(group(0, *(result([5], reward) for reward in rewards)), 0, config(**settings)) == why
 
 
 def test_a_group_of_which_nothing_is_left() -> None:
     """Contract: it does not take a place in a batch that it would leave empty."""
     both = group(0, result([5], 1.0), result([6], 0.0))
-    for episode in both.finished:
-        episode.result.filtered = "overlong"
-    assert turned_away(both, config(filters={"overlong": {"max_tokens": 1}})) == "nothing_left"
+    rules = config(filters={"overlong": {"max_tokens": 1}})
+    both.finished[0].result.filtered = "overlong"
+    assert turned_away(both, 0, rules) is None
+    both.finished[1].result.filtered = "repetition"
+    assert turned_away(both, 0, rules) == "overlong+repetition"
+
+
+def test_a_group_that_is_too_old_for_the_step() -> None:
+    """Contract: off_policy leaves no batch empty: what is too old for a step makes room for others."""
+    rules, old = config(filters={"off_policy": {"max_steps": 2}}), group(0, result([5], 1.0), result([6], 0.0), first=1)
+    assert turned_away(old, 3, rules) is None
+    assert turned_away(old, 4, rules) == "off_policy"
+
+
+def test_what_we_cut_ourselves_is_truncated() -> None:
+    rules = FilterConfig(truncated={})
+    assert why_episode(rules, result([5, 6]), 4) == ""
+    assert why_episode(rules, result([5, 6]), 3) == "truncated"
+
+
+def test_repetition_counts_what_is_equal() -> None:
+    """Contract: n-grams are told apart as the tokens themselves are, also of large ids."""
+    draw = random.Random(0)
+    for ngram in (1, 2, 5, 16):
+        tokens = [draw.choice([7, 8, 151_000, 151_935]) for _ in range(400)]
+        different = len({tuple(tokens[i : i + ngram]) for i in range(401 - ngram)})
+        share = 1 - different / (401 - ngram)
+        for bound, why in ((share + 1e-9, ""), (share - 1e-9, "repetition")):
+            if 0 <= bound <= 1:
+                rule = FilterConfig(repetition={"ngram": ngram, "max_share": bound, "min_tokens": 1})
+                assert why_episode(rule, result(tokens), 1000) == why
 
 
 def test_every_environment_has_its_own_filters() -> None:
     easy = {"id": "env", "filters": {"dynamic_sampling": True}}
     settings = OrchestratorConfig(environments=[easy, {"id": "other"}], batch_size=4, rollouts_per_example=2)
     alike = group(0, result([5], 1.0), result([5], 1.0))
-    assert turned_away(alike, settings) == "dynamic_sampling"
-    assert turned_away(replace(alike, task=Task("other", 0, "task")), settings) is None
+    assert turned_away(alike, 0, settings) == "dynamic_sampling"
+    assert turned_away(replace(alike, task=Task("other", 0, "task")), 0, settings) is None
 
 
 def shorter_than(episode: EpisodeResult, tokens: int) -> bool:
@@ -143,11 +176,31 @@ def wordy(episode: EpisodeResult) -> str:
     return "too long"
 
 
+def careless(episode: EpisodeResult) -> bool:
+    return episode.metrics["nothing"] > 0
+
+
 def test_a_filter_of_ones_own_says_yes_or_no() -> None:
     with pytest.raises(UserError, match="gave 'too long': True"):
-        why_episode(FilterConfig(custom={"path": f"{__file__}:wordy"}), result([5]))
+        why_episode(FilterConfig(custom={"path": f"{__file__}:wordy"}), result([5]), 100)
+    with pytest.raises(UserError, match=r"raised KeyError\(.nothing.\) of episode e"):
+        why_episode(FilterConfig(custom={"path": f"{__file__}:careless"}), result([5]), 100)
     with pytest.raises(UserError, match=r"^filters\.custom\.path: .* needs arguments that are not given: tokens"):
         check_filters(FilterConfig(custom={"path": f"{__file__}:shorter_than"}), "filters")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"algorithm": {"type": "rae"}, "filters": {"dynamic_sampling": True}}, "dynamic_sampling has no effect: rae"),
+        ({"async_level": 2, "filters": {"off_policy": {"max_steps": 1}}}, "max_steps 1 is below async_level 2"),
+        ({"filters": {"off_policy": {"max_steps": 8}}}, "off_policy has no effect: max_off_policy_steps 8"),
+        ({"algorithm": {"type": "gdpo", "length_penalty": {"type": "linear"}}}, "length_penalty has no effect"),
+    ],
+)
+def test_what_has_no_effect_is_refused(settings: dict, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(**settings)
 
 
 def test_thresholds_out_of_order() -> None:

@@ -1,13 +1,14 @@
 """From episodes to samples: advantages by hand, the filter, exact tokens."""
 
 import math
+import statistics
 from dataclasses import replace
 
 import pytest
 
-from prime_rl.config.algorithms import GRPO, RAE, RLOO
+from prime_rl.config.algorithms import GDPO, GRPO, RAE, RLOO
 from prime_rl.config.filters import FilterConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, SampleTokens
 from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
 from prime_rl.orchestrator.samples import score_batch
 
@@ -76,6 +77,35 @@ def test_groups_without_spread_are_filtered_and_counted():
     assert len(score_batch(groups, Settings(filter_zero_advantage=False), {"reverse-text": 1.0}, {}).samples) == 4
 
 
+def played(number, *players) -> Finished[EpisodeResult]:
+    """An episode of several parts, each (agent, reward)."""
+    parts = [Part(agent, reward, {"win": reward}, {}, 1, False) for agent, reward in players]
+    samples = [replace(tokens(reward=one.reward, agent=one.agent), part=i) for i, one in enumerate(parts)]
+    return episode(number, statistics.fmean(one.reward for one in parts), samples=samples, parts=parts)
+
+
+def test_each_player_is_judged_by_its_own_rewards():
+    """Of two players of a game the one that won is drawn to what it did, by the rewards of single functions too."""
+    games = batch([played(0, ("white", 1.0), ("black", -1.0)), played(1, ("white", -1.0), ("black", 1.0))])
+    for algorithm in (GRPO(), GDPO()):
+        settings = Settings(**{"reverse-text": algorithm})
+        rows = score_batch(games, settings, {"reverse-text": 1.0}, {}).samples
+        assert [row.reward for row in rows] == [1.0, -1.0, -1.0, 1.0]
+        assert all(row.advantages[-1] * row.reward > 0 for row in rows)
+
+
+def test_each_of_several_conversations_of_one_agent_is_an_attempt():
+    """Best of two within an episode: all four of two episodes are compared, each by its own reward."""
+    scored = score_batch(
+        batch([played(0, ("s", 1.0), ("s", 0.0)), played(1, ("s", 0.0), ("s", 1.0))]),
+        Settings(),
+        {"reverse-text": 1.0},
+        {},
+    )
+    assert [float(row.advantages[-1]) for row in scored.samples] == [0.5, -0.5, -0.5, 0.5]
+    assert scored.worth == {"7.0.0": {0: 0.5, 1: -0.5}, "7.1.0": {0: -0.5, 1: 0.5}}
+
+
 def test_samples_are_cut_to_seq_len_and_marked_truncated():
     """The trainer never meets a sample longer than its micro-batch; one without sampled tokens left is left out."""
     rows = score_batch(
@@ -136,10 +166,7 @@ def test_every_environment_has_its_own_algorithm_and_its_state():
 
 def test_agents_are_compared_with_their_own_kind():
     """Contract: in a game of two, each one's reward is compared with the rewards of the same role in other episodes."""
-    game = [
-        episode(i, 0.0, samples=[tokens(reward=white, agent="white"), tokens(reward=black, agent="black")])
-        for i, (white, black) in enumerate([(1.0, 0.0), (0.0, 0.0)])
-    ]
+    game = [played(i, ("white", white), ("black", black)) for i, (white, black) in enumerate([(1.0, 0.0), (0.0, 0.0)])]
     scored = score_batch(batch(game), Settings(), {"reverse-text": 1.0}, {})
     worth = {sample.sample_id: float(sample.advantages.sum() / 3) for sample in scored.samples}
     assert worth == {"7.0.0.0": 0.5, "7.1.0.0": -0.5}, "black has no signal"

@@ -53,6 +53,11 @@ def test_echo() -> None:
     found = streams(Echo(weights={"tool": 0.1, "user": 0.2, "assistant": 5.0}))
     assert found.more["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0.2])
     assert "rl_weight" not in found.more
+    later = sequence()
+    later.loss_mask = bytes([False] * 6 + [True, False])  # its first reply was trained with an earlier sequence
+    mask = np.frombuffer(later.loss_mask, dtype=bool)
+    found = streams_of(Echo(weights={"tool": 0.1}), later, mask, np.zeros(8, np.float32), 0.5, False)
+    assert found.more["ce_weight"].tolist() == pytest.approx([0, 0, 0, 0, 0.1, 0.1, 0, 0])
     alike = streams(Echo(), 0.0)
     assert alike.trained
     assert not alike.more["rl_weight"].any()

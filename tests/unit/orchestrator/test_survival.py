@@ -313,7 +313,7 @@ class ManyTasks(MixedPool):
 
 REMEMBERING = {
     "algorithm": {"type": "rae"},
-    "filters": {"dynamic_sampling": True, "difficulty": {"low": 0.5, "high": 9.0}, "truncated": {}},
+    "filters": {"difficulty": {"low": 0.5, "high": 9.0}, "truncated": {}},
 }
 
 

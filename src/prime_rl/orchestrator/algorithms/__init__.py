@@ -13,8 +13,8 @@ from prime_rl.config.algorithms import ByReward
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
 from prime_rl.orchestrator.algorithms.attempt import Attempt
-from prime_rl.orchestrator.algorithms.gdpo import gdpo
-from prime_rl.orchestrator.algorithms.grpo import grpo
+from prime_rl.orchestrator.algorithms.gdpo import gdpo, lacks
+from prime_rl.orchestrator.algorithms.grpo import centred, grpo
 from prime_rl.orchestrator.algorithms.max_rl import max_rl
 from prime_rl.orchestrator.algorithms.opo import opo
 from prime_rl.orchestrator.algorithms.penalties import penalized
@@ -25,7 +25,7 @@ from prime_rl.orchestrator.algorithms.rloo import rloo
 if TYPE_CHECKING:
     from prime_rl.config.algorithms import AlgorithmConfig, CustomAlgorithm, RewardAlgorithm
 
-__all__ = ["Attempt", "advantages", "carries_signal", "check_algorithm"]
+__all__ = ["Attempt", "advantages", "carries_signal", "check_algorithm", "unfit"]
 
 _OF_A_GROUP: dict[str, Callable[..., list[float]]] = {
     "grpo": grpo,
@@ -55,7 +55,7 @@ def advantages(
     """
     if not isinstance(config, ByReward):
         return [[0.0] * len(group) for group in groups], dict(state)
-    by_agent = [_by_agent(penalized(group, config.length_penalty)) for group in groups]
+    by_agent = [_by_agent(group, config) for group in groups]
     parts = [[attempt for _, attempt in part] for group in by_agent for part in group]
     after = dict(state)
     if config.type == "rae":
@@ -77,12 +77,19 @@ def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
     """Whether a complete group, whatever else the batch will hold, may have an advantage other than zero."""
     if not isinstance(config, ByReward) or not (config.group_relative or config.type == "custom"):
         return bool(group)
-    parts = [[attempt for _, attempt in part] for part in _by_agent(penalized(group, config.length_penalty))]
+    parts = [[attempt for _, attempt in part] for part in _by_agent(group, config)]
+    if config.type == "reinforce_pp":
+        return any(any(centred([attempt.reward for attempt in part])) for part in parts)
     if config.type == "gdpo":  # what normalizing over the batch does not change
         return any(
             value != 0 for part in gdpo(parts, config.model_copy(update={"batch_normalize": False})) for value in part
         )
     return any(value != 0 for part in parts for value in _group(config, part))
+
+
+def unfit(config: "AlgorithmConfig", attempt: Attempt) -> str:
+    """Why the algorithm can do nothing with an attempt, "" where it can."""
+    return lacks(attempt, config) if config.type == "gdpo" else ""
 
 
 def check_algorithm(config: "AlgorithmConfig", key: str) -> None:
@@ -100,7 +107,10 @@ def _custom(config: "CustomAlgorithm") -> Callable[[Sequence[Attempt]], list[flo
     function = _loaded(config.path, tuple(sorted(config.args)))
 
     def checked(group: Sequence[Attempt]) -> list[float]:
-        found = [float(value) for value in function(list(group), **config.args)]
+        try:
+            found = [float(value) for value in function(list(group), **config.args)]
+        except Exception as error:  # whatever the user's function raises
+            raise UserError(f"algorithm {config.path} raised {error!r} of {len(group)} attempts") from error
         if len(found) != len(group) or not all(isfinite(value) for value in found):
             raise UserError(
                 f"algorithm {config.path} gave {found} for {len(group)} attempts: one finite number for each is needed"
@@ -115,9 +125,12 @@ def _loaded(path: str, names: tuple[str, ...]) -> Callable[..., Any]:
     return load_function(path, dict.fromkeys(names), given=1, key="algorithm.path")
 
 
-def _by_agent(group: Sequence[Attempt]) -> list[list[tuple[int, Attempt]]]:
-    """(place in the group, attempt) of each agent, in the order in which agents come."""
-    agents: dict[str, list[tuple[int, Attempt]]] = {}
+def _by_agent(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[list[tuple[int, Attempt]]]:
+    """(place in the group, attempt) of each agent, in the order in which agents come, with what penalties leave of their rewards."""
+    places: dict[str, list[int]] = {}
     for place, attempt in enumerate(group):
-        agents.setdefault(attempt.agent, []).append((place, attempt))
-    return list(agents.values())
+        places.setdefault(attempt.agent, []).append(place)
+    return [
+        list(zip(its, penalized([group[place] for place in its], config.length_penalty), strict=True))
+        for its in places.values()
+    ]

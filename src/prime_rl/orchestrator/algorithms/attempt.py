@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Attempt:
-    """One agent's part of a finished episode; all of it where there is one agent.
+    """One conversation of one agent in a finished episode; all of the episode where there is no other.
 
     Args:
         reward: Finite.
         output_tokens: Sampled tokens.
         total_tokens: Of all its token sequences.
         turns: Replies of the model.
-        rewards: What each reward function of the environment gave, unweighted.
+        rewards: What each reward function of the environment gave, times the environment's weight of it.
         metrics: Other numbers that the environment reports.
     """
 

@@ -19,8 +19,11 @@ def penalized(group: Sequence[Attempt], penalty: "LinearPenalty | OverlongPenalt
 
 
 def _linear(group: Sequence[Attempt], penalty: "LinearPenalty") -> list[float]:
-    """mean(R) · (w_o · out / max out + w_i · in / max in + w_t · turns / max turns), as PRIME-RL has it; in: tokens that were not sampled."""
-    mean = sum(one.reward for one in group) / len(group)
+    """mean(R) · (w_o · out / max out + w_i · in / max in + w_t · turns / max turns), as PRIME-RL has it; in: tokens that were not sampled.
+
+    Nothing where the mean is below zero: length would be rewarded.
+    """
+    mean = max(sum(one.reward for one in group) / len(group), 0.0)
     shares = [0.0] * len(group)
     for weight, lengths in (
         (penalty.output, [one.output_tokens for one in group]),

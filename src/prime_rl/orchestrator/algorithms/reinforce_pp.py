@@ -16,10 +16,13 @@ def reinforce_pp(groups: Sequence[Sequence[Attempt]], config: "ReinforcePP") -> 
     The paper takes a divergence from the reference model off the rewards of tokens. Here it is the loss's (`loss.kl_coef`).
     """
     rewards = [[attempt.reward for attempt in group] for group in groups]
-    return normalized([centred(group) for group in rewards] if config.group_baseline else rewards)
+    if config.group_baseline:
+        return in_units_of_std([centred(group) for group in rewards])
+    means = iter(centred([reward for group in rewards for reward in group]))
+    return in_units_of_std([[next(means) for _ in group] for group in rewards])
 
 
-def normalized(groups: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Values of mean 0 and standard deviation 1 over all groups."""
-    values = iter(scaled(centred([value for group in groups for value in group])))
+def in_units_of_std(groups: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Values of mean 0, divided by their standard deviation over all groups. Zeros stay exact zeros, which tell "no signal"."""
+    values = iter(scaled([value for group in groups for value in group]))
     return [[next(values) for _ in group] for group in groups]

@@ -71,5 +71,5 @@ def _foreseen(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> 
     assert sequence.roles is not None, "a worker tells the roles of all tokens"
     by_role = np.array([weights.get(role, 0.0) for role in ROLES], dtype=np.float32)
     found = by_role[np.frombuffer(sequence.roles, dtype=np.uint8)[: len(mask)]]
-    after = np.arange(len(mask)) > np.argmax(mask)
+    after = np.arange(len(mask)) >= sequence.prompt_len
     return np.where(after & ~mask, found, np.float32(0))
