@@ -1,7 +1,7 @@
 """What may be trained: filters as episodes end, the gate as groups are complete, and an end where nothing is let through any more."""
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -12,7 +12,7 @@ from prime_rl.orchestrator.core import NO_SIGNAL, Batch, Group
 from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.filters import DIFFICULTY, DYNAMIC_SAMPLING, check_filters, why_episode
 from prime_rl.orchestrator.metrics import group_rewards
-from prime_rl.orchestrator.samples import attempts, turned_away
+from prime_rl.orchestrator.samples import attempts, in_order, turned_away
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -40,7 +40,7 @@ class Admission:
             check_filters(filters, key)
         self._config, self._groups = config, config.batch_size // config.rollouts_per_example
         self._empty_batches = self._in_a_row = 0
-        self._seen: list[list[float]] = []  # rewards of all groups since the last batch
+        self._made: dict[int, list[float]] = {}  # rewards of the groups that left since the last batch, by number
         self._discards: Counter[str] = Counter()  # groups since the last batch, by what was wrong with them
         self.curriculum = Curriculum({}, {}, 0)
 
@@ -60,14 +60,13 @@ class Admission:
         Raises:
             UserError: so many in a row were that no batch will come together.
         """
-        self.curriculum.observe(group.task, [episode.result.reward for episode in group.finished])
         why = turned_away(group, step, self._config)
         if why is None:
             self._in_a_row = 0
             return None
         self._discards[why] += 1
         self._in_a_row += 1
-        self._seen.append([episode.result.reward for episode in group.finished])
+        self._leave(group)
         if self._in_a_row > max(_MAX_EMPTY_BATCHES * self._groups, _LEAST_TURNED_AWAY):
             reasons = ", ".join(f"{name}: {number}" for name, number in sorted(self._discards.items()))
             by_reward = self._discards.keys() <= {DYNAMIC_SAMPLING, DIFFICULTY, NO_SIGNAL}
@@ -77,21 +76,25 @@ class Admission:
             )
         return why
 
-    def restore(self, discards: Counter[str]) -> None:
-        """Go on with what an earlier life did without since the last batch."""
-        self._discards = Counter(discards)
+    def restore(self, discards: Counter[str], left: Mapping[int, list[float]]) -> None:
+        """Go on with what an earlier life did without since the last batch: why groups left, and their rewards by number."""
+        self._discards, self._made = Counter(discards), dict(left)
         self._empty_batches = discards[NO_SIGNAL] // self._groups
 
-    def empty_batch(self, step: int, why: Collection[str]) -> None:
-        """Nothing of a batch can be trained. `why`: the filters that left episodes of it out.
+    def empty_batch(self, batch: Batch[EpisodeResult], why: Collection[str]) -> None:
+        """Nothing of `batch` can be trained. `why`: the filters that left episodes of it out.
 
         Raises:
             UserError: too many in a row were like that.
         """
+        for group in batch.groups:
+            self._leave(group)
         self._discards[NO_SIGNAL] += self._groups
         equal = "all rewards of each group were equal"
         reasons = f"{', '.join(sorted(why))} left episodes out, of the others {equal}" if why else equal
-        logger.warning("step %d: the batch carries no learning signal (%s); collecting another one", step, reasons)
+        logger.warning(
+            "step %d: the batch carries no learning signal (%s); collecting another one", batch.step, reasons
+        )
         self._empty_batches += 1
         if self._empty_batches >= _MAX_EMPTY_BATCHES:
             raise UserError(
@@ -99,9 +102,17 @@ class Admission:
             )
 
     def take(self, batch: Batch[EpisodeResult]) -> dict[str, float]:
-        """`batch` is committed: metrics of what was turned away since the one before, of all groups that were made, and of the pools."""
+        """`batch` is cut: the pools change by it and by what left since the one before; metrics of all these, and of what was turned away."""
+        for group in batch.groups:
+            self._leave(group)
+        self.curriculum.cut()
         metrics = {"filtered/discarded_batches": float(self._discards.pop(NO_SIGNAL, 0) // self._groups)}
         metrics |= {f"turned_away/{why}": float(count) for why, count in sorted(self._discards.items())}
-        made = self._seen + [[episode.result.reward for episode in group.finished] for group in batch.groups]
-        self._empty_batches, self._discards, self._seen = 0, Counter(), []
+        made = [rewards for _, rewards in sorted(self._made.items())]
+        self._empty_batches, self._discards, self._made = 0, Counter(), {}
         return metrics | group_rewards(made, "made/") | self.curriculum.metrics()
+
+    def _leave(self, group: Group[EpisodeResult]) -> None:
+        rewards = [episode.result.reward for episode in in_order(group)]
+        self._made[group.number] = rewards
+        self.curriculum.leave(group.number, group.task, rewards)

@@ -11,6 +11,7 @@ from typing import Any
 
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.account import Account, EnvAccount
+from prime_rl.orchestrator.episodes import Task
 from prime_rl.orchestrator.ledger_file import Changes, EpisodeRow, GroupRow, State, episode_values, group_values
 from prime_rl.orchestrator.samples import output_tokens
 
@@ -56,6 +57,7 @@ class Book:
             Counter()
         )  # (env, state, reason) of episodes that no row tells of
         self._groups_opened = self._version = 0
+        self._collecting = 0  # the step after the last committed batch
         self._rewound = self._changed = False
         self.discards: Counter[str] = (
             Counter()
@@ -136,6 +138,7 @@ class Book:
                     self._drop(*self._row_of(name, State.FINISHED), reason, (details or {}).get(name, ""))
             for number in groups:
                 self._close(number, "batched", step)
+            self._collecting = step + 1
 
     def discarded(self, groups: Iterable[int], reason: str = "filtered", detail: str = "") -> None:
         """Groups leave without a batch: their finished episodes are dropped for `reason`. Also for groups that lost every episode."""
@@ -148,7 +151,7 @@ class Book:
                 for row in finished:
                     self._drop(group, row, reason, detail)
                 self.discards[detail] += bool(finished) and reason == "filtered"
-                self._close(number, "discarded")
+                self._close(number, "discarded", self._collecting)
 
     def trained_through(self, version: int) -> None:
         """`version` of the present history is committed: batches of steps below it are trained."""
@@ -172,6 +175,12 @@ class Book:
     def groups_opened(self) -> int:
         """How many groups were drawn from the task stream: one more than the highest group number."""
         return self._groups_opened
+
+    def task_of(self, group: int) -> Task:
+        """The task of an open group."""
+        with self._recording:
+            row = self._group(group).row
+        return Task(row.env, row.task_index, row.task_id)
 
     def batch_extra(
         self,

@@ -46,7 +46,8 @@ class State:
         environments: How many of these groups each environment got.
         open_groups: Groups that were drawn and are in no batch yet.
         algorithm: What each environment's algorithm remembers, if anything.
-        curriculum: The latest mean reward of each task, by environment and index, where there are difficulty pools.
+        curriculum: The difficulty pools of each environment that has any. It is whole, so that no earlier batch is needed to go on.
+        open_tasks: The task's index of each open group of these environments, by number: the stream does not give it again.
         discards: Groups that left without a batch, by what was said of them.
         ledger: The ledger's account, with the batch before `step` counted as batched.
     """
@@ -57,7 +58,8 @@ class State:
     environments: dict[str, int] = field(default_factory=dict)
     open_groups: list[int] = field(default_factory=list)
     algorithm: dict[str, Any] = field(default_factory=dict)
-    curriculum: dict[str, dict[str, float]] = field(default_factory=dict)
+    curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)
+    open_tasks: dict[str, int] = field(default_factory=dict)
     discards: dict[str, int] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
 

@@ -37,6 +37,7 @@ class Journal:
         self.seed = seed
         self.ledger = Ledger(output_dir / "ledger.sqlite")
         self._drawn: Counter[str] = Counter()  # groups by environment
+        self.left: dict[int, list[float]] = {}  # rewards of groups that left without a batch since the last one
         self.discards: Counter[str] = (
             Counter()
         )  # groups that left without a batch since the last one, in an earlier life
@@ -64,7 +65,7 @@ class Journal:
         Args:
             stream: The task stream from its beginning.
             version: The newest committed version of the present history.
-            curriculum: Difficulty pools: tasks drawn from them are not drawn again alike.
+            curriculum: Difficulty pools, as they are at the beginning of a run. They go on from `state`, and with what left since.
 
         Returns:
             Counts since the last committed batch.
@@ -75,13 +76,14 @@ class Journal:
         for line in self.ledger.reconcile(read_batches(self.rollouts), version):
             logger.warning("ledger: %s", line)
         known = self.ledger.groups_opened()
-        tasks = list(itertools.islice(stream, max(known, state.groups_opened)))
+        tasks = self._draw_again(stream, state, known, curriculum)
         self._drawn.update(task.env for task in tasks)
         core.groups_opened = len(tasks)
         groups = [self._restored(group, tasks, curriculum) for group in self.ledger.open_groups(core.limits.group_size)]
         for number in state.open_groups:
             if number >= known:  # drawn in a run whose ledger is not here: a checkpoint that was taken elsewhere
-                groups.append(self._opened_elsewhere(number, tasks[number], core.limits.group_size))
+                task = _task_of(number, tasks[number], state, curriculum)
+                groups.append(self._opened_elsewhere(number, task, core.limits.group_size))
         total = self.ledger.account().total
         dropped = {Drop(reason): count for reason, count in total.dropped.items()}
         core.restore(groups, total.issued, total.trained + total.batched, dropped)
@@ -94,6 +96,19 @@ class Journal:
         before = Account.from_json(state.ledger) if known else Account()
         self.discards = self.ledger.discards - Counter(state.discards)
         return Tally.since(before.total, total)
+
+    def _draw_again(self, stream: Iterator[Task], state: State, known: int, curriculum: Curriculum) -> list[Task]:
+        """What was drawn before: `known` groups of this ledger, or those of `state`.
+
+        From difficulty pools only what was drawn since `state` is drawn again alike, for they have not changed since; of what was drawn before
+        only the environments count.
+        """
+        tasks = list(itertools.islice(stream, state.groups_opened))
+        curriculum.load(state.curriculum)
+        for left in self.ledger.left_since(state.step):
+            self.left[left.number] = left.rewards
+            curriculum.leave(left.number, Task(left.env, left.task_index, left.task_id), left.rewards)
+        return [*tasks, *itertools.islice(stream, max(0, known - len(tasks)))]
 
     def _restored(self, found: OpenGroup, tasks: Sequence[Task], curriculum: Curriculum) -> Group[EpisodeResult]:
         task, pools = Task(found.env, found.task_index, found.task_id), curriculum.pools.get(found.env)
@@ -131,21 +146,25 @@ class Journal:
         core: Core[EpisodeResult],
         batch: Batch[EpisodeResult],
         scored: Scored,
-        curriculum: dict[str, dict[str, float]],
+        curriculum: dict[str, dict[str, Any]],
     ) -> dict[str, Any]:
         """What the manifest of a batch says about episodes, and the orchestrator's state once it is committed."""
         numbers = [group.number for group in batch.groups]
         extra = self.ledger.batch_extra(
             batch.step, scored.trained, scored.filtered, scored.truncated, numbers, scored.details
         )
+        batched = set(numbers)
+        still_open = [number for number in core.open_groups if number not in batched]
+        tasks = {number: self.ledger.task_of(number) for number in still_open if curriculum}
         state = State(
             step=batch.step + 1,
             seed=self.seed,
             groups_opened=core.groups_opened,
             environments=dict(sorted(self._drawn.items())),
-            open_groups=[number for number in core.open_groups if number not in set(numbers)],
+            open_groups=still_open,
             algorithm=scored.state,
             curriculum=curriculum,
+            open_tasks={str(number): task.index for number, task in tasks.items() if task.env in curriculum},
             discards=dict(self.ledger.discards),
             ledger=extra["ledger"]["account"],
         )
@@ -205,3 +224,10 @@ class Journal:
     def close(self) -> None:
         """Close the file; call `flush` before."""
         self.ledger.close()
+
+
+def _task_of(number: int, drawn: Task, state: State, curriculum: Curriculum) -> Task:
+    """The task of a group that was open in `state`, where the stream now gives `drawn`."""
+    pools, index = curriculum.pools.get(drawn.env), state.open_tasks.get(str(number))
+    task = None if pools is None or index is None else pools.task(index)
+    return task or drawn

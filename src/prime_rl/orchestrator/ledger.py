@@ -21,7 +21,17 @@ from prime_rl.orchestrator.book import Book, Group, episode_id, parse_id
 from prime_rl.orchestrator.ledger_file import Changes, EpisodeRow, GroupRow, State
 from prime_rl.transport.commit import CommitError, disk_errors, list_steps, read_manifest
 
-__all__ = ["Account", "BatchRecord", "EnvAccount", "Ledger", "OpenGroup", "Stored", "episode_id", "read_batches"]
+__all__ = [
+    "Account",
+    "BatchRecord",
+    "EnvAccount",
+    "Ledger",
+    "LeftGroup",
+    "OpenGroup",
+    "Stored",
+    "episode_id",
+    "read_batches",
+]
 
 
 @dataclass(frozen=True)
@@ -49,6 +59,17 @@ class OpenGroup:
     again: list[tuple[int, int]] = field(default_factory=list)  # issued, but in flight when the orchestrator died
     finished: list[Stored] = field(default_factory=list)
     lost: int = 0  # ended without a result, and not issued again
+
+
+@dataclass(frozen=True)
+class LeftGroup:
+    """A group that left without a batch: what its finished episodes, in their order, were worth."""
+
+    number: int
+    env: str
+    task_index: int
+    task_id: str
+    rewards: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -163,6 +184,19 @@ class Ledger(Book):
         with self._flushing, self._recording:
             groups = [self._open_group(self._groups[number], group_size) for number in sorted(self._groups)]
         return [group for group in groups if group.waiting or group.again or group.finished]
+
+    def left_since(self, step: int) -> list[LeftGroup]:
+        """Groups with finished episodes that were discarded while `step` was collected, by number. Call it at start, after `reconcile`.
+
+        `step` is collected from now on: what left at later ones, whose batches are gone, has left at this one.
+        """
+        found: dict[int, LeftGroup] = {}
+        with ledger_file.file_errors(self.path), self._flushing, self._recording:
+            self._collecting = step
+            for number, env, index, task, reward in self._db.execute(ledger_file.SELECT_LEFT, (step,)).fetchall():
+                found.setdefault(number, LeftGroup(number, env, index, task)).rewards.append(reward)
+            self._db.execute("UPDATE groups SET step = ? WHERE state = 'discarded' AND step > ?", (step, step))
+        return list(found.values())
 
     def reconcile(self, batches: Sequence[BatchRecord], version: int) -> list[str]:
         """Bring the ledger to what the committed batches say, and flush it. Call it at start, before `open_groups`.

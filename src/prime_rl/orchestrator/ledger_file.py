@@ -98,7 +98,7 @@ class EpisodeRow:
 
 @dataclass(slots=True)
 class GroupRow:
-    """One row of `groups`."""
+    """One row of `groups`. `step`: of its batch; of one that was discarded, the step that was collected then."""
 
     number: int
     env: str
@@ -112,6 +112,11 @@ _EPISODE_COLUMNS = ", ".join("group_number" if f.name == "group" else f.name for
 SELECT_EPISODES = f"SELECT {_EPISODE_COLUMNS} FROM episodes "
 _UPSERT_EPISODE = (
     f"INSERT OR REPLACE INTO episodes ({_EPISODE_COLUMNS}) VALUES ({', '.join('?' * len(fields(EpisodeRow)))})"
+)
+SELECT_LEFT = (
+    "SELECT g.number, env, task_index, task_id, reward FROM groups g JOIN episodes e ON e.group_number = g.number "
+    "WHERE g.state = 'discarded' AND g.step >= ? AND e.state = 'dropped' AND reason IN ('filtered', 'truncated') AND reward IS NOT NULL "
+    "ORDER BY g.number, e.number"
 )
 _UPSERT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({', '.join('?' * len(fields(GroupRow)))})"
 

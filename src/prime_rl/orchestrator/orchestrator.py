@@ -204,7 +204,6 @@ class Orchestrator:
         }
         by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
         self.admission.curriculum = Curriculum(tasks, by_difficulty, config.seed)
-        self.admission.curriculum.load(self.progress.state.curriculum)
         ratios = {env.name: env.ratio for env in config.environments}
         stream = task_stream(tasks, ratios, config.seed, self.admission.curriculum.pools)
         self.core = Core(
@@ -222,7 +221,7 @@ class Orchestrator:
             newest = history.newest
             assert newest is not None
             self.tally = journal.restore(self.core, self.progress.state, stream, newest, self.admission.curriculum)
-            self.admission.restore(journal.discards)
+            self.admission.restore(journal.discards, journal.left)
             self.core.begin_life(history.life.number, history.lives)
             journal.check(self.core)
 
@@ -416,9 +415,8 @@ class Orchestrator:
                 return True
             metrics = self._take_metrics(batch, scored)
             if self.journal is not None:
-                extra = self.journal.extra(self.core, batch, scored, self.admission.curriculum.state()) | {
-                    "metrics": metrics
-                }
+                pools = await asyncio.to_thread(self.admission.curriculum.state)  # milliseconds, of a million tasks
+                extra = self.journal.extra(self.core, batch, scored, pools) | {"metrics": metrics}
                 await self.journal.flush()
                 await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
             self._algorithm_state = scored.state
@@ -438,7 +436,7 @@ class Orchestrator:
 
     def _discard(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
         self.core.discard(batch, scored.truncated)
-        self.admission.empty_batch(batch.step, set(scored.details.values()))
+        self.admission.empty_batch(batch, set(scored.details.values()))
 
     def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
         now, stale = time.monotonic(), self.core.dropped[Drop.STALE]

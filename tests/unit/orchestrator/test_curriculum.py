@@ -1,13 +1,15 @@
-"""Difficulty pools: who is drawn how often, and that nothing but the latest rewards has to be remembered."""
+"""Difficulty pools: who is drawn how often, what changes them and when, and how little has to be remembered."""
 
 import itertools
 import json
+import random
 from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 
 from prime_rl.config.filters import CurriculumConfig
+from prime_rl.errors import UserError
 from prime_rl.orchestrator.core import Task
 from prime_rl.orchestrator.curriculum import Curriculum, Pools
 from prime_rl.orchestrator.tasks import task_stream
@@ -51,25 +53,97 @@ def test_weights() -> None:
         assert drawn[index] / 20_000 == pytest.approx(weight / total, rel=0.15)
 
 
-def test_nothing_but_rewards_is_remembered() -> None:
-    """Contract: a run that goes on from a checkpoint draws as one that was never interrupted."""
+def test_new_tasks_in_flight_come_again_as_late_as_possible() -> None:
+    """Contract: whatever else is drawn and becomes known meanwhile, no new task comes twice before all others that are still new have come."""
+    found, new, drawn = pools(easy_weight=2.0), set(range(20)), list[int]()
+    for number in range(300):
+        index = found.draw().index
+        if index in new and index in drawn:
+            since = drawn[len(drawn) - drawn[::-1].index(index) :]
+            assert new - {index} <= set(since), f"task {index} came again after {since}"
+        drawn.append(index)
+        if number % 20 == 19:
+            found.observe(min(new), 1.0)
+            new.remove(min(new))
+    assert len(new) == 5
 
-    def stream(curriculum: Curriculum) -> Iterator[Task]:
-        both = {"env": TASKS, "other": [Task("other", i, str(i)) for i in range(3)]}
-        return task_stream(both, {"env": 2.0, "other": 1.0}, 0, curriculum.pools)
 
-    whole = Curriculum({"env": TASKS}, {"env": CurriculumConfig()}, 0)
+def curriculum() -> Curriculum:
+    return Curriculum({"env": TASKS}, {"env": CurriculumConfig()}, 0)
+
+
+def stream(found: Curriculum) -> Iterator[Task]:
+    both = {"env": TASKS, "other": [Task("other", i, str(i)) for i in range(3)]}
+    return task_stream(both, {"env": 2.0, "other": 1.0}, 0, found.pools)
+
+
+def test_a_run_goes_on_from_its_state() -> None:
+    """Contract: with the state after a batch, through JSON, it draws as one that was never interrupted. Of earlier draws only their number counts."""
+    whole = curriculum()
     draws = stream(whole)
     for number, task in enumerate(itertools.islice(draws, 60)):
-        whole.observe(task, [number % 7 / 7, number % 3 / 3])
+        if task.index % 4:  # of the others nothing is known
+            whole.leave(number, task, [number % 3 / 2, number % 3 / 2])
+        if number % 6 == 5:
+            whole.cut()
+    assert all(share > 0 for share in whole.pools["env"].shares().values())
     kept = json.loads(json.dumps(whole.state()))
-    again = Curriculum({"env": TASKS}, {"env": CurriculumConfig()}, 0)
-    again.load({**kept, "gone": {"0": 1.0}})
+    again = curriculum()
     resumed = stream(again)
-    known = list(itertools.islice(resumed, 60))
-    assert {task.env for task in known} == {"env", "other"}
+    assert {task.env for task in itertools.islice(resumed, 60)} == {"env", "other"}
+    again.load({**kept, "gone": {"of": "another version"}})
     assert again.metrics() == whole.metrics()
     assert list(itertools.islice(resumed, 100)) == list(itertools.islice(draws, 100))
+    assert again.state() == whole.state()
+
+
+def test_pools_change_at_a_cut_and_by_no_order() -> None:
+    """Contract: until a batch is cut nothing that left counts, and then it counts by the groups' numbers, whoever was complete first."""
+    left = [(number, TASKS[number % 7], [number % 5 / 4, 0.5]) for number in range(30)]
+    found = [curriculum(), curriculum()]
+    before = found[0].metrics()
+    for one, order in zip(found, (left, left[::-1]), strict=True):
+        for group in order:
+            one.leave(*group)
+        assert one.metrics() == before
+        one.cut()
+        assert one.metrics() != before
+    assert found[0].state() == found[1].state()
+
+
+def test_a_manifest_holds_little_of_many_tasks() -> None:
+    """Contract: what every batch's manifest says of the pools is at most two bits a task and a third more for its text."""
+    tasks = [Task("env", i, f"task-{i}") for i in range(100_001)]
+    found, again = (Pools(tasks, CurriculumConfig(), "0/env") for _ in range(2))
+    assert len(json.dumps(found.state())) < 1_000
+    chance = random.Random(0)
+    for index in chance.sample(range(len(tasks)), 75_000):
+        found.observe(index, chance.choice([0.0, 0.5, 1.0]))
+    kept = json.dumps(found.state())
+    assert len(kept) < 35_000
+    again.load(json.loads(kept))
+    assert again.state() == found.state()
+    assert [again.draw() for _ in range(100)] == [found.draw() for _ in range(100)]
+
+
+def test_tasks_that_came_and_went() -> None:
+    """Contract: a state of fewer or more tasks leaves the others where they were; a new one is new."""
+    few, many = Pools(TASKS[:5], CurriculumConfig(), "0/env"), pools()
+    for found in (few, many):
+        found.observe(1, 1.0)
+        found.observe(4, 0.0)
+    many.observe(19, 1.0)
+    grown, shrunk = pools(), Pools(TASKS[:5], CurriculumConfig(), "0/env")
+    grown.load(few.state())
+    shrunk.load(many.state())
+    assert grown.shares() == {"new": 18 / 20, "easy": 1 / 20, "normal": 0.0, "hard": 1 / 20}
+    assert shrunk.shares() == few.shares()
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    """Fail closed: pools that cannot be read are not taken for new ones."""
+    with pytest.raises(UserError, match="difficulty pools of env"):
+        curriculum().load({"env": {"0": 0.5}})
 
 
 def test_who_it_holds() -> None:

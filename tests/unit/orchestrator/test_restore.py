@@ -1,5 +1,6 @@
 """Core and ledger together, through crashes at any event: what an orchestrator that died left is gone on with, and nothing is lost or doubled."""
 
+import json
 import random
 import tempfile
 from pathlib import Path
@@ -7,8 +8,9 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prime_rl.config.filters import CurriculumConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
-from prime_rl.orchestrator.ckpt import resume_progress
+from prime_rl.orchestrator.ckpt import Progress, State, resume_progress
 from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
 from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.journal import Journal
@@ -182,3 +184,39 @@ def test_crashes_at_any_event_lose_and_double_nothing(limits, seed):
         assert (total.in_flight, total.finished, total.batched) == (0, 0, 0)
         assert total.trained == len(trained)
         assert total.issued == total.trained + sum(total.dropped.values())
+
+
+def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(tmp_path):
+    """A checkpoint that was taken elsewhere: groups that were drawn from pools as they stood then, and what is drawn next, are the same."""
+
+    def begin(directory: Path, progress: Progress) -> tuple[Core[EpisodeResult], Journal, Curriculum]:
+        directory.mkdir()
+        journal, pools = Journal(directory, 0, progress), Curriculum(TASKS, {"env": CurriculumConfig(easy_weight=3)}, 0)
+        stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0, pools.pools)
+        core = Core(Limits(2, 1, 9, 9, 40), journal.drawing(stream), step=progress.step, record=journal.ledger)
+        journal.restore(core, progress.state, stream, 0, pools)
+        return core, journal, pools
+
+    core, journal, pools = begin(tmp_path / "here", Progress())
+    for step in range(4):
+        starts = [start for _ in range(5) if (start := core.next_start()) is not None]
+        for start in starts[: 2 + step % 2]:
+            core.finish(start.episode, EpisodeResult(start.episode, "env", "t", Outcome.OK, reward=start.group % 3 / 2))
+        batch = core.ready_batch()
+        assert batch is not None
+        core.prove(batch.episodes)
+        for group in batch.groups:
+            pools.leave(group.number, group.task, [one.result.reward for one in group.finished])
+        pools.cut()
+        names = sorted(batch.episodes)
+        extra = journal.extra(core, batch, Scored([], names, [], []), pools.state())
+        core.advance(batch, names, [])
+    state = State(**json.loads(json.dumps(extra["state"])))
+    tasks = {number: journal.ledger.task_of(number) for number in state.open_groups}
+    assert {task.env for task in tasks.values()} == {"env", "other"}
+    there, elsewhere, same = begin(tmp_path / "there", Progress(4, 0, resumed=True, state=state))
+    assert {number: elsewhere.ledger.task_of(number) for number in state.open_groups} == tasks
+    assert same.state() == pools.state()
+    assert [there._open().task for _ in range(30)] == [core._open().task for _ in range(30)]
+    journal.close()
+    elsewhere.close()

@@ -7,12 +7,15 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import xxhash
 
 from faults import audit
 from prime_rl import faults
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
 from prime_rl.monitor import Status, read_metrics
+from prime_rl.orchestrator import journal, orchestrator
 from prime_rl.orchestrator.ckpt import read_state
+from prime_rl.orchestrator.ledger_file import open_copy
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import read_lease
@@ -342,11 +345,107 @@ async def test_what_algorithms_and_filters_remember_survives(tmp_path, seed):
     assert sum(row.get("filtered/truncated", 0) for row in rows[0]) > 0
 
 
-@pytest.mark.parametrize("seed", range(2))
-async def test_difficulty_pools_survive(tmp_path, seed):
-    """Tasks drawn by how hard they are: open groups go on with the tasks they had, every episode is accounted for, and the pools are in the state."""
-    world, chance = make_world(tmp_path / "run", curriculum={"easy": 1.2, "hard": 0.3}), random.Random(seed)
-    world.pool = ManyTasks(world.engine)
+class PoolsOfTasks(MixedPool):
+    """Tasks of all difficulties; how long an episode takes is a function of its name and `haste`."""
+
+    haste = 0
+
+    def tasks(self, env: str) -> list[TaskInfo]:
+        return [TaskInfo(f"task-{i}", i) for i in range(12)]
+
+    async def run(self, *, episode_id: str, env: str, task_index: int, **rest) -> EpisodeResult:
+        await asyncio.sleep(xxhash.xxh3_64_intdigest(f"{self.haste}/{episode_id}".encode()) % 50 / 1000)
+        result = await super().run(episode_id=episode_id, env=env, task_index=task_index, **rest)
+        if not episode_id.startswith("eval"):
+            result.reward += task_index % 4 - 1.5
+        return result
+
+
+BY_DIFFICULTY = {
+    "curriculum": {"easy": 1.0, "hard": -0.5, "easy_weight": 2.0, "hard_weight": 2.0},
+    "filters": {"difficulty": {"low": -0.7, "high": 1.2}},
+}
+
+
+def make_pools_world(directory, haste: int = 0, **settings) -> World:
+    world = make_world(directory, **(BY_DIFFICULTY | settings))
+    world.pool = PoolsOfTasks(world.engine)
+    world.pool.haste = haste
+    return world
+
+
+def drawn(world: World) -> list[tuple[int, int, str]]:
+    """Number, task and end of every group."""
+    with open_copy(world.directory / "ledger.sqlite") as db:
+        return db.execute("SELECT number, task_index, state FROM groups ORDER BY number").fetchall()
+
+
+def pools_after_every_step(world: World) -> list[dict]:
+    return [read_state(world.directory / "rollouts", step).curriculum for step in range(STEPS)]
+
+
+def check_pools(world: World, reference: World) -> None:
+    check(world, reference)
+    assert drawn(world) == drawn(reference)
+    assert pools_after_every_step(world) == pools_after_every_step(reference)
+
+
+@pytest.fixture(scope="module")
+def by_difficulty(tmp_path_factory) -> World:
+    """A run by difficulty that nothing disturbed: all pools are drawn from, and the gate turns groups away at several steps."""
+    world = make_pools_world(tmp_path_factory.mktemp("by-difficulty") / "run")
+    asyncio.run(finish(world))
+    check(world)
+    with open_copy(world.directory / "ledger.sqlite") as db:
+        steps = db.execute("SELECT DISTINCT step FROM groups WHERE state = 'discarded'").fetchall()
+    assert len(steps) >= 3
+    assert len({task for _, task, _ in drawn(world)}) < len(drawn(world))
+    return world
+
+
+async def test_a_synchronous_run_by_difficulty_is_the_same_whoever_finishes_first(tmp_path):
+    """Draws, pools and batches are a function of the seed, though most groups are turned away while others of the step are still to be drawn."""
+    most = {"batch_size": 12, "filters": {"difficulty": {"low": 0.0, "high": 1.2}}}
+    worlds = [make_pools_world(tmp_path / str(haste), haste, **most) for haste in range(4)]
+    for world in worlds:
+        await finish(world)
+        check_pools(world, worlds[0])
+    ends = [end for _, _, end in drawn(worlds[0])]
+    assert ends.count("discarded") > len(ends) / 3
+
+
+@pytest.mark.parametrize("turned_away", [1, 2, 4, 6])
+async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
+    tmp_path, by_difficulty, monkeypatch, turned_away
+):
+    """The ledger has closed them, and no manifest tells of them yet: the pools and all later draws are those of an undisturbed run."""
+    world, killed = make_pools_world(tmp_path / "run"), []
+
+    def kill(name, file=None):
+        if name == "ledger:committed" and not killed:
+            with open_copy(world.directory / "ledger.sqlite") as db:
+                (count,) = db.execute("SELECT COUNT(*) FROM groups WHERE state = 'discarded'").fetchone()
+            if count >= turned_away:
+                killed.append(list_steps(world.directory / "rollouts"))
+                raise Killed
+
+    for module in (journal, orchestrator):
+        monkeypatch.setattr(module, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(faults, "point", kill)
+    trainer = asyncio.create_task(train(world))
+    run = asyncio.create_task(world.orchestrator().run())
+    await asyncio.wait([run], timeout=30)
+    assert isinstance(run.exception(), Killed)
+    world.config = world.config.model_copy(update={"recover": True})
+    await world.orchestrator().run()
+    await trainer
+    check_pools(world, by_difficulty)
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_difficulty_pools_survive_kills_at_random_moments(tmp_path, by_difficulty, seed):
+    """Tasks drawn by how hard they are: the same draws, pools and batches as undisturbed."""
+    world, chance = make_pools_world(tmp_path / "run"), random.Random(seed)
     trainer, threads = asyncio.create_task(train(world)), new_threads()
     for _ in range(6):
         run = asyncio.create_task(world.orchestrator().run())
@@ -355,6 +454,4 @@ async def test_difficulty_pools_survive(tmp_path, seed):
         world.config = world.config.model_copy(update={"recover": True})
     await world.orchestrator().run()
     await trainer
-    check(world)
-    kept = read_state(world.directory / "rollouts", STEPS - 1).curriculum["env"]
-    assert set(kept) == {"0", "1", "2", "3"}
+    check_pools(world, by_difficulty)
