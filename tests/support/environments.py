@@ -52,6 +52,29 @@ class TwoTurnEnv(vf.SingleAgentEnv):
 __all__ = ["TwoTurnTaskset", "TwoTurnEnv"]
 """
 
+ANSWERS = """
+from typing import Any
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: Any = None
+
+class Task(vf.Task[Data]):
+    @vf.reward(weight=1.0)
+    async def marks(self, trace: vf.Trace) -> float:
+        return 1.0
+
+class Config(vf.TasksetConfig):
+    answers: list[Any] = []
+
+class AnswersTaskset(vf.Taskset[Task, Config]):
+    def load(self):
+        for answer in self.config.answers:
+            yield Task(Data(prompt="hello", system_prompt="s", answer=answer), self.config.task)
+
+__all__ = ["AnswersTaskset"]
+"""
+
 SOURCES = {
     "env_good": TASKSET.format(reward="return 1.0", load=""),
     "env_bad_reward": TASKSET.format(reward="print('chatter from a reward'); return 1 / 0", load=""),
@@ -67,6 +90,7 @@ SOURCES = {
     "env_classic": "def load_environment():\n    return None\n__all__ = []\n",
     "env_exports_nothing": "__all__ = []\n",
     "env_two_turn": TWO_TURN,
+    "env_answers": ANSWERS,
 }
 
 

@@ -33,15 +33,13 @@ class OverlongPenalty(Section):
         raise Problem(f"cache {self.cache} is more than max_tokens {self.max_tokens}", "cache", "max_tokens")
 
 
-class TeacherConfig(Section):
-    """Another model's server, any that tells the log-probabilities of a prompt: vLLM, or OpenAI's completions with `echo`."""
+class TeacherServer(Section):
+    """Another model's server, which samples."""
 
     base_url: str = Field(description="Address of the server, with or without /v1.")
     model: str = Field(default="", description="Name of the model there (empty: the first one it lists).")
     api_key_var: str = Field(default="TEACHER_API_KEY", description="Environment variable that holds the API key.")
-    timeout: PositiveFloat = Field(default=120.0, description="Seconds that one request may take.")
-    max_concurrent: PositiveInt = Field(default=32, description="Most requests at a time.")
-    max_attempts: PositiveInt = Field(default=4, description="Tries of a request that fails on the server's side.")
+    max_concurrent: PositiveInt = Field(default=32, description="Most episodes at a time.")
 
     @model_validator(mode="after")
     def _is_an_address(self) -> Self:
@@ -50,6 +48,14 @@ class TeacherConfig(Section):
         if has_password(self.base_url):
             raise Problem("base_url holds a password, which would be written and shown: see api_key_var", "base_url")
         return self
+
+
+class TeacherConfig(TeacherServer):
+    """Another model's server, any that tells the log-probabilities of a prompt: vLLM, or OpenAI's completions with `echo`."""
+
+    max_concurrent: PositiveInt = Field(default=32, description="Most requests at a time.")
+    timeout: PositiveFloat = Field(default=120.0, description="Seconds that one request may take.")
+    max_attempts: PositiveInt = Field(default=4, description="Tries of a request that fails on the server's side.")
 
 
 Component = Literal["rl", "ce", "ref_kl"]
@@ -160,7 +166,7 @@ class CustomAlgorithm(ByReward):
 class Distillation(Algorithm):
     """Algorithms that learn from a teacher, whatever the reward is."""
 
-    teacher: TeacherConfig | None = Field(default=None, description="The model to learn from.")
+    teacher: TeacherServer | None = Field(default=None, description="The model to learn from.")
 
     @model_validator(mode="after")
     def _has_a_teacher(self) -> Self:
@@ -175,6 +181,7 @@ class OPD(Distillation):
     component: ClassVar[Component] = "ref_kl"
 
     type: Literal["opd"] = Field(default="opd", description="Kind of algorithm.")
+    teacher: TeacherConfig | None = Field(default=None, description="The model to learn from.")
 
 
 class SFT(Distillation):

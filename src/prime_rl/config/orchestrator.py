@@ -123,6 +123,10 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         """The algorithm of the environment of that name."""
         return self._named(env).algorithm or self.algorithm
 
+    def algorithm_key(self, env: str) -> str:
+        """The setting that `algorithm_of` gives."""
+        return f"environments.{env}.algorithm" if self._named(env).algorithm else "algorithm"
+
     def filters_of(self, env: str) -> FilterConfig:
         """The filters of the environment of that name."""
         return self._named(env).filters or self.filters
@@ -141,7 +145,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
 
     def algorithms(self) -> list[tuple[AlgorithmConfig, str]]:
         """Those in use, each with its key."""
-        own = [(env.algorithm, f"environments.{env.name}.algorithm") for env in self.environments if env.algorithm]
+        own = [(env.algorithm, self.algorithm_key(env.name)) for env in self.environments if env.algorithm]
         used = [(self.algorithm, "algorithm")] if len(own) < len(self.environments) else []
         return [*used, *own]
 

@@ -99,6 +99,9 @@ class RLConfig(BaseConfig):
         return self
 
     def _has_what_the_loss_needs(self) -> Problem | None:
+        if self.trainer.loss.kl_coef == 0 and self.orchestrator.reference is not None:
+            message = "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef"
+            return Problem(message, "orchestrator.reference", "trainer.loss.kl_coef")
         if self.trainer.loss.kl_coef == 0 or self.orchestrator.reference is not None or self.bench:
             return None
         message = "the divergence from a reference model needs one: give orchestrator.reference.base_url"

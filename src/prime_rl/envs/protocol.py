@@ -75,7 +75,9 @@ class SampleTokens:
         None  # (T,) whose message each token belongs to: places in `ROLES`; 0 where an earlier sequence has it
     )
     hint: "array[int] | None" = None  # tokens that a teacher reads before these
-    ref_logprobs: "array[float] | None" = None  # (T,) 32 bits, of a teacher, 0.0 for the first token
+    ref_logprobs: "array[float] | None" = (
+        None  # 32 bits, of a teacher, 0.0 for the first token; (T,), or of as many leading tokens as it scored
+    )
 
     @classmethod
     def of(
@@ -296,9 +298,11 @@ def _sample(data: Any) -> SampleTokens:
         sample = unpack_sample(data)
     except ValueError as error:
         raise ProtocolError(f"a sample's streams: {error}") from error
-    streams = sample.input_ids, sample.loss_mask, sample.logprobs, sample.roles, sample.ref_logprobs
+    streams = sample.input_ids, sample.loss_mask, sample.logprobs, sample.roles
     if len({len(stream) for stream in streams if stream is not None}) != 1:
-        raise ProtocolError("tokens, mask and logprobs of a sample differ in length, or roles and ref_logprobs do")
+        raise ProtocolError("tokens, mask and logprobs of a sample differ in length, or roles do")
+    if len(sample.ref_logprobs or ()) > len(sample.input_ids):
+        raise ProtocolError("a sample has more ref_logprobs than tokens")
     if sample.roles is not None and max(sample.roles, default=0) >= len(ROLES):
         raise ProtocolError("a sample's roles are unknown")
     if sample.loss_mask.count(0) + sample.loss_mask.count(1) != len(sample.loss_mask):

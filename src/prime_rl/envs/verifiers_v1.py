@@ -21,7 +21,7 @@ from prime_rl.envs import renderer
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import lean_client
 from prime_rl.envs.harness import HARNESS_ID, close_session
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Setup
+from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
 
 MAX_TASKS = 5_000_000
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
@@ -30,6 +30,10 @@ _PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
 
 class LoadError(Exception):
     """The environment cannot be loaded; the message is one line that names the cause."""
+
+
+class NothingToShow(Exception):
+    """A task does not hold what is to be shown of it."""
 
 
 class VerifiersEnv:
@@ -65,7 +69,10 @@ class VerifiersEnv:
         self.task_ids = _unique(keys)
         self._show = partial(_hint, choice.renderer, setup) if setup.demonstration else None
         if self._show is not None:
-            self._show(self._tasks[0])  # an environment without such a field is not one to start with
+            try:
+                self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
+            except NothingToShow as error:
+                raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._serving = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -82,6 +89,10 @@ class VerifiersEnv:
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
         """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        try:
+            hint = None if self._show is None else self._show(self._tasks[task_index])
+        except NothingToShow as error:
+            return EpisodeResult(episode_id, self._name, self.task_ids[task_index], Outcome.INVALID, str(error))
         (slot,) = self._env.slots(self._tasks[task_index])
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
         values = {**_PINNED_SAMPLING, **sampling, "cache_salt": f"v{policy_version}"}
@@ -92,9 +103,8 @@ class VerifiersEnv:
         )
         episode = await self._env.run_slot(slot, context)
         result = convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
-        if self._show is not None:
-            for sample in result.samples:
-                sample.hint = self._show(self._tasks[task_index])
+        for sample in result.samples:
+            sample.hint = hint
         return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig:
@@ -183,14 +193,20 @@ def _arguments(env_id: str) -> list[str]:
 
 
 def _hint(shown_by: Any, setup: Setup, task: Any) -> "array[int]":
-    """The tokens that show a task's demonstration to who scores its episodes: a system message of their own, in front of the conversation."""
+    """The tokens that show a task's demonstration to who scores its episodes: a system message of their own, in front of the conversation.
+
+    Raises:
+        NothingToShow: the task has no such field, or nothing in it.
+    """
     fields = task.data.model_dump()
     if setup.demonstration not in fields:
-        raise LoadError(
-            f"environment {setup.env_id!r}: its tasks have no field {setup.demonstration!r} to demonstrate them "
-            f"(fields: {', '.join(sorted(fields))})"
+        raise NothingToShow(
+            f"its tasks have no field {setup.demonstration!r} to demonstrate them (fields: {', '.join(sorted(fields))})"
         )
-    text = setup.template.replace("{demonstration}", str(fields[setup.demonstration]))
+    shown = fields[setup.demonstration]
+    if (not shown and not isinstance(shown, int | float)) or not str(shown).strip():  # 0 and False are answers
+        raise NothingToShow(f"task {task.key} has nothing in its field {setup.demonstration!r} to demonstrate it")
+    text = setup.template.replace("{demonstration}", str(shown))
     return array("i", shown_by.render([{"role": "system", "content": text}]).token_ids)
 
 

@@ -3,6 +3,7 @@
 The statuses form a graph of who waits for whom. It is followed from the trainer on, to the first process with a fault that can be seen.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,6 +13,7 @@ from prime_rl.monitor.status import ProcessStatus
 JOBS = ("trainer", "orchestrator", "sft", "eval")
 SERVER = "inference"
 ENVIRONMENTS = "environments"
+_ADDRESS = re.compile(r"https?://\S+")
 LEAST_FREE_BYTES = 64 * 2**20
 LONG_WAIT_SECONDS = 60.0
 
@@ -210,6 +212,7 @@ def _chains(facts: Facts, names: Sequence[str], path: tuple[str, ...] = ()) -> "
 
 def _owners(facts: Facts, owner: str) -> list[str]:
     """Names of processes in the words of a wait: `inference at http://…`, `inference and environments`, `environment rt`."""
+    owner = _ADDRESS.sub("", owner)  # a host may be called anything
     servers = [*filter(is_server, facts.processes)] or [SERVER]
     named = [*(servers if SERVER in owner else []), *(name for name in JOBS if name in owner)]
     return [*named, *([ENVIRONMENTS] if "environment" in owner else [])]

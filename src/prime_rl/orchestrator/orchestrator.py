@@ -34,7 +34,7 @@ from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
 from prime_rl.orchestrator.tasks import task_stream
-from prime_rl.orchestrator.teachers import Teachers
+from prime_rl.orchestrator.teachers import Teachers, listed
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.transport.commit import clean_stages
 from prime_rl.transport.protocol import Life
@@ -248,28 +248,26 @@ class Orchestrator:
             self._running[start.episode] = task
 
     async def _run_episode(self, start: Start, replica: Replica) -> None:
-        sampling = self.sampling[start.task.env]
-        result = await self.pool.run(
-            env=start.task.env,
-            task_index=start.task.index,
-            sampling=wire_sampling(
-                sampling, request_seed(self.config.seed, str(start.group), start.number), self.config.seq_len
-            ),
-            policy_version=start.version,
-            episode_id=start.episode,
-            deadline=time.monotonic() + self.config.rollout_timeout,
-            server=replica.name,
-        )
+        env = start.task.env
+        seed = request_seed(self.config.seed, str(start.group), start.number)
+        async with self.teachers.turn(env):
+            result = await self.pool.run(
+                env=env,
+                task_index=start.task.index,
+                sampling=wire_sampling(self.sampling[env], seed, self.config.seq_len),
+                policy_version=start.version,
+                episode_id=start.episode,
+                deadline=time.monotonic() + self.config.rollout_timeout,
+                server=replica.name,
+            )
         answered = result.outcome
-        try:
-            async with asyncio.timeout(self.config.rollout_timeout):
-                await self.teachers.score(start.task.env, result, replica.name)
-        except TimeoutError:
-            result.outcome, result.message = Outcome.TEACHER_UNAVAILABLE, "not scored in time"
+        await self.teachers.score(env, result, replica.name, self.status.progress)
         self._land(start, result)
+        if self.teachers.sampler_of(env) is not None:
+            return  # it tells nothing of the policy's server
         if answered is Outcome.OK:
             self.fleet.succeeded(replica)
-        elif answered is Outcome.ENGINE_UNAVAILABLE and self.teachers.sampler_of(start.task.env) is None:
+        elif answered is Outcome.ENGINE_UNAVAILABLE:
             self.recovery.failed(replica)
 
     def _left(self, replica: Replica, task: "asyncio.Task[None]") -> None:
@@ -388,7 +386,8 @@ class Orchestrator:
             )
         elif quiet > _QUIET_SECONDS:
             subject = f"one of {self.core.in_flight} episodes to end"
-            self.status.waiting(subject, "inference and environments", self.config.rollout_timeout)
+            patience = self.config.rollout_timeout + self.teachers.patience
+            self.status.waiting(subject, listed(["inference", "environments", *self.teachers.names]), patience)
         else:
             self.status.phase("making rollouts")
 

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
@@ -63,7 +64,10 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     teachers = Teachers(config)
     pool: EnvPool | None = None
     collector = asyncio.create_task(collect_by_the_clock(), name="garbage collector")
+    current = asyncio.current_task()
+    assert current is not None
     try:
+        _hear(current.cancel)  # nothing has been made that could be lost
         status.phase("waiting for teachers")
         await teachers.start(status.waiting)
         pool = make_pool(config, teachers)
@@ -71,10 +75,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
             connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
             engines = connect_all(config.client, connect)
             orchestrator = Orchestrator(config, pool, engines, status, monitor, connect, teachers)
-            current = asyncio.current_task()
-            assert current is not None
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, _on_signal, orchestrator, current)
+            _hear(partial(_on_signal, orchestrator, current))
             await orchestrator.run()
         status.done("stopped" if orchestrator.stopping else "finished")
         if config.bench:
@@ -104,6 +105,12 @@ def _first(group: BaseExceptionGroup) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _hear(on_signal: Callable[[], object]) -> None:
+    """What SIGINT and SIGTERM do from now on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 
 def _on_signal(orchestrator: Orchestrator, task: "asyncio.Task[None]") -> None:

@@ -10,12 +10,13 @@ import os
 import random
 import time
 from array import array
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
 
-from prime_rl.config.algorithms import OPSD, SFT, Distillation, TeacherConfig
+from prime_rl.config.algorithms import OPD, OPSD, SFT, TeacherConfig, TeacherServer
 from prime_rl.config.shared import api_root
 from prime_rl.envs.pool import Demonstration, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -28,8 +29,10 @@ if TYPE_CHECKING:
 logger = log.get("orchestrator")
 
 _POLL_SECONDS = 1.0
+_LOOK_SECONDS = 30.0  # for an answer to what a server does not compute for
 _BACKOFF_SECONDS = 0.5
 _FORBIDDEN, _BUSY = (401, 403), (408, 429)
+_LARGER = "give it a larger --max-model-len"
 OnWait = Callable[[str, str, float], None]
 
 
@@ -41,22 +44,22 @@ class Refused(Exception):
     """The server refuses this very request: another attempt gives the same."""
 
 
-class Teacher:
-    """A client of one teacher's server. Use it as an asynchronous context manager.
+class Server:
+    """A client of one teacher's server.
 
     Args:
         key: The setting that names it, for errors.
     """
 
-    def __init__(self, config: TeacherConfig, key: str) -> None:
-        self.config, self._key, self.root = config, key, api_root(config.base_url)
+    def __init__(self, config: TeacherServer, key: str) -> None:
+        self.config: TeacherServer = config
+        self._key, self.root = key, api_root(config.base_url)
         self.model = config.model
-        self._echo = False  # whether scores come by `echo`
         self.api_key = os.environ.get(config.api_key_var, "")
-        self._slots = asyncio.Semaphore(config.max_concurrent)
+        self.slots = asyncio.Semaphore(config.max_concurrent)
         self._http = httpx.AsyncClient(
             base_url=self.root,
-            timeout=config.timeout,
+            timeout=_LOOK_SECONDS,
             headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
             trust_env=False,
             limits=httpx.Limits(max_connections=config.max_concurrent, keepalive_expiry=1.0),
@@ -66,38 +69,114 @@ class Teacher:
         """Close its connections."""
         await self._http.aclose()
 
-    async def start(self, ready_timeout: float, on_wait: OnWait, *, scores: bool = True) -> None:
+    async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
+        """Wait until the server answers, and find out its model's name.
+
+        Raises:
+            UserError: it did not come up in time, refuses the key, or lists no model of that name.
+        """
+        models = await self._models(ready_timeout, on_wait)
+        if self.model and self.model not in models:
+            raise UserError(f"{self._key}: the server at {self.root} serves {', '.join(models)}, not {self.model}")
+        self.model = self.model or next(iter(models))
+        self._learn(models)
+        logger.info("teacher at %s: %s", self.root, self.model)
+
+    def _learn(self, models: dict[str, dict[str, Any]]) -> None:
+        """What the server tells of its models, by their names."""
+
+    async def _models(self, ready_timeout: float, on_wait: OnWait) -> dict[str, dict[str, Any]]:
+        began = time.monotonic()
+        trouble = ""
+        while time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
+            try:
+                response = await self._http.get("/v1/models")
+                if response.status_code in _FORBIDDEN:
+                    raise UserError(self._no_key())
+                if response.is_success and (found := _listed(_json(response))):
+                    return found
+                trouble = f"GET /v1/models gives HTTP {response.status_code}"
+            except (httpx.RequestError, Refused) as error:
+                trouble = repr(error)
+            on_wait(f"the server at {self.root}", "teacher", ready_timeout)
+            await asyncio.sleep(_POLL_SECONDS)
+        raise UserError(f"{self._key}: the server at {self.root} was not ready after {ready_timeout:.0f} s: {trouble}")
+
+    def _no_key(self) -> str:
+        return f"{self._key}: the server at {self.root} does not take the key in ${self.config.api_key_var}"
+
+
+class Teacher(Server):
+    """A client of a server that scores."""
+
+    config: TeacherConfig
+
+    def __init__(self, config: TeacherConfig, key: str) -> None:
+        super().__init__(config, key)
+        self._echo = False  # whether scores come by `echo`
+        self._learned = False
+        self.context: int | None = None  # tokens of a prompt and its reply that the model takes; None: it does not tell
+
+    async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
         """Wait until the server answers, and find out its model's name and how it tells scores.
 
         Raises:
             UserError: it did not come up in time, refuses the key, lists no model of that name, or cannot tell scores.
         """
-        models = await self._models(ready_timeout, on_wait)
-        if self.model and self.model not in models:
-            raise UserError(f"{self._key}: the server at {self.root} serves {', '.join(models)}, not {self.model}")
-        self.model = self.model or models[0]
-        if scores:
-            await self._choose()
-        logger.info("teacher at %s: %s%s", self.root, self.model, " (scores by echo)" if self._echo else "")
+        await super().start(ready_timeout, on_wait)
+        await self._choose()
+        if self._echo:
+            logger.info("the teacher at %s tells scores by echo", self.root)
 
     async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
         """The log-probability of each of T tokens given those before it, (T,); 0 for the first, which nothing predicts unless there is a hint.
+
+        Of as many leading tokens as the model's context holds, where the server tells how many those are.
 
         Args:
             hint: Tokens that are read before.
 
         Raises:
             TeacherTrouble: the server does not answer, after `max_attempts` tries.
-            Refused: it refuses the request, or its answer holds no such numbers.
+            Refused: it refuses the request, its answer holds no such numbers, or not even one token fits.
             UserError: it does not take the key.
         """
-        whole = [*hint, *tokens]
-        async with self._slots:  # bounded: requests have timeouts, and a few attempts
-            found = await self._ask(whole)
+        async with self.slots:  # bounded: requests have timeouts, and a few attempts
+            kept = tokens[: await self._room(len(hint))]
+            found = await self._ask([*hint, *kept])
         scores = array("f", found[len(hint) :])
-        if not all(map(math.isfinite, scores)) or len(scores) != len(tokens):
-            raise Refused(f"{self.root} gives no finite log-probability for each of {len(tokens)} tokens")
+        if not all(map(math.isfinite, scores)) or len(scores) != len(kept):
+            raise Refused(f"{self.root} gives no finite log-probability for each of {len(kept)} tokens")
         return scores
+
+    @property
+    def patience(self) -> float:
+        """Seconds after which a request that has begun is over, whatever the server does."""
+        pauses = sum(_BACKOFF_SECONDS * 2**attempt * 1.5 for attempt in range(self.config.max_attempts - 1))
+        return self.config.max_attempts * self.config.timeout + pauses
+
+    async def _room(self, before: int) -> int | None:
+        """How many tokens fit behind `before` others, and in front of the one that each request samples. None: any number, as far as is known."""
+        if not self._learned:  # one of the policy's servers: nobody has waited for it
+            await self._ask_for_models()
+        if self.context is None:
+            return None
+        if (room := self.context - 1 - before) < 1:
+            hint = f" behind a hint of {before}" if before else ""
+            raise Refused(f"{self.root} takes {self.context} tokens, which leaves no room{hint}; {_LARGER}")
+        return room
+
+    async def _ask_for_models(self) -> None:
+        try:
+            self._learn(_listed(await self._request("GET", "/v1/models")))
+        except Refused:  # it does not tell
+            self._learn({})
+
+    def _learn(self, models: dict[str, dict[str, Any]]) -> None:
+        model = models.get(self.model, {})
+        told = model.get("max_model_len") or models.get(str(model.get("parent")), {}).get("max_model_len")
+        self.context = told if isinstance(told, int) and told > 0 else None
+        self._learned = True
 
     async def _choose(self) -> None:
         """Which of the two ways the server knows."""
@@ -118,7 +197,7 @@ class Teacher:
     async def _ask(self, tokens: list[int]) -> list[float]:
         way = {"echo": True, "logprobs": 1} if self._echo else {"prompt_logprobs": 0}
         body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **way}
-        answer = await self._post("/v1/completions", body)
+        answer = await self._request("POST", "/v1/completions", body)
         try:
             choice = answer["choices"][0]
             if self._echo:
@@ -130,17 +209,18 @@ class Teacher:
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Refused(f"its answer has none: {error!r}") from error
 
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         for attempt in range(self.config.max_attempts):
             if attempt:
                 await asyncio.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
-                response = await self._http.post(path, json=body)
-            except httpx.TransportError as error:
+                async with asyncio.timeout(self.config.timeout):  # httpx bounds the pauses within an answer alone
+                    response = await self._http.request(method, path, json=body, timeout=self.config.timeout)
+            except (httpx.RequestError, TimeoutError) as error:
                 trouble = f"{self.root} did not answer: {error!r}"
                 continue
             if response.is_success:
-                return self._json(response)
+                return _json(response)
             trouble = f"{self.root} answers HTTP {response.status_code}: {response.text[:200]}"
             if response.status_code in _FORBIDDEN:
                 raise UserError(self._no_key())
@@ -148,35 +228,23 @@ class Teacher:
                 raise Refused(trouble)
         raise TeacherTrouble(f"{trouble} ({self.config.max_attempts} attempts)")
 
-    async def _models(self, ready_timeout: float, on_wait: OnWait) -> list[str]:
-        began = time.monotonic()
-        trouble = ""
-        while time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
-            try:
-                response = await self._http.get("/v1/models")
-                if response.status_code in _FORBIDDEN:
-                    raise UserError(self._no_key())
-                if response.is_success and (names := [str(one["id"]) for one in self._json(response)["data"]]):
-                    return names
-                trouble = f"GET /v1/models gives HTTP {response.status_code}"
-            except (httpx.TransportError, Refused, KeyError, TypeError) as error:
-                trouble = repr(error)
-            on_wait(f"the server at {self.root}", "teacher", ready_timeout)
-            await asyncio.sleep(_POLL_SECONDS)
-        raise UserError(f"{self._key}: the server at {self.root} was not ready after {ready_timeout:.0f} s: {trouble}")
 
-    def _no_key(self) -> str:
-        return f"{self._key}: the server at {self.root} does not take the key in ${self.config.api_key_var}"
+def _json(response: httpx.Response) -> dict[str, Any]:
+    try:
+        found = response.json()
+    except ValueError as error:
+        raise Refused(f"it answers something else than JSON: {response.text[:100]!r}") from error
+    if not isinstance(found, dict):
+        raise Refused(f"it answers something else than a table: {response.text[:100]!r}")
+    return found
 
-    @staticmethod
-    def _json(response: httpx.Response) -> dict[str, Any]:
-        try:
-            found = response.json()
-        except ValueError as error:
-            raise Refused(f"it answers something else than JSON: {response.text[:100]!r}") from error
-        if not isinstance(found, dict):
-            raise Refused(f"it answers something else than a table: {response.text[:100]!r}")
-        return found
+
+def _listed(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What a server tells of its models, by their names."""
+    try:
+        return {str(row["id"]): dict(row) for row in answer["data"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"it lists no models: {error!r}") from error
 
 
 class Teachers:
@@ -185,34 +253,53 @@ class Teachers:
     def __init__(self, config: "OrchestratorConfig") -> None:
         self._config = config
         self._by_env: dict[str, Teacher] = {}  # who scores its episodes
-        self._samplers: dict[str, Teacher] = {}
+        self._samplers: dict[str, Server] = {}  # who samples them
         self._self: dict[str, Teacher] = {}  # the policy's own servers, by address
-        known: dict[tuple[str, str, str], Teacher] = {}
-
-        def teacher(found: TeacherConfig, key: str) -> Teacher:
-            return known.setdefault((api_root(found.base_url), found.model, found.api_key_var), Teacher(found, key))
-
+        self._said_short: set[Teacher] = set()
         for env in config.environments:
-            algorithm = config.algorithm_of(env.name)
+            algorithm, key = config.algorithm_of(env.name), f"{config.algorithm_key(env.name)}.teacher"
             if isinstance(algorithm, SFT):
                 assert algorithm.teacher is not None
-                self._samplers[env.name] = teacher(algorithm.teacher, "algorithm.teacher")
-            elif isinstance(algorithm, Distillation):
+                self._samplers[env.name] = _same(self._samplers, algorithm.teacher) or Server(algorithm.teacher, key)
+            elif isinstance(algorithm, OPD):
                 assert algorithm.teacher is not None
-                self._by_env[env.name] = teacher(algorithm.teacher, "algorithm.teacher")
+                self._by_env[env.name] = _same(self._by_env, algorithm.teacher) or Teacher(algorithm.teacher, key)
             elif algorithm.component == "rl" and config.reference is not None:
-                self._by_env[env.name] = teacher(config.reference, "reference")
+                self._by_env[env.name] = _same(self._by_env, config.reference) or Teacher(config.reference, "reference")
 
     async def start(self, on_wait: OnWait) -> None:
         """Wait for all of them. See `Teacher.start`."""
-        for teacher in {id(one): one for one in [*self._by_env.values(), *self._samplers.values()]}.values():
-            scores = teacher in self._by_env.values()
-            await teacher.start(self._config.client.ready_timeout, on_wait, scores=scores)
+        for server in self._servers():
+            await server.start(self._config.client.ready_timeout, on_wait)
 
     async def close(self) -> None:
         """Close all connections."""
-        for teacher in [*self._by_env.values(), *self._samplers.values(), *self._self.values()]:
-            await teacher.close()
+        for server in [*self._servers(), *self._self.values()]:
+            await server.close()
+
+    def _servers(self) -> list[Server]:
+        """Each once, the policy's own not among them."""
+        return list(dict.fromkeys([*self._by_env.values(), *self._samplers.values()]))
+
+    @property
+    def names(self) -> list[str]:
+        """For people, each once."""
+        return list(dict.fromkeys(f"the teacher at {server.root}" for server in self._servers()))
+
+    @property
+    def patience(self) -> float:
+        """Seconds within which a request that has begun is over, whoever it asks."""
+        return max((one.patience for one in [*self._by_env.values(), *self._self.values()]), default=0.0)
+
+    @asynccontextmanager
+    async def turn(self, env: str) -> AsyncIterator[None]:
+        """Wait until who samples the environment's episodes takes one more. The policy's own servers take any."""
+        sampler = self._samplers.get(env)
+        if sampler is None:
+            yield
+            return
+        async with sampler.slots:  # bounded: every episode that holds one has a deadline
+            yield
 
     def sampler_of(self, env: str) -> Sampler | None:
         """Who samples the environment's episodes, where it is not the policy."""
@@ -224,27 +311,52 @@ class Teachers:
         algorithm = self._config.algorithm_of(env)
         return Demonstration(algorithm.demonstration, algorithm.template) if isinstance(algorithm, OPSD) else None
 
-    async def score(self, env: str, result: EpisodeResult, server: str) -> None:
+    async def score(
+        self, env: str, result: EpisodeResult, server: str, on_scored: Callable[[], None] = lambda: None
+    ) -> None:
         """Give the samples of an episode their `ref_logprobs`, where somebody scores them. Without them it is no result any more.
+
+        No clock runs over the wait for other episodes' requests: each request has a deadline of its own.
 
         Args:
             server: The policy's server that sampled it.
+            on_scored: Called for every sample.
 
         Raises:
             UserError: a server does not take the key.
         """
-        teacher = self._by_env.get(env)
-        if isinstance(self._config.algorithm_of(env), OPSD):
-            teacher = self._own(server)
+        teacher = self._own(server) if isinstance(self._config.algorithm_of(env), OPSD) else self._by_env.get(env)
         if teacher is None or not result.ok:
             return
         try:
             for sample in result.samples:
-                sample.ref_logprobs = await teacher.score(sample.input_ids, sample.hint or ())
+                tokens = sample.input_ids[: self._config.seq_len]  # no others are trained
+                sample.ref_logprobs = await teacher.score(tokens, sample.hint or ())
+                on_scored()
+            self._check_room(teacher, result)
         except TeacherTrouble as error:
             result.outcome, result.message = Outcome.TEACHER_UNAVAILABLE, str(error)
         except Refused as error:
             result.outcome, result.message = Outcome.INVALID, f"its teacher: {error}"
+
+    def _check_room(self, teacher: Teacher, result: EpisodeResult) -> None:
+        """Say it once where not all that is trained fits a teacher.
+
+        Raises:
+            Refused: no sampled token did.
+        """
+        trained = [sample.loss_mask[: self._config.seq_len] for sample in result.samples]
+        scored = [mask[: len(one.ref_logprobs or ())] for mask, one in zip(trained, result.samples, strict=True)]
+        if trained == scored:
+            return
+        takes = f"the server at {teacher.root} takes {teacher.context} tokens"
+        if teacher not in self._said_short:
+            self._said_short.add(teacher)
+            logger.warning(
+                "%s, and longer sequences are trained on: what lies behind is not learned; %s", takes, _LARGER
+            )
+        if any(1 in mask for mask in trained) and not any(1 in mask for mask in scored):
+            raise Refused(f"{takes}, and the policy's come later; {_LARGER}")
 
     def _own(self, server: str) -> Teacher:
         if server not in self._self:
@@ -254,3 +366,16 @@ class Teachers:
             )
             self._self[server] = Teacher(config, "client")
         return self._self[server]
+
+
+S = TypeVar("S", bound=Server)
+
+
+def _same(known: Mapping[str, S], config: TeacherServer) -> S | None:
+    """The client that was made for the very same settings."""
+    return next((server for server in known.values() if server.config == config), None)
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`."""
+    return " and ".join([", ".join(names[:-1]), *names[-1:]] if len(names) > 1 else names)

@@ -461,6 +461,11 @@ def test_a_list_needs_values() -> None:
         ),
         (
             RLConfig,
+            [*ORCH, "--orchestrator.reference.base-url", "http://t:1"],
+            "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef",
+        ),
+        (
+            RLConfig,
             [*ORCH, "--clean", "--ckpt.resume-step", "3"],
             "clean would remove the checkpoint that ckpt.resume_step names"
             " (clean: --clean, ckpt.resume_step: --ckpt.resume-step)",

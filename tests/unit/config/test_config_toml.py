@@ -23,7 +23,7 @@ from prime_rl.config import (
     to_toml,
     write_toml,
 )
-from prime_rl.config.algorithms import Distillation, OverlongPenalty, TeacherConfig
+from prime_rl.config.algorithms import SFT, Distillation, OverlongPenalty, TeacherConfig, TeacherServer
 from prime_rl.config.base import Section
 from prime_rl.config.schema import Setting
 from prime_rl.config.schema import settings as settings_of
@@ -106,10 +106,10 @@ def tables(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
     required = {
         name: st.integers(1, 8) if settings_of(section)[name].is_number else drawn for name, drawn in required.items()
     }
-    if section is TeacherConfig:
+    if issubclass(section, TeacherServer):
         required = {"base_url": st.just("http://teacher")}
     if issubclass(section, Distillation):
-        required = {"teacher": tables(TeacherConfig)}
+        required = {"teacher": tables(TeacherServer if section is SFT else TeacherConfig)}
     if section is OverlongPenalty:
         required = {"max_tokens": st.integers(8, 16), "cache": st.integers(1, 8)}
     free = {

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from environments import write_environments
 from fake_engine import make_tokenizer
 
-from prime_rl.envs.protocol import Setup
+from prime_rl.envs.protocol import Outcome, Setup
 
 
 @pytest.fixture(scope="module")
@@ -24,10 +24,11 @@ def _environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(write_environments(tmp_path / "environments")))
 
 
-def load(env_id: str, model: Path, **args: Any) -> Any:
+def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
-    return VerifiersEnv(Setup(env_id, env_id, args, str(model), "auto", 4, "info"))
+    shown = {"demonstration": demonstration, "template": "Correct is: {demonstration}"}
+    return VerifiersEnv(Setup(env_id, env_id, args, str(model), "auto", 4, "info", **shown))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,36 @@ def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Pa
         load("reverse-text", model, **args)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "answers", "message"),
+    [
+        ("answr", ["a"], "its tasks have no field 'answr' to demonstrate them (fields: "),
+        ("answer", [None, "a"], "has nothing in its field 'answer' to demonstrate it"),
+        ("answer", [" "], "has nothing in its field 'answer' to demonstrate it"),
+        ("answer", [[]], "has nothing in its field 'answer' to demonstrate it"),
+    ],
+)
+def test_an_environment_that_demonstrates_nothing(field: str, answers: list[Any], message: str, model: Path) -> None:
+    """Contract: not one to start with."""
+    from prime_rl.envs.verifiers_v1 import LoadError
+
+    with pytest.raises(LoadError) as caught:
+        load("env-answers", model, field, answers=answers)
+    assert message in str(caught.value)
+    assert "environment 'env-answers': " in str(caught.value)
+
+
+async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
+    """Contract: its episodes are invalid and say why, before anything is sampled; 0 is an answer."""
+    env = load("env-answers", model, "answer", answers=["a", None, "", 0])
+    for place in (1, 2):
+        result = await env.run(place, {}, 0, "e", "http://127.0.0.1:9/v1")
+        assert result.outcome is Outcome.INVALID
+        assert "has nothing in its field 'answer' to demonstrate it" in result.message
+        assert result.task_id == env.task_ids[place]
+    assert env._show(env._tasks[3]) != env._show(env._tasks[0])
 
 
 def test_task_ids_name_one_task_each(model: Path) -> None:

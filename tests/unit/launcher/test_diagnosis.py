@@ -66,6 +66,15 @@ def test_a_stopped_engine_is_found_along_the_waits() -> None:
     )
 
 
+def test_a_teacher_whose_host_is_called_like_a_process_is_none_of_them() -> None:
+    """Contract: names of processes are found in the words of a wait, not in addresses."""
+    wait = waits(
+        "one of 16 episodes to end", "inference, environments and the teacher at http://sft-trainer:8000", 200.0
+    )
+    orchestrator = status("orchestrator", waiting=wait)
+    assert diagnose(facts(trainer=TRAINER, orchestrator=orchestrator, inference=SERVER)).verdict is not Verdict.STUCK
+
+
 @pytest.mark.parametrize(
     ("server", "clause"),
     [

@@ -7,12 +7,15 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl.config import OrchestratorConfig, RLConfig
-from prime_rl.config.algorithms import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, SampleTokens
+from prime_rl.config.algorithms import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig, TeacherServer
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, ProtocolError, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.algorithms.streams import Streams, streams_of
 from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
+from prime_rl.orchestrator.ledger_file import pack_result, unpack_result
 from prime_rl.orchestrator.samples import score_batch
-from prime_rl.transport.rollouts import write_batch
+from prime_rl.trainer.loss import STREAMS
+from prime_rl.trainer.rl.data import document
+from prime_rl.transport.rollouts import Sample, write_batch
 
 TEACHER = TeacherConfig(base_url="http://teacher")
 ROLES_OF = ["user", "user", "assistant", "assistant", "tool", "tool", "assistant", "user"]
@@ -77,11 +80,44 @@ def test_distillation_on_policy(config: AlgorithmConfig) -> None:
 
 def test_distillation_off_policy() -> None:
     """The teacher's tokens are on no mask: they say nothing about how far policy and sampler are apart."""
-    found = streams(SFT(teacher=TEACHER), 0.0)
+    found = streams(SFT(teacher=TeacherServer(base_url="http://teacher")), 0.0)
     assert found.trained
     assert not found.loss_mask.any()
     assert not found.logprobs.any()
     assert found.more["ce_weight"].tolist() == [float(sampled) for sampled in MASK]
+
+
+@pytest.mark.parametrize("config", [OPD(teacher=TEACHER), OPSD(), GRPO(), Echo(weights={"tool": 0.1})])
+def test_what_was_not_scored_is_not_learned(config: AlgorithmConfig) -> None:
+    """Contract: where the scores end early, sampled tokens behind them have no weight in what needs a score, and the trainer takes that."""
+    given = sequence(reference=True)
+    given.ref_logprobs = given.ref_logprobs[:5]  # sampled are 3 and 6
+    mask, logprobs = np.array(MASK), np.array(given.logprobs, dtype=np.float32)
+    found = streams_of(config, given, mask, logprobs, 0.5, False)
+    name = "ref_kl_weight" if config.component == "ref_kl" else "rl_weight"
+    assert found.trained
+    assert found.more[name].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    assert found.more["ref_logprobs"].tolist() == [0.0, *[-0.25] * 4, 0.0, 0.0, 0.0]
+    assert ("ce_weight" in found.more) == isinstance(config, Echo)
+    streams = {"loss_mask": found.loss_mask, "logprobs": found.logprobs, "advantages": found.advantages, **found.more}
+    sample = Sample("0", "0", "t", "x", [0], given.input_ids, temperature=1.0, reward=0.0, **streams)
+    sample.check()
+    row = STREAMS.index("ref_kl_scale" if config.component == "ref_kl" else "rl_scale")
+    assert document(sample, reference=True).streams[row].tolist() == [0, 0, 0, 1, 0, 0, 0, 0]
+    given.ref_logprobs = given.ref_logprobs[:2]
+    assert streams_of(config, given, mask, logprobs, 0.5, True).trained == isinstance(config, Echo)
+
+
+def test_short_scores_are_kept_and_sent() -> None:
+    """Contract: the ledger and the wire give back what they got; more scores than tokens are refused."""
+    given = sequence(reference=True)
+    given.ref_logprobs = given.ref_logprobs[:5]
+    result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[given])
+    assert unpack_result(pack_result(result)) == result
+    assert decode(encode(Result(1, result))).episode == result
+    given.ref_logprobs = array("f", [0.0] * 9)
+    with pytest.raises(ProtocolError, match="more ref_logprobs than tokens"):
+        decode(encode(Result(1, result)))
 
 
 def test_a_batch_of_all_kinds_is_written(tmp_path) -> None:
@@ -121,6 +157,12 @@ def test_bad_input() -> None:
         OPSD(template="look")
     with pytest.raises(ValidationError, match="does not start with http"):
         TeacherConfig(base_url="teacher:8000")
+    for setting in (
+        "timeout",
+        "max_attempts",
+    ):  # of who scores: nobody waits for, or repeats, what a worker samples there
+        with pytest.raises(ValidationError, match=setting):
+            SFT(teacher={"base_url": "http://teacher", setting: 3})
     with pytest.raises(ValidationError, match="holds a password"):
         TeacherConfig(base_url="http://me:secret@teacher")
     with pytest.raises(ValidationError, match="the divergence from a reference model needs one"):

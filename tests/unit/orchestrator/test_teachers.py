@@ -43,6 +43,19 @@ async def serving(complete: Handler, models: Handler | None = None) -> AsyncIter
         await runner.cleanup()
 
 
+def holding(most: int, model: str = "big") -> tuple[Handler, Handler]:
+    """A vLLM that takes prompts and replies of `most` tokens together, and says so: its two routes."""
+
+    async def complete(request: web.Request) -> web.Response:
+        tokens = len((await request.json())["prompt"]) + 1
+        return await vllm(request) if tokens <= most else web.Response(status=400, text=f"{tokens} is more than {most}")
+
+    async def models(request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": model, "max_model_len": most}]})
+
+    return complete, models
+
+
 async def vllm(request: web.Request) -> web.Response:
     """-token / 100 for every token but the first."""
     body = await request.json()
@@ -79,6 +92,31 @@ async def test_scores(kind: Handler) -> None:
         assert teacher.model == "big"
         assert list(await teacher.score([5, 10, 20])) == pytest.approx([0.0, -0.1, -0.2])
         assert list(await teacher.score([5, 10], hint=[1, 2])) == pytest.approx([-0.05, -0.1])
+        await teacher.close()
+
+
+async def test_as_much_as_its_context_holds() -> None:
+    """Contract: what is longer is scored as far as it fits, in front of the token that each request samples; nothing of it is a refusal."""
+    async with serving(*holding(6)) as url:
+        teacher = await started(url)
+        assert len(await teacher.score(range(5))) == 5
+        assert len(await teacher.score(range(6))) == 5  # a sequence that fills the context
+        assert list(await teacher.score([5, 10, 20], hint=[1, 2, 3])) == pytest.approx([-0.05, -0.1])
+        with pytest.raises(
+            Refused, match=r"takes 6 tokens, which leaves no room behind a hint of 5; .* larger --max-model-len"
+        ):
+            await teacher.score([5], hint=[1, 2, 3, 4, 5])
+        await teacher.close()
+
+
+async def test_the_context_of_an_adapter_is_its_base_models() -> None:
+    async def models(request: web.Request) -> web.Response:
+        rows = [{"id": "base", "max_model_len": 9}, {"id": "big", "parent": "base", "max_model_len": None}]
+        return web.json_response({"data": rows})
+
+    async with serving(vllm, models) as url:
+        teacher = await started(url, model="big")
+        assert teacher.context == 9
         await teacher.close()
 
 
@@ -125,6 +163,46 @@ async def test_a_server_that_fails(status: int, error: type[Exception], asked: i
         with pytest.raises(error):
             await teacher.score([1, 2])
         assert len(answers) == 1 + asked
+
+
+@pytest.mark.parametrize("broken", ["garbled", "endless"])
+async def test_an_answer_that_is_none(broken: str) -> None:
+    """Contract: one that cannot be read, or comes byte by byte for ever, is trouble on the server's side: asked again, and over in time."""
+    asked = []
+
+    async def failing(request: web.Request) -> web.StreamResponse:
+        asked.append(1)
+        if len(asked) == 1:
+            return await vllm(request)
+        if broken == "garbled":
+            return web.Response(body=b"no such thing", headers={"Content-Encoding": "gzip"})
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(b" ")
+            await asyncio.sleep(0.02)
+
+    async with serving(failing) as url:
+        teacher = await started(url, max_attempts=2, timeout=0.2)
+        async with asyncio.timeout(5.0):
+            with pytest.raises(TeacherTrouble, match="did not answer"):
+                await teacher.score([1, 2])
+        assert len(asked) == 3
+        await teacher.close()
+
+
+async def test_a_list_of_models_that_cannot_be_read_is_asked_for_again() -> None:
+    asked = []
+
+    async def garbled(request: web.Request) -> web.Response:
+        asked.append(1)
+        if len(asked) == 1:
+            return web.Response(body=b"no such thing", headers={"Content-Encoding": "gzip"})
+        return web.json_response({"data": [{"id": "big"}]})
+
+    async with serving(vllm, garbled) as url:
+        await (await started(url)).close()
+    assert len(asked) == 2
 
 
 async def test_not_more_at_a_time_than_allowed() -> None:
@@ -188,6 +266,89 @@ async def test_an_episode_gets_its_scores_or_is_none() -> None:
         await found.close()
 
 
+def taught(url: str, **settings: object) -> Teachers:
+    algorithm = {"type": "opd", "teacher": {"base_url": url}}
+    return Teachers(OrchestratorConfig(environment={"id": "x"}, algorithm=algorithm, **settings))
+
+
+async def test_only_what_is_trained_is_scored() -> None:
+    """Contract: a sequence beyond `seq_len`, longer than what any teacher takes, is scored as far as training uses it."""
+    async with serving(*holding(4)) as url:
+        found = taught(url, seq_len=2, sampling={"max_tokens": 1})
+        await found.start(ignore)
+        result, scored = finished(), []
+        await found.score("x", result, "http://policy", lambda: scored.append(1))
+        assert (result.ok, list(result.samples[0].ref_logprobs), scored) == (True, pytest.approx([0.0, -0.1]), [1])
+        await found.close()
+
+
+async def test_what_does_not_fit_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: the setting that helps is named once; an episode without any scored token of the policy's is invalid, and says why."""
+    monkeypatch.setattr(teachers.logger, "propagate", True)
+    async with serving(*holding(4)) as url:
+        found = taught(url)
+        await found.start(ignore)
+        for _ in range(2):
+            result = finished()
+            result.samples[0].input_ids.extend([30, 40])
+            result.samples[0].loss_mask += b"\1\1"
+            await found.score("x", result, "http://policy")
+            assert result.ok
+            assert len(result.samples[0].ref_logprobs) == 3
+        assert caplog.text.count("give it a larger --max-model-len") == 1
+        late = SampleTokens.of([5, 6, 7, 8], [False, False, False, True], [0.0, 0.0, 0.0, -1.0], 3, 0.0)
+        result = EpisodeResult("e", "x", "t", Outcome.OK, samples=[late])
+        await found.score("x", result, "http://policy")
+        assert result.outcome is Outcome.INVALID
+        assert "takes 4 tokens, and the policy's come later; give it a larger --max-model-len" in result.message
+        await found.close()
+
+
+async def test_teachers_are_shared_where_all_their_settings_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: limits hold for who asked for them, and every client that is made is closed."""
+    made, closed = [], []
+
+    class Client(teachers.httpx.AsyncClient):
+        def __init__(self, **settings: object) -> None:
+            made.append(self)
+            super().__init__(**settings)
+
+        async def aclose(self) -> None:
+            closed.append(self)
+            await super().aclose()
+
+    monkeypatch.setattr(teachers.httpx, "AsyncClient", Client)
+    limits = {"a": 3, "b": 5, "c": 3}
+    kinds = [
+        {"id": name, "algorithm": {"type": kind, "teacher": {"base_url": "http://t", "max_concurrent": most}}, "name": f"{name}-{kind}"}
+        for name, most in limits.items() for kind in ("opd", "sft")
+    ]  # fmt: skip
+    found = Teachers(OrchestratorConfig(environments=kinds))
+    for clients, kind in ((found._by_env, "opd"), (found._samplers, "sft")):
+        assert {name: clients[f"{name}-{kind}"].config.max_concurrent for name in limits} == limits
+        assert clients[f"a-{kind}"] is clients[f"c-{kind}"]
+    await found.close()
+    assert len(made) == 4
+    assert len(closed) == 4
+    assert set(closed) == set(made)
+
+
+async def test_the_setting_that_names_it_is_named() -> None:
+    own = {"id": "x", "algorithm": {"type": "sft", "teacher": {"base_url": "http://127.0.0.1:9"}}}
+    found = Teachers(OrchestratorConfig(environments=[own, {"id": "y"}], client={"ready_timeout": 0.1}))
+    with pytest.raises(UserError, match=r"^environments\.x\.algorithm\.teacher: "):
+        await found.start(ignore)
+    await found.close()
+    found = Teachers(
+        OrchestratorConfig(environment={"id": "x"}, algorithm=own["algorithm"], client={"ready_timeout": 0.1})
+    )
+    with pytest.raises(UserError, match=r"^algorithm\.teacher: "):
+        await found.start(ignore)
+    await found.close()
+
+
 async def test_without_a_teacher_nobody_is_asked() -> None:
     found = Teachers(OrchestratorConfig(environment={"id": "x"}))
     await found.start(ignore)
@@ -208,4 +369,29 @@ async def test_self_distillation_asks_the_server_that_sampled() -> None:
         result.samples[0].hint = [7, 8]
         await found.score("x", result, url)
         assert list(result.samples[0].ref_logprobs) == pytest.approx([-0.05, -0.1, -0.2])
+        await found.close()
+
+
+async def test_self_distillation_behind_a_hint_that_takes_room() -> None:
+    """Contract: the policy's own server is asked for its context, though nobody waited for it; one that is silent is a teacher that is."""
+    down = True
+    complete, listed = holding(5)
+
+    async def models(request: web.Request) -> web.Response:
+        return web.Response(status=503) if down else await listed(request)
+
+    async with serving(complete, models) as url:
+        config = OrchestratorConfig(environment={"id": "x"}, algorithm={"type": "opsd"}, model={"name": "big"})
+        found = Teachers(config)
+        for outcome, hint, scored in (
+            (Outcome.TEACHER_UNAVAILABLE, 2, None),
+            (Outcome.OK, 2, 2),
+            (Outcome.INVALID, 4, None),
+        ):
+            result = finished()
+            result.samples[0].hint = range(hint)
+            await found.score("x", result, url)
+            assert result.outcome is outcome
+            assert scored is None or len(result.samples[0].ref_logprobs) == scored
+            down = False
         await found.close()

@@ -6,6 +6,9 @@
 | echo | as above | cross-entropy on what the environment says after the first reply, by role |
 | opd, opsd | towards the teacher's log-probabilities | – |
 | sft | cross-entropy: they are the teacher's, not the policy's, and so on no mask | – |
+
+Where a teacher or a reference model has scored the leading tokens only, because no more fitted its context, sampled tokens behind them feed neither
+policy gradient nor divergence.
 """
 
 from dataclasses import dataclass, field
@@ -53,17 +56,25 @@ def streams_of(
         return Streams(
             np.zeros(tokens, dtype=bool), nothing, nothing, True, {"rl_weight": nothing, "ce_weight": sampled}
         )
-    reference: dict[str, Any] = {}
-    if sequence.ref_logprobs is not None:
-        reference = {"ref_logprobs": np.asarray(sequence.ref_logprobs, dtype=np.float32)[:tokens]}
+    reference, scored = _reference(sequence, sampled)
     if config.component == "ref_kl":
-        return Streams(mask, logprobs, nothing, True, {"rl_weight": nothing, "ref_kl_weight": sampled, **reference})
+        weights = {"rl_weight": nothing, "ref_kl_weight": scored}
+        return Streams(mask, logprobs, nothing, bool(scored.any()), weights | reference)
     foreseen = _foreseen(sequence, mask, config.weights) if isinstance(config, Echo) else nothing
-    by_reward = advantage != 0.0 or keep_zero
-    more = (
-        reference | ({"ce_weight": foreseen} if foreseen.any() else {}) | ({} if by_reward else {"rl_weight": nothing})
-    )
+    by_reward = (advantage != 0.0 or keep_zero) and bool(scored.any())
+    more = reference | ({"ce_weight": foreseen} if foreseen.any() else {})
+    if not by_reward or not np.array_equal(scored, sampled):
+        more["rl_weight"] = scored if by_reward else nothing
     return Streams(mask, logprobs, sampled * np.float32(advantage), by_reward or bool(foreseen.any()), more)
+
+
+def _reference(sequence: SampleTokens, sampled: Floats) -> tuple[dict[str, Any], Floats]:
+    """The stream of the scores, 0 where there are none, and `sampled` without the tokens that were to be scored and are not; each of shape (T,)."""
+    if sequence.ref_logprobs is None:
+        return {}, sampled
+    scores = np.asarray(sequence.ref_logprobs, dtype=np.float32)[: len(sampled)]
+    within = np.arange(len(sampled)) < len(scores)
+    return {"ref_logprobs": np.pad(scores, (0, len(sampled) - len(scores)))}, sampled * within
 
 
 def _foreseen(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> Floats:

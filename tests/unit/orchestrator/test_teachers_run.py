@@ -1,0 +1,127 @@
+"""Runs with teachers: what waits for them, how long, and who is told. A scripted engine and pool, real teachers' clients."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.envs.protocol import Outcome
+from prime_rl.monitor.status import read_status
+from prime_rl.orchestrator import orchestrator as loop
+from prime_rl.orchestrator import process, teachers
+from prime_rl.orchestrator.teachers import Teachers
+from support.scripted import World, has_batch, until
+
+
+def make_world(directory: Path, kind: str, **more: Any) -> World:
+    teacher = {"base_url": "http://teacher", "model": "big", "max_concurrent": 1}
+    world = World(directory, algorithm={"type": kind, "teacher": teacher}, batch_size=8, max_steps=1, **more)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    return world
+
+
+async def run_to_the_end(world: World, watch: Callable[[Any], None] = lambda orchestrator: None) -> None:
+    orchestrator = world.orchestrator()
+    watch(orchestrator)
+    run = asyncio.create_task(orchestrator.run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await run
+    await orchestrator.teachers.close()
+
+
+async def test_who_samples_is_asked_for_as_many_episodes_as_it_allows(tmp_path: Path) -> None:
+    """Contract: `max_concurrent` of an `sft` teacher holds over all its episodes, and an episode's time begins when it has its turn. What it sampled says
+    nothing of the policy's server."""
+    world = make_world(tmp_path, "sft", rollout_timeout=30.0)
+    now, most, left, praised = [], [], [], []
+    sample = world.pool.run
+
+    async def counting(*, deadline: float, **more: Any) -> Any:
+        now.append(1)
+        most.append(len(now))
+        left.append(deadline - time.monotonic())
+        result = await sample(**more)
+        now.pop()
+        return result
+
+    world.pool.run, world.pool.seconds = counting, 0.05
+    await run_to_the_end(world, lambda one: setattr(one.fleet, "succeeded", praised.append))
+    assert max(most) == 1
+    assert len(left) >= 8
+    assert min(left) > 29.97  # the last of eight has waited for 0.35 s
+    assert praised == []
+
+
+async def test_a_server_that_sampled_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    praised: list[object] = []
+
+    async def score(*_: object) -> None:
+        pass
+
+    monkeypatch.setattr(Teachers, "score", score)
+    await run_to_the_end(make_world(tmp_path, "opd"), lambda one: setattr(one.fleet, "succeeded", praised.append))
+    assert len(praised) >= 8
+
+
+async def test_a_queue_at_a_slow_teacher_costs_no_episode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the wait for other episodes' scores runs nobody's time down, is told with the teacher's name and a deadline that holds, and each
+    score is progress."""
+
+    async def slowly(self: teachers.Teacher, tokens: list[int]) -> list[float]:
+        await asyncio.sleep(0.1)
+        return [0.0, *[-1.0] * (len(tokens) - 1)]
+
+    async def any_number(self: teachers.Teacher, before: int) -> None:
+        pass
+
+    monkeypatch.setattr(teachers.Teacher, "_ask", slowly)
+    monkeypatch.setattr(teachers.Teacher, "_room", any_number)
+    monkeypatch.setattr(loop, "_QUIET_SECONDS", -1.0)
+    monkeypatch.setattr(loop, "_WAKE_SECONDS", 0.02)
+    told: list[tuple[str, float]] = []
+    failed: list[Outcome] = []
+
+    def watch(orchestrator: Any) -> None:
+        waiting, land = orchestrator.status.waiting, orchestrator._land
+
+        def noted(subject: str, owner: str, seconds: float) -> None:
+            told.append((owner, seconds))
+            waiting(subject, owner, seconds)
+
+        def landed(start: Any, result: Any) -> None:
+            failed.extend([] if result.ok else [result.outcome])
+            land(start, result)
+
+        orchestrator.status.waiting, orchestrator._land = noted, landed
+
+    await run_to_the_end(make_world(tmp_path, "opd", rollout_timeout=0.3), watch)
+    assert failed == []
+    owner, seconds = next((owner, seconds) for owner, seconds in told if owner.startswith("inference, "))
+    assert owner == "inference, environments and the teacher at http://teacher"
+    assert seconds > 0.3 + 4 * 120.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_a_signal_while_teachers_are_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Contract: it ends at once, with a last word."""
+    monkeypatch.setattr(process, "spare_collector", lambda: None)
+    world = World(tmp_path, algorithm={"type": "sft", "teacher": {"base_url": "http://127.0.0.1:9"}})
+    run = asyncio.create_task(process.orchestrate(world.config))
+    try:
+        await until(lambda: (said := read_status(tmp_path).get("orchestrator")) and said.waiting, run=run)
+        os.kill(os.getpid(), number)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(run, 10.0)
+    finally:
+        for one in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().remove_signal_handler(one)
+    assert read_status(tmp_path)["orchestrator"].outcome == "stopped"
