@@ -242,7 +242,7 @@ async def test_what_a_stranger_ends_is_said_in_one_line_and_for_good(tmp_path, m
             pass
 
     monkeypatch.setattr(process, "Orchestrator", Ends)
-    monkeypatch.setattr(process, "make_pool", lambda config: Pool())
+    monkeypatch.setattr(process, "make_pool", lambda *_: Pool())
     monkeypatch.setattr(process, "spare_collector", lambda: None)
     with pytest.raises(FinalError, match="^somebody else$"):
         await process.orchestrate(RoutedWorld(tmp_path).config)
