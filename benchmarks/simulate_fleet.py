@@ -261,7 +261,7 @@ class Simulation:
             scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0}, {})
             self.meter.of(
                 "metrics", step_metrics, batch, scored, self.tally, stale=self.core.dropped[Drop.STALE],
-                seconds=1.0, updating=self.fleet.pause, update_parts={},
+                seconds=1.0, updating=self.fleet.pause, update_parts={}, several=False,
             )  # fmt: skip
             self.tally = Tally(stale_before=self.core.dropped[Drop.STALE])
             ages = [batch.step - finished.first for group in batch.groups for finished in group.finished]

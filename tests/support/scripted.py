@@ -122,8 +122,15 @@ class ScriptedPool:
 
 class World:
     def __init__(self, directory: Path, **settings: object) -> None:
-        base = {"batch_size": 2, "rollouts_per_example": 2, "async_level": 0, "max_off_policy_steps": 8, "max_steps": 3}
-        self.config = OrchestratorConfig(output_dir=directory, environment={"id": "env"}, **(base | settings))
+        base: dict[str, object] = {"environment": {"id": "env"}}
+        base |= {
+            "batch_size": 2,
+            "rollouts_per_example": 2,
+            "async_level": 0,
+            "max_off_policy_steps": 8,
+            "max_steps": 3,
+        }
+        self.config = OrchestratorConfig(output_dir=directory, **(base | settings))
         self.trainer = ScriptedTrainer(directory)
         self.engine = ScriptedEngine()
         self.pool = ScriptedPool(self.engine)

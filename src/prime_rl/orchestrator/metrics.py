@@ -59,6 +59,7 @@ def step_metrics(
     seconds: float,
     updating: float,
     update_parts: Mapping[str, float],
+    several: bool,
 ) -> dict[str, float]:
     """Metrics of one step, before it is committed.
 
@@ -68,6 +69,7 @@ def step_metrics(
         updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
         update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated), and `time/update_prove`, until the
             canary was scored.
+        several: Whether the run trains on several environments: then each one that has finished episodes has distributions of its own.
 
     Distributions (`distribution`) of reward, advantage, lengths and turns are over all finished episodes of the batch, before any filter;
     `off_policy/*` counts, for the samples that are trained, the steps between this one and the oldest version that sampled one of their tokens.
@@ -94,7 +96,7 @@ def step_metrics(
     metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
     metrics |= {f"errors/{reason}": float(count) for reason, count in tally.failures.items()}
-    return metrics | _distributions(batch.groups, scored) | _per_environment(batch.groups, scored)
+    return metrics | _distributions(batch.groups, scored) | _per_environment(batch.groups, scored, several)
 
 
 def bench_table(rows: list[dict[str, float]]) -> str:
@@ -157,14 +159,14 @@ def _solved(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     return {"all": solved, "none": unsolved, "some": 1.0 - solved - unsolved}
 
 
-def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: Scored) -> dict[str, float]:
-    """The same distributions for each environment, where there are several, and every environment's own metrics."""
+def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: Scored, several: bool) -> dict[str, float]:
+    """The same distributions for each environment, where the run has several, and every environment's own metrics."""
     by_env: dict[str, list[Group[EpisodeResult]]] = {}
     for group in groups:
         by_env.setdefault(group.task.env, []).append(group)
     metrics: dict[str, float] = {}
     for env, its in by_env.items():
-        if len(by_env) > 1:
+        if several:
             metrics |= _distributions(its, scored, env)
         results = [episode.result for group in its for episode in group.finished]
         for kind, values in (

@@ -417,7 +417,8 @@ class Orchestrator:
                 pools = await asyncio.to_thread(self.admission.curriculum.state)  # milliseconds, of a million tasks
                 extra = self.journal.extra(self.core, batch, scored, pools) | {"metrics": metrics}
                 await self.journal.flush()
-                await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra)
+                names = [env.name for env in self.config.environments]
+                await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
             self._algorithm_state = scored.state
             self.core.advance(batch, scored.trained, scored.filtered, scored.truncated, scored.details)
             if self.journal is not None:
@@ -448,6 +449,7 @@ class Orchestrator:
             seconds=now - self._step_began,
             updating=updating,
             update_parts=parts,
+            several=len(self.config.environments) > 1,
         )
         metrics |= self.admission.take(batch)
         self._step_began, self.tally = now, Tally(stale_before=stale)

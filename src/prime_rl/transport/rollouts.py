@@ -114,10 +114,20 @@ def step_dir(root: Path, step: int) -> Path:
     return root / f"step_{step}"
 
 
-def write_batch(root: Path, step: int, samples: Sequence[Sample], extra: dict[str, Any] | None = None) -> Path:
+def write_batch(
+    root: Path,
+    step: int,
+    samples: Sequence[Sample],
+    extra: dict[str, Any] | None = None,
+    environments: Sequence[str] = (),
+) -> Path:
     """Commit the samples of one step under `root`.
 
     The manifest lists the sample ids, each sample's length and loss-token count, so that packing needs no look into the file, and the environments.
+
+    Args:
+        extra: What else the manifest says.
+        environments: Names of those that the run trains on, in the same order in every step, whether this step has samples of them or not.
 
     Raises:
         ValueError: a sample's streams do not fit its tokens.
@@ -129,7 +139,7 @@ def write_batch(root: Path, step: int, samples: Sequence[Sample], extra: dict[st
         "samples": [sample.sample_id for sample in samples],
         "lengths": columns.lengths.tolist(),
         "loss_tokens": columns.loss_tokens().tolist(),
-        "environments": sorted({sample.env for sample in samples}),
+        "environments": [*environments, *sorted({sample.env for sample in samples}.difference(environments))],
     }
     final = step_dir(root, step)
     with stage(final, step=step, producer="orchestrator", extra=index | (extra or {})) as directory:
@@ -254,10 +264,19 @@ class RolloutBatch:
         """Tokens on the loss mask of each sample, shape [samples]."""
         return np.asarray(self.manifest.extra["loss_tokens"], dtype=np.int64)
 
-    @property
+    @cached_property
     def environments(self) -> list[str]:
-        """Names of the environments that the samples are of, each once."""
-        return list(self.manifest.extra["environments"])
+        """Names of the run's environments, each once, in the same order in every step. Where the manifest does not tell: of those of the samples."""
+        told = self.manifest.extra.get("environments")
+        return sorted(self._names()) if told is None else list(told)
+
+    def _names(self) -> set[str]:
+        """The environments that the samples are of."""
+        only = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("env")])
+        with open(self.directory / FILE, "rb") as file:
+            reader = pa.ipc.open_file(_Pread(file.fileno(), os.fstat(file.fileno()).st_size), options=only)
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        return {name for batch in batches for name in batch.column("env").to_pylist()}
 
     def rows(self, indices: Sequence[int]) -> list[Sample]:
         """Read the samples at `indices`, in that order, their streams as numpy arrays."""

@@ -21,12 +21,15 @@ def group(number: int, env: str, rewards: list[float], tokens: int = 3, filtered
     return Group(number, task, finished=[Finished(Start(number, i, 0, task, 0), 0, 0, one) for i, one in enumerate(results)])  # fmt: skip
 
 
-def metrics_of(*groups: Group[EpisodeResult]) -> dict[str, float]:
+def metrics_of(*groups: Group[EpisodeResult], others: tuple[str, ...] = ()) -> dict[str, float]:
+    """`others`: environments of the run that the step has nothing of."""
     batch = Batch(2, list(groups))
-    envs = sorted({one.task.env for one in groups})
+    envs = sorted({one.task.env for one in groups}.union(others))
     config = OrchestratorConfig(environments=[{"id": env} for env in envs], batch_size=4, rollouts_per_example=2)
     scored = score_batch(batch, config, dict.fromkeys(envs, 1.0), {})
-    return step_metrics(batch, scored, Tally(), stale=0, seconds=1.0, updating=0.0, update_parts={})
+    return step_metrics(
+        batch, scored, Tally(), stale=0, seconds=1.0, updating=0.0, update_parts={}, several=len(envs) > 1
+    )
 
 
 def test_distribution() -> None:
@@ -64,3 +67,11 @@ def test_several_environments_are_told_apart() -> None:
     assert (found["reward/a/mean"], found["reward/b/mean"]) == (0.5, 0.0)
     assert (found["solved_some/a"], found["solved_none/b"]) == (1.0, 1.0)
     assert found["advantage/a/std"] == 0.5
+
+
+def test_an_environment_has_its_own_in_every_step_of_a_run_of_several() -> None:
+    """Contract: curves of an environment have no gap where the others happen to have nothing; those have no values."""
+    found = metrics_of(group(0, "a", [1.0, 0.0]), others=("b",))
+    assert found["reward/a/mean"] == found["reward/mean"] == 0.5
+    assert found["solved_some/a"] == 1.0
+    assert not [name for name in found if "b" in name.split("/")]

@@ -9,6 +9,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.commit import list_steps, prune
+from prime_rl.transport.rollouts import open_batch
 from support.scripted import World, has_batch, until
 
 
@@ -316,3 +317,21 @@ def equal_rewards(run):
         return result
 
     return equal
+
+
+async def test_batches_of_one_environment_tell_of_all(tmp_path):
+    """Contract: which environments there are is the run's to say, in the configuration's order, not a batch's; a step's metrics are told apart likewise."""
+    world = World(tmp_path, environment=None, environments=[{"id": "zeta"}, {"id": "alpha"}])
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    for version in (1, 2, 3):
+        await until(has_batch(world, version - 1), run=run)
+        world.trainer.commit(version)
+    await run
+    rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    for step in range(3):
+        batch = open_batch(tmp_path / "rollouts" / f"step_{step}")
+        (env,) = {row.env for row in batch.rows(range(len(batch)))}
+        assert batch.environments == ["zeta", "alpha"]
+        assert {name.split("/")[1] for name in rows[step] if name.startswith("reward/")} >= {"mean", env}

@@ -1,6 +1,7 @@
 """Batches of samples arrive as they were sent, row by row."""
 
 import dataclasses
+import json
 import math
 import os
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.transport.commit import CommitError
+from prime_rl.transport.commit import MANIFEST, CommitError
 from prime_rl.transport.rollouts import FILE, SCHEMA, Sample, as_array, open_batch, write_batch
 
 
@@ -59,6 +60,20 @@ def test_rows_come_back_as_written_in_the_order_asked(tmp_path_factory, lengths,
     assert batch.lengths.tolist() == lengths
     assert batch.loss_tokens.tolist() == [max(n - 2, 0) for n in lengths]
     assert batch.environments == sorted(envs[: len(samples)])
+
+
+def test_the_environments_of_the_run(tmp_path):
+    """Contract: a batch names all that the run trains on, in an order of the run's own; one whose manifest does not, those that it has samples of."""
+    samples = [make_sample(i, env="sums" if i < 15 else "new") for i in range(20)]
+    batch = open_batch(write_batch(tmp_path, 0, samples, environments=["wordle", "sums", "alphabet"]))
+    assert batch.environments == ["wordle", "sums", "alphabet", "new"]
+    older = write_batch(tmp_path, 1, samples)
+    manifest = json.loads((older / MANIFEST).read_text())
+    del manifest["extra"]["environments"]
+    (older / MANIFEST).write_text(json.dumps(manifest))
+    batch = open_batch(older)
+    assert batch.environments == ["new", "sums"]
+    assert all(same(row, sample) for row, sample in zip(batch.rows(range(20)), samples, strict=True))
 
 
 def test_the_file_is_plain_arrow(tmp_path):

@@ -28,7 +28,10 @@ _MASK = STREAMS.index("mask")
 
 @dataclass(frozen=True)
 class StepData:
-    """One step: this rank's micro-batches, and the lengths and environments of all ranks' samples. `example` is one for people to read, on rank 0."""
+    """One step: this rank's micro-batches, the lengths of all ranks' samples, and the run's environments, in the order of their places in streams.
+
+    `example` is a sample for people to read, on rank 0.
+    """
 
     batches: list[HostBatch]
     lengths: list[int]
@@ -236,7 +239,7 @@ def document(sample: Sample, environment: int = 0, reference: bool = False) -> D
     weights make members of any token, on the mask or off it.
 
     Args:
-        environment: Its place among the step's environments.
+        environment: Its place among the run's environments.
         reference: RL tokens need the log-probabilities of a reference model.
 
     Raises:
