@@ -271,6 +271,12 @@ class EnvConfig(Section):
     @model_validator(mode="after")
     def _name(self) -> Self:
         self.name = self.name or self.id
+        if self.name == "all":
+            raise Problem(
+                "an environment cannot be named 'all', which in metrics means all of them together: give it another `name`",
+                "name",
+                "id",
+            )
         return self
 
     @model_validator(mode="after")

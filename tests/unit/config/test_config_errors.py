@@ -452,6 +452,16 @@ def test_a_list_needs_values() -> None:
             [*ENV, "--environments.0.id", "y"],
             "give either [environment] or [[environments]], not both",
         ),
+        (
+            OrchestratorConfig,
+            ["--environments.0.id", "x", "--environments.1.id", "y", "--environments.1.name", "all"],
+            "environments.1: an environment cannot be named 'all', which in metrics means all of them together: give it another `name`",
+        ),
+        (
+            OrchestratorConfig,
+            ["--environment.id", "all"],
+            "environment: an environment cannot be named 'all', which in metrics means all of them together: give it another `name`",
+        ),
         (EvalConfig, ["--environment-ids", "a", "a"], "two environments are named 'a': give each its own `name`"),
         (
             RLConfig,
