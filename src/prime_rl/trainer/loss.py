@@ -75,7 +75,8 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
         with torch.no_grad():
             pulled = (ref_kl_scale != 0) | (rl_scale != 0) if config.kl_coef else ref_kl_scale != 0
             components = component_sums(divergence(logprob, reference, "k3"), pulled, logprob, ce_scale != 0)
-            sums = token_sums(logprob, entropy, old, advantage, mask, environment, dropped)
+            acted = (rl_scale != 0, dropped), (ref_kl_scale != 0, ref_kl_drops(logprob, old))
+            sums = token_sums(logprob, entropy, old, advantage, mask, environment, *acted)
             return loss, torch.cat([loss[None], components, sums])
 
     return SequenceLoss(loss_of) if coupled else loss_of
@@ -123,9 +124,14 @@ def ref_kl(logprob: Tensor, old: Tensor, reference: Tensor) -> Tensor:
     """
     log_ratio = logprob - old
     with torch.no_grad():
-        dropped = logprob.exp() - old.exp() < -0.2
+        dropped = ref_kl_drops(logprob, old)
         advantage = torch.where(dropped, 0.0, reference - logprob)
     return 1e-3 * log_ratio.square() - advantage * torch.where(dropped, 0.0, log_ratio).exp()
+
+
+def ref_kl_drops(logprob: Tensor, old: Tensor) -> Tensor:
+    """Tokens [N] bool that `ref_kl` takes no gradient from: their probability fell too far."""
+    return logprob.exp() - old.exp() < -0.2
 
 
 def cross_entropy(logprob: Tensor, entropy: Tensor, streams: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,8 @@ deviation come from sums of values and of squares. What is no sum (least and gre
 
 Their buckets are equally wide in asinh(value / 1e-4): linear around 0, logarithmic beyond, ten to each factor e. A value read off is the
 middle of its bucket, so it is within 5.2 % of the true one (or within 5e-6, if that is more). Entropy and the log ratio have histograms; the ratio and
-both estimates of the mismatch are functions of the log ratio, and as exact as its bucket allows.
+both estimates of the mismatch are functions of the log ratio, and as exact as its bucket allows. What is beyond the last bucket counts as that in the
+sums too, so that one ratio that overflows does not make them infinite, nor, times a 0, those of tokens that it is none of.
 """
 
 import math
@@ -23,18 +24,20 @@ SLOTS = 16
 
 _LINEAR, _PER_E = 1e-4, 10
 _LAST = 130  # 1e-4 · sinh(13) = 22: hardly any log ratio of a sampled token is beyond, and no entropy; one that is counts as that
+_MOST = _LINEAR * math.sinh(_LAST / _PER_E)
 _BUCKETS = 2 * _LAST + 1
 
 _MIDDLES = _LINEAR * np.sinh(np.arange(-_LAST, _LAST + 1) / _PER_E)  # [_BUCKETS]
 
 # What is added up of tokens off the loss mask, too, each over the tokens of its own component.
 _COMPONENTS = ("ref_kl_tokens", "ref_kl", "nll_tokens", "nll")
-# Sets of tokens of the loss mask, beside one for every slot; each has a row of the table: their number, sums of values, sums of squares.
-_GROUPS = ("kept", "dropped_low", "dropped_high", "dropped_positive", "dropped_negative")
+# Sets of tokens, beside one of the loss mask for every slot: of those in the policy loss, and of those in the loss towards a reference.
+_GROUPS = ("kept", "dropped_low", "dropped_high", "dropped_positive", "dropped_negative", "ref_kept", "ref_dropped")
 _VALUES = ("entropy", "mismatch_kl", "mismatch_kl_k1", "importance_ratio")
-_TABLE = (SLOTS + len(_GROUPS), 1 + 2 * len(_VALUES))
-# Of each slot's entropy, of each slot's log ratio, and of the log ratio of dropped tokens.
-_HISTOGRAMS = (2 * SLOTS + 1, _BUCKETS)
+# Each set has a row of the table: its number of tokens, sums of values, sums of squares, how many are in the policy loss, how many of these it drops.
+_TABLE = (SLOTS + len(_GROUPS), 1 + 2 * len(_VALUES) + 2)
+# Of each slot's entropy, of each slot's log ratio, and of the log ratio of tokens that the policy loss keeps, and drops.
+_HISTOGRAMS = (2 * SLOTS + 2, _BUCKETS)
 
 _OF_LOG_RATIO: dict[str, Callable[[Floats], Floats]] = {
     "mismatch_kl": lambda log_ratio: np.expm1(log_ratio) - log_ratio,
@@ -43,10 +46,13 @@ _OF_LOG_RATIO: dict[str, Callable[[Floats], Floats]] = {
 }
 
 
-def mismatch_kl(logprob: Tensor, old: Tensor) -> Tensor:
+def mismatch_kl(log_ratio: Tensor) -> Tensor:
     """Per-token estimate of KL(sampler ‖ trainer), r - log r - 1 ≥ 0 (Schulman's k3)."""
-    log_ratio = logprob - old
     return torch.expm1(log_ratio) - log_ratio
+
+
+Acted = tuple[Tensor, Tensor]
+"""The tokens that a loss acts on [N] bool, and those that it takes no gradient from, some of which may be others [N] bool."""
 
 
 def token_sums(
@@ -56,35 +62,44 @@ def token_sums(
     advantage: Tensor,
     mask: Tensor,
     environment: Tensor,
-    dropped: Tensor,
+    policy: Acted,
+    reference: Acted,
 ) -> Tensor:
     """The sums over the tokens of `mask`, all [N]: the table and the histograms, flat.
 
     Args:
         environment: The slot of each token's environment; what is beyond the last shares it.
-        dropped: Tokens that the policy loss took no gradient from.
+        policy: What the policy loss acts on; of these, tokens of `mask` count.
+        reference: What the loss towards a reference (`ref_kl`) acts on, on the mask or off it.
     """
-    log_ratio = logprob - old
+    entropy, log_ratio = _held(entropy), _held(logprob - old)
     mask = mask.to(log_ratio.dtype)
-    gone, slot = dropped * mask, environment.long().clamp(0, SLOTS - 1)
+    slot = environment.long().clamp(0, SLOTS - 1)
     of_slot = (slot == torch.arange(SLOTS, device=slot.device)[:, None]) * mask
-    parts = [log_ratio < 0, log_ratio >= 0, advantage > 0, advantage < 0]
-    groups = torch.cat([of_slot, torch.stack([mask - gone, *(gone * part for part in parts)])])
+    acting, gone = policy[0] * mask, policy[0] * policy[1] * mask
+    parts = [gone * part for part in (log_ratio < 0, log_ratio >= 0, advantage > 0, advantage < 0)]
+    pulled = [(reference[0] & ~reference[1]).to(mask.dtype), (reference[0] & reference[1]).to(mask.dtype)]
+    groups = torch.cat([of_slot, torch.stack([acting - gone, *parts, *pulled])])
     # The ratio is near 1, so its squares would cancel: its distance from 1 is added up.
-    values = torch.stack([entropy, mismatch_kl(logprob, old), -log_ratio, torch.expm1(log_ratio)])
-    table = groups @ torch.cat([torch.ones_like(mask)[None], values, values.square()]).t()
+    values = torch.stack([entropy, mismatch_kl(log_ratio), -log_ratio, torch.expm1(log_ratio)])
+    table = groups @ torch.cat([torch.ones_like(mask)[None], values, values.square(), torch.stack([acting, gone])]).t()
     of_entropy, of_ratio = _bucket(entropy), _bucket(log_ratio)
-    places = [slot * _BUCKETS + of_entropy, (SLOTS + slot) * _BUCKETS + of_ratio, 2 * SLOTS * _BUCKETS + of_ratio]
+    rows = [slot, SLOTS + slot, 2 * SLOTS + (gone != 0).long()]
+    places = [row * _BUCKETS + of for row, of in zip(rows, (of_entropy, of_ratio, of_ratio), strict=True)]
     # Counts are integers, so the order in which a GPU adds them does not matter.
     counts = torch.zeros(_HISTOGRAMS[0] * _BUCKETS, dtype=mask.dtype, device=mask.device)
-    counts = counts.index_add(0, torch.cat(places), torch.cat([mask, mask, gone]))
+    counts = counts.index_add(0, torch.cat(places), torch.cat([mask, mask, acting]))
     return torch.cat([table.flatten(), counts])
 
 
+def _held(values: Tensor) -> Tensor:
+    """`values`, those beyond the last bucket at it, and what is not a number at 0: other tokens' sums stay theirs, and the loss will say what is wrong."""
+    return values.nan_to_num(0.0).clamp(-_MOST, _MOST)
+
+
 def _bucket(values: Tensor) -> Tensor:
-    """The bucket of each value, int64. One that is not a number must not lead out of the histogram: the loss will say what is wrong."""
-    place = (torch.asinh(values / _LINEAR) * _PER_E).round().clamp(-_LAST, _LAST)
-    return place.nan_to_num(0.0).long() + _LAST
+    """The bucket of each value that is `_held`, int64."""
+    return (torch.asinh(values / _LINEAR) * _PER_E).round().long() + _LAST
 
 
 def component_sums(divergence: Tensor, pulled: Tensor, logprob: Tensor, imitated: Tensor) -> Tensor:
@@ -97,15 +112,15 @@ def component_sums(divergence: Tensor, pulled: Tensor, logprob: Tensor, imitated
 def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
     """The metrics that an RL step's sums are (its loss, `component_sums`, `token_sums`), added up over all ranks.
 
-    What is a mean over no tokens is left out. Environments have metrics of their own where a step has several.
+    What is a mean over no tokens is left out. Environments have metrics of their own where there are several.
 
     Args:
-        environments: Names, in the order of their slots. If there are more than slots, those in the last one are not told apart.
+        environments: Names of all of the run's, in the order of their slots. If there are more than slots, those in the last one are not told apart.
     """
     numbers = np.asarray(sums, dtype=np.float64)
     components, table, histograms = np.split(numbers[1:], np.cumsum([len(_COMPONENTS), _TABLE[0] * _TABLE[1]]))
     rows, counts = table.reshape(_TABLE), histograms.reshape(_HISTOGRAMS)
-    entropy, log_ratio, dropped = counts[:SLOTS], counts[SLOTS:-1], counts[-1]
+    entropy, log_ratio, kept, dropped = counts[:SLOTS], counts[SLOTS:-2], counts[-2], counts[-1]
     whole = rows[:SLOTS].sum(0)
     group = dict(zip(_GROUPS, rows[SLOTS:], strict=True))
     gone = group["dropped_low"] + group["dropped_high"]
@@ -116,12 +131,14 @@ def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, fl
     found |= _distribution("mismatch_kl_k1", "mismatch_kl_k1", whole, log_ratio.sum(0))
     found |= _distribution("importance_ratio", "importance_ratio", whole, log_ratio.sum(0))
     found |= _distribution("masked_mismatch_kl", "mismatch_kl", gone, dropped)
-    found |= _distribution("unmasked_mismatch_kl", "mismatch_kl", group["kept"], log_ratio.sum(0) - dropped)
+    found |= _distribution("unmasked_mismatch_kl", "mismatch_kl", group["kept"], kept)
     if len(environments) > 1:
         for slot, name in enumerate(environments[: SLOTS if len(environments) <= SLOTS else SLOTS - 1]):
             found |= _distribution(f"entropy/{name}", "entropy", rows[slot], entropy[slot])
             found |= _distribution(f"mismatch_kl/{name}", "mismatch_kl", rows[slot], log_ratio[slot])
-    return found | _shares(whole, gone, group) | _components(components) | _short_names(found)
+            found |= _distribution(f"importance_ratio/{name}", "importance_ratio", rows[slot], log_ratio[slot])
+            found |= _share(f"is_masked/{name}", rows[slot][-1], rows[slot][-2])
+    return found | _shares(gone, group) | _of_reference(group) | _components(components) | _short_names(found)
 
 
 _PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
@@ -144,16 +161,31 @@ def _distribution(name: str, value: str, row: Floats, counts: Floats) -> dict[st
     return {f"{name}/{key}": number for key, number in found.items()}
 
 
-def _shares(whole: Floats, gone: Floats, group: Mapping[str, Floats]) -> dict[str, float]:
-    """Shares of dropped tokens: of all, those whose probability fell and those whose rose; and what advantages dropped tokens have."""
-    parts = {
-        "is_masked": (gone, whole),
-        "is_masked_low": (group["dropped_low"], whole),
-        "is_masked_high": (group["dropped_high"], whole),
-        "masked_advantage_positive": (group["dropped_positive"], gone),
-        "masked_advantage_negative": (group["dropped_negative"], gone),
-    }
-    return {f"{name}/mean": float(part[0] / of[0]) for name, (part, of) in parts.items() if of[0] > 0}
+def _share(name: str, part: float, whole: float) -> dict[str, float]:
+    """Nothing of nothing."""
+    return {f"{name}/mean": float(part / whole)} if whole > 0 else {}
+
+
+def _shares(gone: Floats, group: Mapping[str, Floats]) -> dict[str, float]:
+    """Shares of dropped tokens: of all in the policy loss, those whose probability fell and those whose rose; and what advantages dropped tokens have."""
+    acting, dropped = group["kept"][0] + gone[0], gone[0]
+    return (
+        _share("is_masked", dropped, acting)
+        | _share("is_masked_low", group["dropped_low"][0], acting)
+        | _share("is_masked_high", group["dropped_high"][0], acting)
+        | _share("masked_advantage_positive", group["dropped_positive"][0], dropped)
+        | _share("masked_advantage_negative", group["dropped_negative"][0], dropped)
+    )
+
+
+def _of_reference(group: Mapping[str, Floats]) -> dict[str, float]:
+    """What the loss towards a reference drops, and the mismatch of these tokens and of the others."""
+    kept, dropped, place = group["ref_kept"], group["ref_dropped"], 1 + _VALUES.index("mismatch_kl")
+    return (
+        _share("ref_kl/is_masked", dropped[0], kept[0] + dropped[0])
+        | _share("ref_kl/masked_mismatch_kl", dropped[place], dropped[0])
+        | _share("ref_kl/unmasked_mismatch_kl", kept[place], kept[0])
+    )
 
 
 def _components(sums: Floats) -> dict[str, float]:

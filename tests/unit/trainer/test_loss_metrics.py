@@ -12,10 +12,11 @@ from prime_rl.config.losses import DefaultLoss, GRPOLoss
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.lm_head import fused_token_loss
 from prime_rl.trainer.loss import STREAMS, make_loss
-from prime_rl.trainer.loss_metrics import SLOTS, describe, token_sums
+from prime_rl.trainer.loss_metrics import _TABLE, SLOTS, describe, token_sums
 from prime_rl.trainer.packing import Document, collate
 
 ENVIRONMENTS = ["a", "b", "c"]
+TABLE = math.prod(_TABLE)
 PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
 Tokens = dict[str, np.ndarray]
 
@@ -29,7 +30,7 @@ def draw_tokens(seed: int, count: int = 700, spread: float = 0.4) -> Tokens:
     return {
         "new": new, "entropy": draw.gamma(0.3, 1.0, count), "mask": mask, "logprobs": old,
         "advantages": draw.choice([-1.0, 0.0, 2.0], count) * mask, "environment": draw.integers(0, 3, count),
-        "ref_logprobs": -draw.uniform(0.01, 4, count), "rl_scale": mask / count,
+        "ref_logprobs": -draw.uniform(0.01, 4, count), "rl_scale": mask * (draw.uniform(size=count) < 0.8) / count,
         "ce_scale": (draw.uniform(size=count) < 0.2) / 7, "ref_kl_scale": (draw.uniform(size=count) < 0.3) / 3,
     }  # fmt: skip
 
@@ -65,14 +66,15 @@ def check(got: dict[str, float], name: str, values: np.ndarray, log_ratios: np.n
 
 @pytest.mark.parametrize("seed", range(5))
 def test_against_numpy(seed: int) -> None:
-    """Contract: every metric is what its name says of the tokens of the loss mask."""
+    """Contract: every metric is what its name says of the tokens of the loss mask; what the policy loss drops, of those that it acts on."""
     tokens = draw_tokens(seed)
     got = describe(ENVIRONMENTS, sums_of(tokens).tolist())
     on = subset(tokens, tokens["mask"])
     x, advantage = on["new"] - on["logprobs"], on["advantages"]
     k3, change = np.expm1(x) - x, np.exp(on["new"]) - np.exp(on["logprobs"])
-    dropped = np.where(advantage > 0, change > 0.2, change < -0.2)
-    assert 0 < dropped.sum() < len(x)
+    acting = on["rl_scale"] != 0
+    dropped = acting & np.where(advantage > 0, change > 0.2, change < -0.2)
+    assert 0 < dropped.sum() < acting.sum() < len(x)
     check(got, "entropy/all", on["entropy"])
     check(got, "mismatch_kl/all", k3, x)
     check(got, "mismatch_kl_k1", -x)
@@ -81,17 +83,52 @@ def test_against_numpy(seed: int) -> None:
         mine = on["environment"] == number
         check(got, f"entropy/{name}", on["entropy"][mine])
         check(got, f"mismatch_kl/{name}", k3[mine], x[mine])
-    for name, part in (("masked_mismatch_kl", dropped), ("unmasked_mismatch_kl", ~dropped)):
+        check(got, f"importance_ratio/{name}", np.exp(x)[mine], x[mine])
+        assert got[f"is_masked/{name}/mean"] == pytest.approx(dropped[mine & acting].mean())
+    for name, part in (("masked_mismatch_kl", dropped), ("unmasked_mismatch_kl", acting & ~dropped)):
         assert got[f"{name}/mean"] == pytest.approx(k3[part].mean())
         assert got[f"{name}/std"] == pytest.approx(k3[part].std())
+        assert got[f"{name}/min"] == pytest.approx(k3[part].min(), rel=0.2, abs=1e-9)
         assert got[f"{name}/max"] == pytest.approx(k3[part].max(), rel=0.2)
-    assert got["is_masked/mean"] == pytest.approx(dropped.mean())
-    assert got["is_masked_low/mean"] == pytest.approx((dropped & (x < 0)).mean())
-    assert got["is_masked_high/mean"] == pytest.approx((dropped & (x >= 0)).mean())
+    assert got["is_masked/mean"] == pytest.approx(dropped[acting].mean())
+    assert got["is_masked_low/mean"] == pytest.approx((dropped & (x < 0))[acting].mean())
+    assert got["is_masked_high/mean"] == pytest.approx((dropped & (x >= 0))[acting].mean())
     assert got["masked_advantage_positive/mean"] == pytest.approx((advantage[dropped] > 0).mean())
     assert got["masked_advantage_negative/mean"] == pytest.approx((advantage[dropped] < 0).mean())
     assert got["kl_ent_ratio/mean"] == pytest.approx(k3.mean() / on["entropy"].mean())
     assert (got["entropy/mean"], got["mismatch_kl/mean"]) == (got["entropy/all/mean"], got["mismatch_kl/all/mean"])
+
+
+def of_reference(tokens: Tokens) -> dict[str, float]:
+    """What the loss towards a reference drops, with numpy, and the mismatch there and elsewhere."""
+    x, change = tokens["new"] - tokens["logprobs"], np.exp(tokens["new"]) - np.exp(tokens["logprobs"])
+    pulled, dropped, k3 = tokens["ref_kl_scale"] != 0, change < -0.2, np.expm1(x) - x
+    assert 0 < (pulled & dropped).sum() < pulled.sum()
+    return {
+        "ref_kl/is_masked/mean": dropped[pulled].mean(),
+        "ref_kl/masked_mismatch_kl/mean": k3[pulled & dropped].mean(),
+        "ref_kl/unmasked_mismatch_kl/mean": k3[pulled & ~dropped].mean(),
+    }
+
+
+def test_a_step_without_policy_loss_masks_nothing() -> None:
+    """Contract: what the policy loss would drop of tokens that it does not act on is no number; the mask of distillation has its own, on its tokens alone."""
+    tokens = draw_tokens(0)
+    assert describe(ENVIRONMENTS, sums_of(tokens).tolist()).items() >= approximately(of_reference(tokens)).items()
+    mask = tokens["mask"]
+    distilled = {**tokens, "rl_scale": 0 * mask, "ref_kl_scale": mask * 1.0, "advantages": 0 * mask}
+    got = describe(ENVIRONMENTS, sums_of(distilled).tolist())
+    assert got.items() >= approximately(of_reference(distilled)).items()
+    assert {name for name in got if "masked" in name} == of_reference(distilled).keys()
+    assert "mismatch_kl/all/mean" in got
+    half = {**distilled, "rl_scale": np.where(tokens["environment"] == 1, mask, 0)}
+    got = describe(ENVIRONMENTS, sums_of(half).tolist())
+    assert got["is_masked/mean"] == got["is_masked/b/mean"] > 0
+    assert not {"is_masked/a/mean", "is_masked/c/mean"} & got.keys()
+
+
+def approximately(values: dict[str, float]) -> dict[str, Any]:
+    return {name: pytest.approx(value) for name, value in values.items()}
 
 
 def test_components_against_numpy() -> None:
@@ -191,18 +228,44 @@ def test_environments_beyond_the_slots() -> None:
         assert got["entropy/mean"] == pytest.approx(some["entropy"][some["mask"]].mean())
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_what_is_not_finite_stays_in_the_histogram(bad: float) -> None:
-    """Contract: a number that is not finite is left to the loss to refuse; it reads and writes nothing outside of the sums."""
-    ones, zeros = torch.ones(3), torch.zeros(3)
-    sums = token_sums(torch.full((3,), bad), torch.full((3,), bad), zeros, ones, ones, zeros, zeros.bool())
-    assert describe([], [0.0, *[0.0] * 4, *sums.tolist()])["loss/mean"] == 0
+@pytest.mark.parametrize("where", ["new", "entropy", "both"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 50.0, -500.0])
+def test_what_is_not_finite_stays_where_it_is(bad: float, where: str) -> None:
+    """Contract: a token whose numbers overflow or are none, on the mask or off it, counts once in the histograms, and leaves the metrics of other
+    environments' tokens as they would be without it, and finite those of its own: that something is wrong is the loss's to say."""
+    tokens = draw_tokens(0)
+    spoilt = {name: values.copy() for name, values in tokens.items()}
+    (on, off) = (np.flatnonzero((tokens["environment"] == 0) & (tokens["mask"] == there))[0] for there in (True, False))
+    for name in ("new", "entropy") if where == "both" else (where,):
+        spoilt[name][[on, off]] = bad
+    for name in ("ref_kl_scale", "ce_scale"):  # what these say of the token is infinite indeed
+        spoilt[name][[on, off]] = tokens[name][[on, off]] = 0
+    want, got = (describe(ENVIRONMENTS, single(each).tolist()) for each in (tokens, spoilt))
+    others = [name for name in want if name.split("/")[1] in "bc"]
+    assert len(others) == 2 * (3 * 8 + 1)
+    assert {name: got[name] for name in others} == {name: pytest.approx(want[name], rel=1e-6) for name in others}
+    assert [name for name, value in got.items() if not math.isfinite(value) and name != "loss/mean"] == []
+    buckets = [single(each)[1 + 4 + TABLE :].sum() for each in (tokens, spoilt)]
+    assert buckets[0] == buckets[1] == 2 * tokens["mask"].sum() + (tokens["rl_scale"] != 0).sum()
 
 
-def test_far_beyond_the_last_bucket() -> None:
-    """Contract: what is beyond the histogram is counted in its last bucket, 22."""
+def single(tokens: Tokens) -> Tensor:
+    """`sums_of` in the precision of the head."""
+    logprob, entropy = (torch.tensor(tokens[name]).float() for name in ("new", "entropy"))
+    return make_loss(DefaultLoss())(logprob, entropy, stack(tokens).float())[1]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_far_beyond_the_last_bucket(sign: int) -> None:
+    """Contract: what is beyond the histogram counts as its last bucket, 22, in the histogram and in sums."""
     ones, zeros = torch.ones(3).double(), torch.zeros(3).double()
-    sums = token_sums(-40 * ones, 50 * ones, zeros, ones, ones, zeros, zeros.bool())
+    acted = zeros.bool(), zeros.bool()
+    sums = token_sums(sign * 40 * ones, 50 * ones, zeros, ones, ones, zeros, acted, acted)
     got = describe([], [0.0, *[0.0] * 4, *sums.tolist()])
-    assert (got["entropy/all/mean"], got["mismatch_kl_k1/mean"]) == (50, 40)
-    assert got["entropy/all/max"] == got["mismatch_kl_k1/median"] == pytest.approx(22.1, abs=0.05)
+    for name, want in {
+        "entropy/all": 22.1,
+        "mismatch_kl_k1": -sign * 22.1,
+        "importance_ratio": math.exp(sign * 22.12),
+    }.items():
+        assert got[f"{name}/mean"] == pytest.approx(got[f"{name}/median"], rel=1e-6, abs=1e-9)
+        assert got[f"{name}/max"] == pytest.approx(want, rel=0.01, abs=1e-9)
