@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_tiny_model
 from prime_rl import faults
@@ -24,6 +25,7 @@ from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import memory
 from prime_rl.trainer.rl import train as loop
+from prime_rl.trainer.rl.train import readable
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import read_lives
@@ -84,20 +86,26 @@ def test_first_step_values(run_training: Run, tied_model: Path, tmp_path: Path) 
 
 
 def test_metrics_of_environments(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """Contract: in a step of several environments each has the entropy and mismatch of its own tokens, in a step of one there is no more than the whole."""
-    mixed, alone = support.write_rollouts(tmp_path, 2)
+    """Contract: in a run of several environments each has the entropy and mismatch of its own tokens, in every step that has any; in a run of one there
+    is no more than the whole."""
+    mixed, alone, only = support.write_rollouts(tmp_path, 3)
     shutil.rmtree(tmp_path / "rollouts")
     mixed = [replace(sample, env="zeta" if i % 3 else "alpha") for i, sample in enumerate(mixed)]
-    for step, samples in enumerate([mixed, alone]):
-        write_batch(tmp_path / "rollouts", step, samples)
-    run_training(support.make_config(tmp_path, tied_model, max_steps=2))
-    row, other = metrics(tmp_path)
+    alone = [replace(sample, env="alpha") for sample in alone]
+    for step, (samples, names) in enumerate(
+        [(mixed, ["zeta", "alpha", "rare"]), (alone, ["zeta", "alpha"]), (only, ["test"])]
+    ):
+        write_batch(tmp_path / "rollouts", step, samples, environments=names)
+    run_training(support.make_config(tmp_path, tied_model, max_steps=3))
+    row, second, other = metrics(tmp_path)
     for env in ("alpha", "zeta"):
         want = expected_first_step(tied_model, [sample for sample in mixed if sample.env == env])
         for name in ("entropy", "mismatch_kl"):
             assert row[f"{name}/{env}/mean"] == pytest.approx(want[f"{name}/mean"], rel=2e-4)
     assert row["entropy/all/mean"] == row["entropy/mean"]
-    assert {name.split("/")[1] for name in other if name.startswith("entropy/")} == {"all", "mean"}
+    assert second["entropy/alpha/mean"] == second["entropy/mean"]
+    for found, names in ((row, {"alpha", "zeta"}), (second, {"alpha"}), (other, set[str]())):
+        assert {name.split("/")[1] for name in found if name.startswith("entropy/")} == {"all", "mean"} | names
 
 
 def test_bit_exact(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -338,6 +346,19 @@ def test_readable_sample(
     assert "prompt:" in text
     assert "completion:" in text
     assert text.count("step 0/1 | loss") == 1
+
+
+def test_readable_sample_of_a_teacher(tied_model: Path) -> None:
+    """Contract: of a sample that nothing is sampled in, what is imitated is its completion; where there is a mask, that says it."""
+    tokenizer = AutoTokenizer.from_pretrained(tied_model)
+    fields: dict[str, Any] = {"input_ids": [10, 11, 12, 13], "temperature": 1.0, "reward": 0.25}
+    mask, zeros, nothing = np.array([0, 0, 1, 1]), np.zeros(4), np.zeros(4, bool)
+    sampled = Sample("s", "g", "t", "e", [0], loss_mask=mask != 0, logprobs=-1.0 * mask, advantages=zeros, **fields)
+    assert f"completion: {tokenizer.decode([12, 13])}" in readable(sampled, tokenizer)
+    imitated = replace(sampled, loss_mask=nothing, logprobs=zeros, ce_weight=mask.astype(np.float32))
+    echo = replace(sampled, ce_weight=np.ones(4, np.float32))
+    assert readable(imitated, tokenizer) == readable(echo, tokenizer) == readable(sampled, tokenizer)
+    assert readable(replace(imitated, ce_weight=None), tokenizer).endswith("completion: ")
 
 
 def test_broken_tokenizer(run_training: Run, tied_model: Path, tmp_path: Path) -> None:

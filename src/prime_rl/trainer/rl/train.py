@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -223,9 +224,12 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
 
 
 def readable(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A rollout for people: what was given, what was sampled, what it was worth."""
+    """A rollout for people: what was given, what was sampled (if nothing was, what is imitated), what it was worth."""
     ids = [int(token) for token in sample.input_ids]
-    first = next((i for i, sampled in enumerate(sample.loss_mask) if sampled), len(ids))
+    of_loss = np.asarray(sample.loss_mask, dtype=bool)
+    if not of_loss.any() and sample.ce_weight is not None:  # a teacher's tokens
+        of_loss = np.asarray(sample.ce_weight) != 0
+    first = int(np.argmax(of_loss)) if of_loss.any() else len(ids)
     prompt, completion = (str(tokenizer.decode(part)) for part in (ids[:first], ids[first:]))
     title = f"sample of {sample.env} (task {sample.task_id}), reward {sample.reward:.3f}"
     return f"{title}\n  prompt: {_shortened(prompt)}\n  completion: {_shortened(completion)}"
