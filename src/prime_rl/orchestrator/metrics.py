@@ -169,6 +169,10 @@ def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: Scored, sev
         if several:
             metrics |= _distributions(its, scored, env)
         results = [episode.result for group in its for episode in group.finished]
+        parts = [part for result in results for part in result.parts]
+        for agent in sorted({part.agent for part in parts}):
+            its_rewards = [part.reward for part in parts if part.agent == agent]
+            metrics |= {f"{env}/{agent}/reward/{name}": value for name, value in distribution(its_rewards).items()}
         for kind, values in (
             ("rewards", [result.rewards for result in results]),
             ("metrics", [result.metrics for result in results]),

@@ -68,6 +68,8 @@ CONSTRAINED |= {
     "easy",
     "hard",
     "temperature",
+    "dynamic_sampling",
+    "length_penalty",
 }
 
 
