@@ -1,10 +1,12 @@
 """Functions of the user's own, named in a config by import path, with their arguments in TOML."""
 
+import functools
+import hashlib
 import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,13 +14,16 @@ from typing import Any
 from prime_rl.errors import UserError
 
 
-def load_function(path: str, args: Mapping[str, Any], given: int, key: str) -> Callable[..., Any]:
+def load_function(
+    path: str, args: Mapping[str, Any], given: int, key: str, offered: Collection[str] = ()
+) -> Callable[..., Any]:
     """The function at `path`: `module:name`, or `file.py:name`.
 
     Args:
         args: Keyword arguments that it will be called with.
         given: Positional arguments that it will be called with.
         key: The setting that names it, for errors.
+        offered: More keyword arguments, which it is called with if it takes them.
 
     Raises:
         UserError: there is none, or it does not take these arguments.
@@ -32,9 +37,11 @@ def load_function(path: str, args: Mapping[str, Any], given: int, key: str) -> C
         raise UserError(f"{key}: {path!r} is a {type(found).__name__}, not a function")
     try:
         inspect.signature(found).bind_partial(*range(given), **args)
-        missing = _missing(found, given, args)
+        missing = _missing(found, given, {*args, *offered})
     except TypeError as error:
         raise UserError(f"{key}: {path!r} does not take its arguments: {error}") from error
+    except ValueError as error:  # of one that is not written in Python
+        raise UserError(f"{key}: {path!r} does not tell its parameters: call it from a function of your own") from error
     if missing:
         raise UserError(f"{key}: {path!r} needs arguments that are not given: {', '.join(missing)}")
     function: Callable[..., Any] = found
@@ -54,6 +61,9 @@ def find_module(path: str, key: str) -> tuple[str, str]:
         if not Path(where).is_file():
             raise UserError(f"{key}: there is no file {where}")
         return where, name
+    # `python -m …`, as `rl` starts its processes, finds modules in the working directory; a console script such as `rl` itself does not.
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))
     try:
         found = importlib.util.find_spec(where)
     except (ImportError, ValueError):  # a package above it is missing
@@ -68,8 +78,8 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def _missing(function: Callable[..., Any], given: int, args: Mapping[str, Any]) -> list[str]:
-    """Parameters without a default that nothing is given for; `sequences` is given by us."""
+def _missing(function: Callable[..., Any], given: int, named: Collection[str]) -> list[str]:
+    """Parameters without a default that nothing is given for."""
     parameters = list(inspect.signature(function).parameters.values())
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     taken = [parameter.name for parameter in parameters if parameter.kind in plain][:given]
@@ -78,19 +88,26 @@ def _missing(function: Callable[..., Any], given: int, args: Mapping[str, Any]) 
         for parameter in parameters
         if parameter.default is inspect.Parameter.empty
         and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-        and parameter.name not in {*taken, *args, "sequences"}
+        and parameter.name not in {*taken, *named}
     ]
 
 
 def _module(where: str) -> ModuleType:
-    if not where.endswith(".py"):
-        return importlib.import_module(where)
-    file = Path(where)
-    name = f"prime_rl_user_{file.stem}"
+    return _file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
+
+
+@functools.cache
+def _file(file: Path) -> ModuleType:
+    """The module that a file is, run once however many settings name it. Its name is its own, whatever other files are called."""
+    name = f"prime_rl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
         raise ImportError(f"{file} is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses of it look there
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

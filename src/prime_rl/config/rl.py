@@ -94,7 +94,11 @@ class RLConfig(BaseConfig):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         check(
-            self._samples_fit(), self._nothing_to_resume(), self._weights_can_be_sent(), self._has_what_the_loss_needs()
+            self._samples_fit(),
+            self._nothing_to_resume(),
+            self._weights_can_be_sent(),
+            self._has_what_the_loss_needs(),
+            self._trains_what_is_penalized(),
         )
         return self
 
@@ -106,6 +110,16 @@ class RLConfig(BaseConfig):
             return None
         message = "the divergence from a reference model needs one: give orchestrator.reference.base_url"
         return Problem(message, "trainer.loss.kl_coef", "orchestrator.reference")
+
+    def _trains_what_is_penalized(self) -> Problem | None:
+        """A penalty or bonus is meant for all that the policy says, not only where rewards differ. Refused rather than switched: what is left out of a
+        batch is the orchestrator's, and stays what its own settings say."""
+        loss = self.trainer.loss
+        if not self.orchestrator.filter_zero_advantage or (loss.kl_coef == 0 and loss.entropy_coef == 0):
+            return None
+        name = "kl_coef" if loss.kl_coef else "entropy_coef"
+        message = f"{name} would not reach samples of advantage zero, which are left out: set orchestrator.filter_zero_advantage = false"
+        return Problem(message, f"trainer.loss.{name}", "orchestrator.filter_zero_advantage")
 
     def _samples_fit(self) -> Problem | None:
         longest, room = self.orchestrator.seq_len, self.trainer.seq_len

@@ -44,8 +44,9 @@ def score_batch(
         state: Of each environment's algorithm, before this batch.
 
     Returns:
-        Samples in the order of their groups. With `filter_zero_advantage` those of advantage zero are left out: they would only widen the
-        loss's denominator. So are those whose sampled tokens all lie beyond `seq_len`.
+        Samples in the order of their groups. With `filter_zero_advantage` those of advantage zero are left out: no policy gradient comes from them, they
+        only widen the loss's denominator. A penalty or bonus of all tokens (`loss.kl_coef`, `loss.entropy_coef`) needs them: `RLConfig` refuses the two
+        together. Left out are also those whose sampled tokens all lie beyond `seq_len`.
     """
     scored = Scored([], [], [], [], dict(state))
     worth = _advantages(batch, config, scored.state)

@@ -58,6 +58,8 @@ class Sequences:
 def default(logprob: Tensor, old: Tensor, advantage: Tensor, config: "DefaultLoss") -> PolicyTerm:
     """DPPO's binary mask on the change of probability, plus a squared-log-ratio regulariser (PRIME-RL's default loss).
 
+    The mask: Qi et al. 2026, arXiv:2602.04879 ("Binary-TV").
+
         d = exp(logprob) - exp(old)
         dropped = d > mask_high where the advantage is positive, d < -mask_low elsewhere
         loss = -(1 - dropped) · adv_tau · advantage · r  +  kl_tau · (log r)²
@@ -86,8 +88,8 @@ def grpo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "GRPOLoss") ->
     """PPO's clipped objective on tokens, as in GRPO:  -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     Schulman et al. 2017, arXiv:1707.06347; Shao et al. 2024, arXiv:2402.03300; with clip_high > clip_low DAPO, Yu et al. 2025, arXiv:2503.14476; with
-    normalization fixed Dr. GRPO, Liu et al. 2025, arXiv:2503.20783. GRPO's paper divides by sequences (normalization sequence), DAPO and
-    common practice by tokens, which is the default.
+    normalization fixed Dr. GRPO, Liu et al. 2025, arXiv:2503.20783. GRPO's paper divides by sequences (normalization sequence), DAPO's formula by
+    the tokens of each group (normalization group), common practice by those of the step, which is the default.
     """
     return _clipped(logprob - old, advantage, config.clip_low, config.clip_high)
 
@@ -125,7 +127,7 @@ def cispo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "CISPOLoss") 
     """Clipped importance weights, detached:  -clip(r, 1 - clip_low, 1 + clip_high) · A · logprob.
 
     MiniMax-M1, 2025, arXiv:2506.13585, which bounds from above alone and does not tell its bound; 5 is within the range that ScaleRL (arXiv:2510.13786)
-    found to make no difference. No token is dropped.
+    found to make no difference. No token is dropped. Its formula is normalization group, as is ScaleRL's recipe ("prompt average"); the default is token.
     """
     with torch.no_grad():
         weight = (logprob - old).exp().clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -137,9 +139,9 @@ def reinforce(
 ) -> PolicyTerm:
     """Williams' policy gradient with a detached importance weight:  -w(ratio) · A · logprob.
 
-    none: w = 1.  truncate (TIS, Yao et al. 2025): w = min(ratio, high).  mask (MIS; on tokens with 0.5 … 5 IcePop, Ling team 2025,
-    arXiv:2510.18855): w = ratio within low … high, else 0, and the token is dropped. The ratio is the token's, the product over its
-    sequence, or that product's geometric mean (`level`).
+    none: w = 1.  truncate (TIS, Yao et al. 2025, a blog post): w = min(ratio, high).  mask (MIS; of tokens IcePop, Ling team 2025,
+    arXiv:2510.18855; of sequences Liu et al. 2025, "When Speed Kills Stability", a blog post): w = ratio within low … high, else 0, and the token is
+    dropped. The ratio is the token's, the product over its sequence, or that product's geometric mean (`level`, which also says what bounds are usual).
     """
     with torch.no_grad():
         log_ratio = logprob - old
@@ -149,7 +151,7 @@ def reinforce(
         ratio = log_ratio.exp()
         dropped = torch.zeros_like(ratio, dtype=torch.bool)
         if config.importance == "mask":
-            dropped = (ratio < config.low) | (ratio > config.most)
+            dropped = (ratio < config.least) | (ratio > config.most)
             weight = torch.where(dropped, 0.0, ratio)
         else:
             weight = ratio.clamp(max=config.most) if config.importance == "truncate" else torch.ones_like(ratio)

@@ -278,6 +278,15 @@ class RolloutBatch:
             batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
         return {name for batch in batches for name in batch.column("env").to_pylist()}
 
+    def group_ids(self) -> list[str]:
+        """The group of each sample: this column is read, and no other."""
+        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("group_id")])
+        with open(self.directory / FILE, "rb") as file:
+            source = _Pread(file.fileno(), os.fstat(file.fileno()).st_size)
+            reader = pa.ipc.open_file(source, options=options)
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        return [group for batch in batches for group in batch.column(0).to_pylist()]
+
     def rows(self, indices: Sequence[int]) -> list[Sample]:
         """Read the samples at `indices`, in that order, their streams as numpy arrays."""
         wanted = sorted({int(i) // _ROWS_PER_BATCH for i in indices})

@@ -59,6 +59,8 @@ CONSTRAINED |= {
     "max_model_len",
     "normalization",
     "fixed_length",
+    "kl_estimator",
+    "level",
     "dual_clip",
     "low",
     "high",
@@ -144,6 +146,13 @@ def test_written_and_fed_back_is_equal(cls: type[BaseConfig], data: st.DataObjec
     assert_same_when_fed_back(config)
 
 
+LOSSES: list[dict[str, Any]] = [
+    {"type": "grpo"},
+    {"kl_tau": 0.5},
+    {"type": "reinforce", "importance": "mask", "level": "geometric", "low": 0.5},
+    {"type": "reinforce", "importance": "none"},
+    {"normalization": "group"},
+]
 SHARED_TOP = st.fixed_dictionaries(
     {},
     optional={
@@ -162,7 +171,7 @@ SHARED_TOP = st.fixed_dictionaries(
         | st.fixed_dictionaries(
             {}, optional={"server": st.fixed_dictionaries({}, optional={"port": st.integers(1, 9)})}
         ),
-        "trainer": st.fixed_dictionaries({}, optional={"loss": st.sampled_from([{"type": "grpo"}, {"kl_tau": 0.5}])}),
+        "trainer": st.fixed_dictionaries({}, optional={"loss": st.sampled_from(LOSSES)}),
     },
 )
 

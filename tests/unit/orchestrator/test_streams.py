@@ -167,4 +167,14 @@ def test_bad_input() -> None:
         TeacherConfig(base_url="http://me:secret@teacher")
     with pytest.raises(ValidationError, match="the divergence from a reference model needs one"):
         RLConfig(orchestrator=env, trainer={"loss": {"kl_coef": 0.1}})
+    env |= {"filter_zero_advantage": False}
     RLConfig(orchestrator={**env, "reference": {"base_url": "http://x"}}, trainer={"loss": {"kl_coef": 0.1}})
+
+
+@pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": -0.01}])
+def test_penalties_reach_samples_of_advantage_zero(loss: dict[str, float]) -> None:
+    """Contract: a penalty or bonus of all tokens never silently passes over those of advantage zero: their being left out is refused."""
+    env = {"environment": {"id": "x"}, "reference": {"base_url": "http://x"}}
+    with pytest.raises(ValidationError, match=f"{next(iter(loss))} would not reach .*filter_zero_advantage = false"):
+        RLConfig(orchestrator=env, trainer={"loss": loss})
+    assert RLConfig(orchestrator={**env, "filter_zero_advantage": False}, trainer={"loss": loss}).trainer.loss

@@ -33,7 +33,7 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import data as rl_data
-from prime_rl.trainer.rl.data import StepData, document, normalize
+from prime_rl.trainer.rl.data import StepData, document, grouped, normalize
 from prime_rl.transport.rollouts import Sample
 from support import trainer as support
 
@@ -124,6 +124,32 @@ def test_overflowing_ratio_of_a_dropped_token(config: LossConfig) -> None:
     assert value.isfinite().all()
 
 
+def test_bounds_of_each_level() -> None:
+    """Contract: bounds that are not given are those that are usual for the level; those that are given stand."""
+    bounds = {
+        (importance, level): (config.least, config.most)
+        for importance in ("mask", "truncate")
+        for level in ("token", "sequence", "geometric")
+        for config in [ReinforceLoss.model_validate({"importance": importance, "level": level})]
+    }
+    assert [bounds["mask", level] for level in ("token", "sequence", "geometric")] == [(0.5, 5), (0, 2), (0.99, 1.01)]
+    assert [bounds["truncate", level][1] for level in ("token", "sequence", "geometric")] == [2, 2, 1.01]
+    given = ReinforceLoss(importance="mask", level="sequence", low=0.1, high=7)
+    assert (given.least, given.most) == (0.1, 7)
+
+
+def test_a_long_sequence_that_fell_is_kept() -> None:
+    """A thousand tokens, each a little less probable: the product is e^-10, which no bound drops; their geometric mean is within one per cent.
+    A little more probable: the product is e^10, which is dropped."""
+    for shift, kept in ((-0.005, (True, True)), (0.005, (False, True)), (-0.02, (True, False))):
+        new, old = torch.full((1000,), -1.0 + shift), torch.full((1000,), -1.0)
+        sequences = policy_losses.Sequences(torch.zeros(1000, dtype=torch.int64), torch.ones(1000), 1)
+        for level, is_kept in zip(("sequence", "geometric"), kept, strict=True):
+            config = ReinforceLoss.model_validate({"importance": "mask", "level": level})
+            _, dropped = policy_losses.reinforce(new, old, torch.ones(1000), config, sequences)
+            assert dropped.any() == (not is_kept), (shift, level)
+
+
 def test_overflowing_ratio_is_cut_off() -> None:
     """The same where the ratio is a weight: it is what it is bounded by."""
     for config in (CISPOLoss(), ReinforceLoss()):
@@ -151,6 +177,23 @@ def test_divergences_by_hand() -> None:
         assert torch.autograd.grad(value.sum(), new)[0].item() == pytest.approx(slope)
 
 
+def test_k3_is_bounded() -> None:
+    """Contract: however far a token is below the reference, value and gradient are finite, the gradient at most 9 and never zero; where the reference
+    holds it to be up to 10 times as probable, k3 is what it is defined to be. Value and gradient go on from there without a jump."""
+    reference = torch.full((5,), -1.0)
+    new = torch.tensor([-20.0, -91.0, -1e4, -1.0 - 2.302, -1.0 - 2.303], requires_grad=True)
+    value = divergence(new, reference, "k3")
+    slopes = torch.autograd.grad(value.sum(), new)[0]
+    assert value.isfinite().all()
+    assert slopes.tolist() == pytest.approx([-9, -9, -9, -9, -9], rel=2e-3)
+    assert value[3:].tolist() == pytest.approx([math.expm1(2.302) - 2.302, math.expm1(2.303) - 2.303], rel=1e-5)
+    assert value[0].item() == pytest.approx(9 - math.log(10) + 9 * (19 - math.log(10)))
+    above = torch.tensor([-0.01], requires_grad=True)
+    value = divergence(above, torch.tensor([-500.0]), "k3")  # the reference holds it to be impossible
+    assert value.item() == pytest.approx(498.99)
+    assert torch.autograd.grad(value.sum(), above)[0].item() == pytest.approx(1.0)
+
+
 def test_cross_entropy() -> None:
     """SFT: weighted negative log-probability."""
     loss, sums = cross_entropy(tensor(-1.0, -2.0), tensor(0.5, 0.25), tensor(0.5, 0.25)[None])
@@ -161,17 +204,20 @@ def test_cross_entropy() -> None:
 # -- independently -----------------------------------------------------------------------------------------------------------
 
 
-def ragged(seed: int = 0, count: int = 7) -> list[Sample]:
-    """Samples of different lengths with streams of all components; some RL weights are zero, one sample has no RL token at all."""
+GROUPS = ["a", "b", "c", "a", "b", "b", "d"]
+
+
+def ragged(seed: int = 0) -> list[Sample]:
+    """Samples of different lengths with streams of all components; some RL weights are zero, one sample, a group of its own, has no RL token at all."""
     draw = np.random.default_rng(seed)
     samples = []
-    for number in range(count):
+    for number, group in enumerate(GROUPS):
         tokens = int(draw.integers(3, 15))
         mask = draw.uniform(size=tokens) < 0.7
         mask[0] = False
         samples.append(
             Sample(
-                sample_id=str(number), group_id="0", task_id="0", env="env", policy_versions=[0],
+                sample_id=str(number), group_id=group, task_id="0", env="env", policy_versions=[0],
                 input_ids=draw.integers(0, 50, tokens), loss_mask=mask, logprobs=-draw.uniform(0.05, 3, tokens) * mask,
                 advantages=float(draw.standard_normal()) * mask, temperature=1.0, reward=0.0,
                 rl_weight=(draw.choice([0.0, 1.0, 0.5], tokens) * (number != 2)).tolist(),
@@ -203,7 +249,8 @@ def step_loss(
     """Ours: samples are packed, weights normalized, and the loss is taken of each micro-batch."""
     chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
     batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
-    normalize(StepData(batches, [], []), world, config)
+    mine = [[int(sample.sample_id) for sample in pack] for pack in chosen]
+    normalize(grouped(StepData(batches, [], []), GROUPS, mine), world, config)
     loss_of, total = make_loss(config), torch.zeros((), dtype=torch.float64)
     for pack, host in zip(chosen, batches, strict=True):
         batch = to_device(host, CPU)
@@ -219,9 +266,12 @@ def straightforward(
 ) -> Tensor:
     """The same by definition: one scalar at a time."""
     rl_tokens = ce_tokens = ref_tokens = sequences = 0
+    of_group: dict[str, int] = {}
     for s in samples:
         members = [t for t in range(1, len(s.input_ids)) if s.loss_mask[t] and s.rl_weight[t]]
         rl_tokens, sequences = rl_tokens + len(members), sequences + bool(members)
+        if members:
+            of_group[s.group_id] = of_group.get(s.group_id, 0) + len(members)
         ce_tokens += sum(1 for t in range(1, len(s.input_ids)) if s.ce_weight[t])
         ref_tokens += sum(1 for t in range(1, len(s.input_ids)) if s.ref_kl_weight[t])
     total = torch.zeros((), dtype=torch.float64)
@@ -235,13 +285,17 @@ def straightforward(
             if t in members:
                 value = policy_term(config, lp, old, adv, log_ratio, len(sampled))
                 gap = lp - s.ref_logprobs[t]
-                kl = {"k1": gap.detach() * lp, "k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap}[config.kl_estimator]
+                k3 = torch.exp(-gap) - 1 + gap
+                if math.exp(-gap.item()) > 10:  # the tangent there
+                    k3 = 9 - math.log(10) + 9 * (-gap - math.log(10))
+                kl = {"k1": gap.detach() * lp, "k2": gap**2 / 2, "k3": k3}[config.kl_estimator or "k3"]
                 if config.kl_estimator == "k1":
                     kl = kl + gap.detach() * (1 - lp.detach())
                 value = value + config.kl_coef * kl - config.entropy_coef * entropy[t]
                 share = {
                     "token": 1 / rl_tokens,
                     "sequence": 1 / (len(members) * sequences),
+                    "group": 1 / (of_group[s.group_id] * len(of_group)),
                     "fixed": 1 / ((config.fixed_length or 1) * sequences),
                 }[config.normalization]
                 total = total + s.rl_weight[t] * share * value
@@ -275,7 +329,7 @@ def policy_term(config: LossConfig, lp: Tensor, old: float, adv: float, log_rati
         return -min(max(r.item(), 1 - config.clip_low), 1 + config.clip_high) * adv * lp
     ratio = math.exp({"token": (lp - old).item(), "sequence": log_ratio.item(), "geometric": log_ratio.item() / sampled}[config.level])  # fmt: skip
     if config.importance == "mask":
-        weight = ratio if config.low <= ratio <= config.most else 0.0
+        weight = ratio if config.least <= ratio <= config.most else 0.0
     else:
         weight = 1.0 if config.importance == "none" else min(ratio, config.most)
     return -weight * adv * lp
@@ -291,6 +345,9 @@ CONFIGS: dict[str, LossConfig] = {
         "dapo": {"type": "grpo", "clip_high": 0.4},
         "dr grpo": {"type": "grpo", "normalization": "fixed", "fixed_length": 32},
         "grpo, sequences": {"type": "grpo", "normalization": "sequence"},
+        "dapo, groups": {"type": "grpo", "clip_high": 0.4, "normalization": "group"},
+        "cispo, groups, kl, entropy": {"type": "cispo", "normalization": "group", "kl_coef": 0.3, "entropy_coef": 0.1},
+        "gspo, groups": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.05, "normalization": "group"},
         "ppo_clip": {"type": "ppo_clip", "dual_clip": 1.5},
         "gspo": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.05},
         "gspo, tokens": {"type": "gspo", "clip_low": 0.1, "clip_high": 0.05, "normalization": "token"},
@@ -354,7 +411,9 @@ def test_ranks_do_not_matter(config: LossConfig, world: World, monkeypatch: pyte
     monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: both)
     got = sum((step_loss(config, share, new, world) for share in shares), torch.zeros(()))
     monkeypatch.undo()
-    assert got.item() == pytest.approx(step_loss(config, samples, new, world).item(), rel=1e-6)
+    want = step_loss(config, samples, new, world)
+    assert got.item() == pytest.approx(want.item(), rel=1e-6)
+    np.testing.assert_allclose(slopes(got, new).numpy(), slopes(want, new).numpy(), rtol=1e-5, atol=1e-9)
 
 
 @every_loss
@@ -465,6 +524,8 @@ def test_a_loss_of_ones_own(custom: LossConfig, same: LossConfig, world: World) 
         (f"{__name__}:CPU", {}, "not a function"),
         (f"{__name__}:plain_gradient", {"wieght": 2}, "unexpected keyword argument 'wieght'"),
         (f"{__name__}:step_loss", {}, "needs arguments that are not given: world"),
+        ("torch:mul", {}, "does not tell its parameters"),
+        ("builtins:max", {}, "does not tell its parameters"),
     ],
 )
 def test_a_loss_that_is_not_there(path: str, args: dict[str, Any], message: str) -> None:
@@ -482,7 +543,74 @@ def test_a_reference_that_samples_do_not_have() -> None:
         document(sample, reference=True)
 
 
+GIVEN: dict[str, tuple[Callable[..., Any], str]] = {
+    "one too many": (lambda loss: loss[:, None], r"a tensor of float32 of shape \(5, 1\) for \(5,\) tokens"),
+    "one for all": (lambda loss: loss.mean(), r"a tensor of float32 of shape \(\)"),
+    "number": (lambda loss: loss.sum().item(), "gave a float"),
+    "integers": (lambda loss: loss.long(), "a tensor of int64"),
+    "nothing": (lambda loss: None, "gave a NoneType"),
+    "list": (lambda loss: list(loss), "gave a list"),
+    "empty": (lambda loss: (), "gave a tuple of nothing"),
+    "three": (lambda loss: (loss, loss > 0, {}), "gave a tuple of .* a dict"),
+    "metrics": (lambda loss: (loss, {"clipped": 0.1}), "beside the loss, a dict"),
+    "weights": (lambda loss: (loss, torch.zeros_like(loss)), "beside the loss, a tensor of float32"),
+    "dropped at all": (lambda loss: (loss, (loss > 0).any()), r"beside the loss, a tensor of bool of shape \(\)"),
+    "detached": (lambda loss: loss.detach(), "has no gradient in its first argument"),
+    "of nothing": (lambda loss: torch.ones(5, requires_grad=True), "has no gradient in its first argument"),
+    "failing": (lambda loss: loss.view(2, -1), "failed on a few tokens: RuntimeError"),
+}
+
+
+def misshaped(logprob: Tensor, old: Tensor, advantage: Tensor, *, kind: str) -> Any:
+    return GIVEN[kind][0](-advantage * logprob)
+
+
+def misshaped_of_sequences(
+    logprob: Tensor, old: Tensor, advantage: Tensor, sequences: policy_losses.Sequences, *, kind: str
+) -> Any:
+    return GIVEN[kind][0](-advantage * sequences.mean(logprob))
+
+
+@pytest.mark.parametrize("name", ["misshaped", "misshaped_of_sequences"])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_a_loss_of_ones_own_gives_is_checked(kind: str, name: str) -> None:
+    """Contract: before anything is trained, naming the setting."""
+    with pytest.raises(UserError, match=GIVEN[kind][1]) as caught:
+        make_loss(CustomLoss(path=f"{__name__}:{name}", args={"kind": kind}))
+    assert str(caught.value).startswith("loss.path: ")
+
+
+def wrong_for_long_chunks(logprob: Tensor, old: Tensor, advantage: Tensor) -> Tensor:
+    loss = -advantage * logprob
+    return loss if len(loss) < 10 else loss.mean()
+
+
+def test_every_chunk_of_a_loss_of_ones_own_is_checked() -> None:
+    """Contract: also what it gives later on, of other sizes."""
+    loss_of = make_loss(CustomLoss(path=f"{__name__}:wrong_for_long_chunks"))
+    with pytest.raises(UserError, match=r"of shape \(\) for \(10,\) tokens"):
+        loss_of(torch.zeros(10), torch.zeros(10), torch.zeros(len(STREAMS), 10))
+
+
 @pytest.mark.parametrize("make", [lambda: PolicyLoss(normalization="fixed"), lambda: PolicyLoss(fixed_length=8)])
 def test_a_fixed_length_and_its_normalization_come_together(make: Callable[[], PolicyLoss]) -> None:
     with pytest.raises(ValueError, match="fixed_length"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"type": "reinforce", "low": 0.5}, "low has no effect: importance is truncate"),
+        ({"type": "reinforce", "importance": "none", "low": 0.5}, "low has no effect: importance is none"),
+        ({"type": "reinforce", "importance": "none", "high": 2.0}, "high has no effect"),
+        ({"type": "reinforce", "importance": "none", "level": "sequence"}, "level sequence has no effect"),
+        ({"type": "reinforce", "importance": "mask", "low": 5.0}, "low 5.0 is not below high 5.0"),
+        ({"type": "reinforce", "importance": "mask", "level": "sequence", "low": 2.0}, "low 2.0 is not below high 2.0"),
+        ({"type": "grpo", "kl_estimator": "k2"}, "kl_estimator k2 has no effect: kl_coef is 0"),
+    ],
+)
+def test_settings_without_effect_are_refused(values: dict[str, Any], message: str) -> None:
+    """Contract: what is given counts, or is refused."""
+    with pytest.raises(ValueError, match=message):
+        TypeAdapter(LossConfig).validate_python(values)

@@ -2,17 +2,22 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from prime_rl.config.losses import DefaultLoss
+from prime_rl.config.losses import DefaultLoss, PolicyLoss
 from prime_rl.errors import UserError
+from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.prefetch import Prefetch
+from prime_rl.trainer.rl import data as rl_data
 from prime_rl.trainer.rl.data import RolloutData
+from prime_rl.transport.rollouts import write_batch
 from prime_rl.wait import WaitTimeout
 from support import trainer as support
 
@@ -83,7 +88,7 @@ def test_too_slow(no_thread_is_left: None) -> None:
     ahead.close()
 
 
-def rollouts(root: Path, world: World) -> RolloutData:
+def rollouts(root: Path, world: World, loss: PolicyLoss | None = None) -> RolloutData:
     return RolloutData(
         root / "rollouts",
         world,
@@ -94,7 +99,7 @@ def rollouts(root: Path, world: World) -> RolloutData:
         timeout=5,
         read_seconds=30,
         on_wait=lambda subject, waited: None,
-        loss=DefaultLoss(),
+        loss=loss or DefaultLoss(),
     )
 
 
@@ -125,6 +130,45 @@ def test_rollouts_are_read_ahead(
     for a, b in zip(ahead.batches, asked.batches, strict=True):
         assert torch.equal(a.ints, b.ints)
         assert torch.equal(a.floats, b.floats)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_groups_of_a_step(
+    ranks: int, no_thread_is_left: None, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: with normalization group every group's weights add up to 1 / groups, wherever its members lie: over several micro-batches and ranks."""
+    draw, group_of = (
+        np.random.default_rng(0),
+        [number % 5 for number in range(23)],
+    )  # members lie in several record batches
+    samples = [
+        replace(support.make_sample(draw, str(number), 40 + number), group_id=f"group {group}")
+        for number, group in enumerate(group_of)
+    ]
+    write_batch(tmp_path / "rollouts", 0, samples)
+    readers = [
+        rollouts(tmp_path, replace(world, rank=rank, size=ranks), PolicyLoss(normalization="group"))
+        for rank in range(ranks)
+    ]
+    steps = [reader._read(0) for reader in readers]
+    counts = [rl_data._tokens_of_groups(step) for step in steps]
+    monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: [*values[:3], *sum(counts)])
+    weights, micro_batches = np.zeros(5), [set[int]() for _ in range(5)]
+    for reader, step in zip(readers, steps, strict=True):
+        rl_data.normalize(step, world, reader.loss)
+        for batch, groups in zip(step.batches, step.groups, strict=True):
+            documents = groups[batch.documents()]
+            weights += np.bincount(documents, batch.streams[STREAMS.index("rl_scale")], minlength=5)
+            for group in documents:
+                micro_batches[group].add(id(batch))
+        reader.close()
+    assert all(len(found) > 1 for found in micro_batches)
+    assert weights.tolist() == pytest.approx([0.2] * 5, rel=1e-5)
+    tokens = {
+        place: sum(sum(one.loss_mask) for one, g in zip(samples, group_of, strict=True) if g == place)
+        for place in range(5)
+    }
+    assert sum(counts).tolist() == list(tokens.values())
 
 
 def test_a_bad_batch_ahead(no_thread_is_left: None, world: World, tmp_path: Path) -> None:

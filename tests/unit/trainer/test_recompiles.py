@@ -1,16 +1,21 @@
 """Compiled blocks take any packing: after the first shapes have been seen nothing is compiled again."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from conftest import make_tiny_model
-from prime_rl.config.losses import DefaultLoss, GSPOLoss
-from prime_rl.trainer.lm_head import TokenLoss
-from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss
+from prime_rl.config.losses import DefaultLoss, GSPOLoss, LossConfig
+from prime_rl.trainer.lm_head import TokenLoss, _differentiated
+from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World
@@ -63,3 +68,44 @@ def test_no_recompiles(world: World, make_policy: Callable[..., Policy], tmp_pat
     assert len(set(whole[WARM_UP - 1 :])) == 1, (rl, whole)
     sft = recompiles(policy, cross_entropy, 1, world)
     assert len(set(sft[WARM_UP - 1 :])) == 1, (rl, sft)
+
+
+def of_ones_own(logprob: Tensor, old: Tensor, advantage: Tensor, *, bound: float) -> tuple[Tensor, Tensor]:
+    ratio = (logprob - old).exp()
+    return -ratio * advantage, ratio > bound
+
+
+LOSSES = [
+    {"type": "default"},
+    {"type": "ipo", "entropy_coef": 0.1},
+    {"type": "grpo", "kl_coef": 0.1},
+    {"type": "ppo_clip", "kl_coef": 0.1, "kl_estimator": "k1"},
+    {"type": "cispo", "kl_coef": 0.1, "kl_estimator": "k2"},
+    {"type": "reinforce", "importance": "none"},
+    {"type": "reinforce", "importance": "truncate"},
+    {"type": "reinforce", "importance": "mask"},
+    {"type": "custom", "path": f"{__name__}:of_ones_own", "args": {"bound": 1.5}},
+]
+
+
+@pytest.mark.parametrize("values", LOSSES, ids=lambda values: "-".join(map(str, values.values())))
+def test_every_loss_is_one_graph(values: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: with its derivative and metrics a loss of tokens is traced once, without a break, for chunks of any length; the graph gives what it gives."""
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=graphs))
+    loss_of = make_loss(TypeAdapter(LossConfig).validate_python(values))
+    assert not isinstance(loss_of, SequenceLoss)
+    draw = torch.Generator().manual_seed(0)
+    for count in (7, 64, 3):
+        old = -3 * torch.rand(count, generator=draw) - 0.01
+        new = old + 0.3 * torch.randn(count, generator=draw)
+        streams = torch.rand(len(STREAMS), count, generator=draw)
+        streams[STREAMS.index("mask")], streams[STREAMS.index("logprobs")] = 1, old
+        streams[STREAMS.index("ref_logprobs")] = old - 1
+        inputs = new, torch.rand(count, generator=draw), streams
+        for got, want in zip(
+            _differentiated(loss_of, True)(*inputs), _differentiated(loss_of, False)(*inputs), strict=True
+        ):
+            torch.testing.assert_close(got, want)
+    assert graphs.frame_count == 1

@@ -48,7 +48,7 @@ def streams_of(
     Args:
         mask: (T,) the sampled tokens.
         logprobs: (T,) of the sampler.
-        keep_zero: Tokens of advantage zero feed the policy gradient, too, where they only widen its denominator.
+        keep_zero: Tokens of advantage zero are members of the RL component, too: they widen its denominator, and feed the loss's penalties and bonus.
     """
     tokens, nothing = len(mask), np.zeros(len(mask), dtype=np.float32)
     sampled = mask.astype(np.float32)

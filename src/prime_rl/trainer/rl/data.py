@@ -2,16 +2,17 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.batch import pinned
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, collate, plan, rollout_lengths
+from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, Ints, collate, plan, rollout_lengths
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.trainer.prefetch import Prefetch
 from prime_rl.transport.commit import is_listed, wait_for
@@ -30,13 +31,18 @@ _MASK = STREAMS.index("mask")
 class StepData:
     """One step: this rank's micro-batches, the lengths of all ranks' samples, and the run's environments, in the order of their places in streams.
 
-    `example` is a sample for people to read, on rank 0.
+    Args:
+        example: A sample for people to read, on rank 0.
+        groups: Of each document of each of the micro-batches, its group's place among all groups of the step, where `normalize` needs them.
+        group_count: Groups of the step, over all ranks.
     """
 
     batches: list[HostBatch]
     lengths: list[int]
     environments: list[str]
     example: Sample | None = None
+    groups: list[Ints] = field(default_factory=list)
+    group_count: int = 0
 
     @property
     def tokens(self) -> int:
@@ -151,13 +157,14 @@ class RolloutData:
         documents = {i: document(row, environments.index(row.env), reference) for i, row in rows.items()}
         batches = [collate([documents[i] for i in indices], len(STREAMS), self.multiple_of) for indices in mine]
         example = batch.rows([step % len(batch)])[0] if self.world.is_main else None
-        return StepData(pinned(batches, self.world.device), batch.lengths.tolist(), environments, example)
+        data = StepData(pinned(batches, self.world.device), batch.lengths.tolist(), environments, example)
+        return grouped(data, batch.group_ids(), mine) if self.loss.normalization == "group" else data
 
 
 class FakeData:
     """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files.
 
-    Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9).
+    Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9). Each sample is a group of its own.
     """
 
     def __init__(
@@ -197,7 +204,7 @@ class FakeData:
             collate([self._document(step, i, lengths[i]) for i in indices], len(STREAMS), self.multiple_of)
             for indices in mine
         ]
-        return StepData(pinned(batches, self.world.device), lengths, [])
+        return grouped(StepData(pinned(batches, self.world.device), lengths, []), range(len(lengths)), mine)
 
     def _lengths(self, step: int) -> list[int]:
         config = self.config
@@ -265,16 +272,41 @@ def document(sample: Sample, environment: int = 0, reference: bool = False) -> D
     return Document(np.asarray(sample.input_ids, dtype=np.int64), trained, float(sample.temperature), streams)
 
 
+def grouped(data: StepData, group_of: "Sequence[str] | Sequence[int]", mine: Sequence[Sequence[int]]) -> StepData:
+    """With the groups of this rank's documents. Every rank numbers them alike.
+
+    Args:
+        group_of: The group of each of the step's samples.
+        mine: The samples in each micro-batch of this rank.
+    """
+    place = {group: number for number, group in enumerate(dict.fromkeys(group_of))}
+    groups = [np.array([place[group_of[index]] for index in indices], dtype=np.int64) for indices in mine]
+    return replace(data, groups=groups, group_count=len(place))
+
+
 def normalize(data: StepData, world: World, loss: "PolicyLoss") -> StepData:
     """Divide each component's weights by its denominator in the whole step: one sum over the ranks, before any backward.
 
-    The denominator is the component's number of member tokens. With n tokens of a sequence of the RL component, and N sequences that have any, it is
-    n · N where `loss.normalization` is "sequence", and `loss.fixed_length` · N where it is "fixed".
+    The denominator is the component's number of member tokens over all micro-batches and ranks. For the RL component `loss.normalization` may say
+    another one. With n tokens of a sequence of it, and N sequences that have any, it is
+
+        token     all member tokens of the step: common practice, also in implementations of DAPO (ScaleRL's "token average")
+        sequence  n · N  (GRPO's paper; ScaleRL's "sample average")
+        group     the member tokens of the sequence's group · the groups that have any: the mean over groups of the mean over a group's tokens, which
+                  DAPO's formula (arXiv:2503.14476) and CISPO's (arXiv:2506.13585) are, and ScaleRL's "prompt average" (arXiv:2510.13786)
+        fixed     `loss.fixed_length` · N  (Dr. GRPO, arXiv:2503.20783)
     """
     members = sum((np.count_nonzero(b.streams[_SCALES], axis=1) for b in data.batches), np.zeros(3))
-    if loss.normalization != "token":
+    if loss.normalization in ("sequence", "fixed"):
         members[0] = sum(_share_within_sequences(batch, loss.fixed_length) for batch in data.batches)
-    divisors = np.maximum(sum_over_ranks(world, members.tolist()), 1).astype(np.float32)[:, None]
+    of_group = _tokens_of_groups(data) if loss.normalization == "group" else np.zeros(0)
+    summed = np.array(sum_over_ranks(world, [*members.tolist(), *of_group.tolist()]))
+    members, of_group = summed[: len(members)], summed[len(members) :]
+    if loss.normalization == "group":
+        members[0] = np.count_nonzero(of_group)
+        for batch, groups in zip(data.batches, data.groups, strict=True):
+            batch.streams[_SCALES][0] /= np.maximum(of_group, 1)[groups[batch.documents()]].astype(np.float32)
+    divisors = np.maximum(members, 1).astype(np.float32)[:, None]
     for batch in data.batches:
         batch.streams[_SCALES] /= divisors
     return data
@@ -286,3 +318,12 @@ def _share_within_sequences(batch: HostBatch, length: int | None) -> int:
     tokens = np.bincount(document[weights != 0], minlength=batch.sizes[2])
     weights /= np.float32(length) if length else np.maximum(tokens, 1)[document]
     return int(np.count_nonzero(tokens))
+
+
+def _tokens_of_groups(data: StepData) -> npt.NDArray[np.float64]:
+    """This rank's member tokens of the RL component in each group of the step, [group_count]."""
+    tokens = np.zeros(data.group_count)
+    for batch, groups in zip(data.batches, data.groups, strict=True):
+        members = batch.documents()[batch.streams[_SCALES][0] != 0]
+        tokens += np.bincount(groups[members], minlength=data.group_count)
+    return tokens

@@ -1,0 +1,83 @@
+"""Functions of the user's own: found where the processes of a run find them, run once, and refused in words."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prime_rl.errors import UserError
+from prime_rl.importing import find_module, load_function
+
+COUNTING = """
+import sys
+sys.runs = getattr(sys, "runs", 0) + 1
+
+def first(logprob, old, advantage, sequences): ...
+def second(result, sequences): ...
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(Path.cwd()))])
+    monkeypatch.setattr(sys, "runs", 0, raising=False)
+    return tmp_path
+
+
+def test_a_file_is_run_once(here: Path) -> None:
+    """Contract: for all settings that name it, however they write its path."""
+    (here / "own.py").write_text(COUNTING)
+    one = load_function("own.py:first", {}, 3, "loss.path", offered=("sequences",))
+    other = load_function(f"{here}/../{here.name}/own.py:first", {}, 3, "algorithm.path", offered=("sequences",))
+    assert one is other
+    assert sys.runs == 1  # type: ignore[attr-defined]
+
+
+def test_files_of_the_same_name(here: Path) -> None:
+    """Contract: they are modules of their own; what needs its module's name (dataclasses, pickle) finds the right one."""
+    for place, value in (("a", 1), ("b", 2)):
+        (here / place).mkdir()
+        (here / place / "own.py").write_text(f"def value():\n    return {value}\n")
+    one, other = (load_function(f"{place}/own.py:value", {}, 0, "loss.path") for place in ("a", "b"))
+    assert (one(), other()) == (1, 2)
+    assert one.__module__ != other.__module__
+    assert sys.modules[one.__module__].value is one
+    assert sys.modules[other.__module__].value is other
+
+
+def test_a_file_that_fails_is_not_kept(here: Path) -> None:
+    (here / "failing.py").write_text("raise ValueError('half done')")
+    with pytest.raises(UserError, match="cannot be imported: ValueError: half done"):
+        load_function("failing.py:value", {}, 0, "loss.path")
+    (here / "failing.py").write_text("def value(): ...")
+    assert load_function("failing.py:value", {}, 0, "loss.path")
+
+
+def test_a_module_of_the_working_directory(here: Path) -> None:
+    """Contract: found as the processes that `rl` starts find it, though a console script has another directory on its path. It hides no other module."""
+    (here / "only_here.py").write_text("def value(): ...")
+    (here / "json.py").write_text("raise AssertionError")
+    script = "import sys; sys.path[:] = [one for one in sys.path if one]\n"
+    script += "from prime_rl.importing import find_module\n"
+    script += "print(find_module('only_here:value', 'loss.path')); find_module('json:dumps', 'loss.path'); import json.decoder"
+    found = subprocess.run([sys.executable, "-P", "-c", script], cwd=here, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 0, found.stderr
+    assert "('only_here', 'value')" in found.stdout
+    with pytest.raises(UserError, match=r"loss\.path: there is no module nowhere"):
+        find_module("nowhere:value", "loss.path")
+
+
+def test_sequences_are_for_losses(here: Path) -> None:
+    """Contract: only where it is offered an argument may be left to us."""
+    (here / "filters.py").write_text(COUNTING)
+    with pytest.raises(UserError, match="needs arguments that are not given: sequences"):
+        load_function("filters.py:second", {}, 1, "filters.custom.path")
+
+
+@pytest.mark.parametrize("path", ["builtins:max", "builtins:dict"])
+def test_what_is_not_written_in_python(path: str) -> None:
+    """Contract: a refusal that says what to do, where a function does not tell its parameters."""
+    with pytest.raises(UserError, match="does not tell its parameters: call it from a function of your own"):
+        load_function(path, {}, 3, "loss.path")
