@@ -102,7 +102,7 @@ LOSSES: dict[str, LossConfig] = {
         "ipo": {"type": "ipo"},
         "ipo, threshold 0.05": {"type": "ipo", "threshold": 0.05},
         "grpo": {"type": "grpo"},
-        "dapo": {"type": "grpo", "clip_high": 0.28},
+        "dapo": {"type": "grpo", "clip_high": 0.28, "normalization": "group"},
         "dr_grpo": {"type": "grpo", "normalization": "fixed", "fixed_length": LONGEST},
         "ppo_clip": {"type": "ppo_clip"},
         "gspo": {"type": "gspo"},
@@ -245,7 +245,8 @@ def predict(logits: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
 def step_loss(logits: Tensor, samples: Sequence[Sample], config: LossConfig, world: World) -> Tensor:
     """The trainer's loss of a step, all samples in one micro-batch."""
     host = collate([document(sample) for sample in samples], len(STREAMS))
-    normalize(StepData([host], [], []), world, config)
+    groups = np.array([int(sample.task_id) for sample in samples])
+    normalize(StepData([host], [], [], groups=[groups], group_count=len(WANTED)), world, config)
     batch, loss_of = to_device(host, world.device), make_loss(config)
     more = batch.documents() if isinstance(loss_of, SequenceLoss) else ()
     return loss_of(*predict(logits, batch), batch.streams.double(), *more)[0]

@@ -73,7 +73,7 @@ class IPOLoss(PolicyLoss):
 
     type: Literal["ipo"] = Field(default="ipo", description="Kind of loss.")
     threshold: NonNegativeFloat = Field(
-        default=0.2, description="Largest change in probability of a token that is trained."
+        default=0.1, description="Largest change in probability of a token that is trained."
     )
     adv_tau: NonNegativeFloat = Field(default=1.0, description="Weight of the advantage.")
     kl_tau: NonNegativeFloat = Field(

@@ -25,6 +25,7 @@ from prime_rl.config import (
 )
 from prime_rl.config.algorithms import SFT, Distillation, OverlongPenalty, TeacherConfig, TeacherServer
 from prime_rl.config.base import Section
+from prime_rl.config.filters import OffPolicyFilter
 from prime_rl.config.schema import Setting
 from prime_rl.config.schema import settings as settings_of
 from prime_rl.errors import UserError
@@ -114,6 +115,8 @@ def tables(section: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
         required = {"base_url": st.just("http://teacher")}
     if issubclass(section, Distillation):
         required = {"teacher": tables(TeacherServer if section is SFT else TeacherConfig)}
+    if section is OffPolicyFilter:
+        required = {"max_steps": st.integers(1, 7)}  # between async_level and max_off_policy_steps
     if section is OverlongPenalty:
         required = {"max_tokens": st.integers(8, 16), "cache": st.integers(1, 8)}
     free = {
