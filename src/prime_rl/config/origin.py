@@ -16,6 +16,11 @@ class Origin:
     kind: Literal["option", "file", "variable"]
     text: str
 
+    @property
+    def source(self) -> str:
+        """The file, or all options, or all variables."""
+        return self.text.partition(", line ")[0] if self.kind == "file" else self.kind
+
     def spell(self, keys: Keys) -> str:
         """`keys` as one would write them in this place."""
         return spell(keys, self.kind)
@@ -54,6 +59,37 @@ def flatten(keys: Keys, value: Any, origin: Origin) -> Iterator[Assignment]:
     yield Assignment(keys, {}, origin)
     for key, item in value.items():
         yield from flatten((*keys, str(key)), item, origin)
+
+
+def of_one_type(layers: list[Layer], hints: list[str]) -> list[Layer]:
+    """`layers`, from the lowest to the highest, without what an earlier source sets in a section that a later one makes another `type`.
+
+    It was meant for the earlier type, and would else go over silently where the later one has a setting of the same name. A hint tells of it.
+    """
+    kept: list[list[Assignment | None]] = [list(layer) for layer in layers]
+    types: dict[Keys, Assignment] = {}
+    for number, layer in enumerate(layers):
+        for place, now in enumerate(layer):
+            if now.mark or now.keys[-1] != "type" or not isinstance(now.value, str):
+                continue
+            section, before = now.keys[:-1], types.get(now.keys)
+            types[now.keys] = now
+            if before is None or before.value == now.value:
+                continue
+            gone = []
+            for earlier in kept[: number + 1]:
+                end = place if earlier is kept[number] else len(earlier)
+                for i, one in enumerate(earlier[:end]):
+                    inside = one is not None and len(one.keys) > len(section) and one.keys[: len(section)] == section
+                    if one is not None and inside and one.origin.source != now.origin.source:
+                        earlier[i] = None
+                        gone += [".".join(one.keys)] if one.keys != now.keys and one.value != {} else []
+            if gone:
+                hints.append(
+                    f"{', '.join(dict.fromkeys(gone))} set by {before.origin.source} for type '{before.value}' is left out: "
+                    f"{now.origin.text} makes it '{now.value}'"
+                )
+    return [[one for one in layer if one is not None] for layer in kept]
 
 
 def build(layer: Iterable[Assignment]) -> dict[str, Any]:

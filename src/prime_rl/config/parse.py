@@ -12,7 +12,7 @@ from prime_rl.config import environ
 from prime_rl.config.base import BaseConfig, ConfigError, Section
 from prime_rl.config.errors import describe, unknown_keys
 from prime_rl.config.help import help_text
-from prime_rl.config.origin import Assignment, Layer, Origins, put_item, spell
+from prime_rl.config.origin import Assignment, Layer, Origins, of_one_type, put_item, spell
 from prime_rl.config.schema import Keys, find, settings
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -66,6 +66,7 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
     # From the lowest to the highest.
     given = [environ.read(env, cls), line.root_files, line.section_files, line.options]
     layers = [[_todays(assignment, cls, hints) for assignment in layer] for layer in given]
+    layers = of_one_type(layers, hints)
     origins = Origins(layers)
     indexed = [assignment for assignment in layers[-1] if _index(cls, assignment) is not None]
     layers[-1] = [assignment for assignment in layers[-1] if _index(cls, assignment) is None]

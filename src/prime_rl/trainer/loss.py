@@ -165,6 +165,11 @@ def _try_out(policy_loss: Callable[..., tuple[Tensor, Tensor]], path: str, coupl
         raise UserError(
             f"loss.path: {path!r} gave a loss that has no gradient in its first argument: nothing would be trained"
         )
+    if not (loss.isfinite().all() and gradient.isfinite().all()):
+        raise UserError(
+            f"loss.path: {path!r} gave {loss.tolist()} with gradient {gradient.tolist()} for tokens the last of which is of another component "
+            "(advantage 0, sampler's log-probability 0): all must be finite"
+        )
 
 
 _STEEPEST = 10.0  # times as probable to the reference as to the policy

@@ -17,6 +17,7 @@ from prime_rl.config import (
     child_env,
     parse,
 )
+from prime_rl.config.parse import resolve
 
 Write = Callable[[str, str], str]
 ENV = ["--environment.id", "x"]
@@ -61,6 +62,24 @@ def test_lists_are_replaced_and_tables_merged(write: Write) -> None:
     second = write("b.toml", "[vllm]\nlist = [3]\n[vllm.deep]\nchanged = 2")
     config = parse(InferenceConfig, ["@", first, "@", second], {})
     assert config.vllm == {"one": 1, "list": [3], "deep": {"kept": 1, "changed": 2}}
+
+
+def test_another_type_takes_nothing_over_from_the_one_before(write: Write) -> None:
+    """Contract: settings of a type that a later source replaces do not end up in the later type, and it is said; those of one source stay."""
+    grpo = write("dapo.toml", '[loss]\nclip_high = 0.28\ntype = "grpo"\nnormalization = "group"')
+    gspo = write("gspo.toml", '[loss]\ntype = "gspo"\nclip_low = 0.001')
+    alone = parse(TrainerConfig, ["@", gspo], {}).loss
+    found = resolve(TrainerConfig, ["@", grpo, "@", gspo], {})
+    assert found.config.loss == alone
+    (hint,) = found.hints
+    assert hint.startswith(
+        f"loss.clip_high, loss.normalization set by {grpo} for type 'grpo' is left out: {gspo}, line 2"
+    )
+    changed = resolve(TrainerConfig, ["@", grpo, "--loss.clip-low", "0.5", "--loss.type", "cispo"], {})
+    assert (changed.config.loss.clip_low, changed.config.loss.clip_high) == (0.5, 4.0)
+    same = resolve(TrainerConfig, ["@", grpo, "--loss.type", "grpo", "--loss.clip-low", "0.1"], {})
+    assert (same.config.loss.clip_low, same.config.loss.clip_high, same.hints) == (0.1, 0.28, [])
+    assert parse(TrainerConfig, ["@", grpo], {"PRIME_LOSS__TYPE": "gspo"}).loss.type == "grpo"
 
 
 def test_a_list_of_tables_is_replaced_as_a_whole(write: Write) -> None:
