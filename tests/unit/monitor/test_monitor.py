@@ -134,7 +134,7 @@ def test_heartbeats_are_throttled(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def counted(self: Path, target: Path) -> Path:
         nonlocal writes
-        writes += 1
+        writes += self.is_relative_to(tmp_path)  # another test's status may write still
         return original(self, target)
 
     monkeypatch.setattr(Path, "replace", counted)
