@@ -39,7 +39,9 @@ class Limits:
     max_off_policy_steps: int
     max_concurrent: int
     max_steps: int | None = None
-    max_attempts: int = 3
+    # Each death of a server or worker costs all episodes there one, whoever was at fault: so many that a run with several deaths in a row loses
+    # none, and so few that a task which kills its worker every time is given up.
+    max_attempts: int = 5
 
     def __post_init__(self) -> None:
         if self.batch_size % self.group_size:

@@ -192,7 +192,7 @@ def test_concurrency_is_bounded():
 
 def test_a_retried_episode_is_issued_again_with_the_same_place_and_a_new_id():
     """Work lost to a dead worker is issued again, up to max_attempts, then counted as lost."""
-    core = make_core(Limits(2, 2, 0, 0, 10, 1))
+    core = make_core(Limits(2, 2, 0, 0, 10, 1, max_attempts=3))
     first, second = core.next_start(), core.next_start()
     assert core.fail(first.episode, Drop.ERRORED, retry=True)
     again = core.next_start()
