@@ -10,27 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
 
 from fake_engine import make_tokenizer  # noqa: E402
 
+from prime_rl.config.shared import EnvConfig  # noqa: E402
 from prime_rl.envs.pool import EnvPool  # noqa: E402
-
-
-@dataclass
-class Env:
-    id: str = "reverse-text"
-    name: str = "reverse-text"
-    args: dict[str, Any] = field(default_factory=dict)
-    python: str | None = None
-    workers: int = 1
-    max_concurrent: int = 128
-    secrets: list[str] = field(default_factory=list)
 
 
 def cpu_seconds(pid: int) -> float:
@@ -80,7 +68,11 @@ async def main(options: argparse.Namespace) -> None:
         assert engine.stdout is not None
         base_url = engine.stdout.readline().strip()
         pool = EnvPool(
-            [Env()], model=str(model), base_url=base_url, api_key=None, output_dir=options.output or Path(directory)
+            [EnvConfig(id="reverse-text", max_concurrent=128)],
+            model=str(model),
+            base_url=base_url,
+            api_key=None,
+            output_dir=options.output or Path(directory),
         )
         try:
             begin = time.perf_counter()

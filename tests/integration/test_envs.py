@@ -5,7 +5,7 @@ import sys
 import time
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest_asyncio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from environments import write_environments
+from environments import environment, write_environments
 from fake_engine import FakeEngine, make_tokenizer
 
 from prime_rl.envs.pool import EnvPool
@@ -23,20 +23,6 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 START_SECONDS = 180.0
-
-
-@dataclass
-class Env:
-    id: str
-    args: dict[str, Any] = field(default_factory=dict)
-    python: str | None = None
-    workers: int = 1
-    max_concurrent: int = 64
-    secrets: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.id
 
 
 @dataclass
@@ -61,7 +47,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
     """One worker each for a good, a raising and a two-turn environment, and an engine."""
     root = tmp_path_factory.mktemp("envs")
     path = write_environments(root / "path")
-    envs = [Env("reverse-text", {"num_tasks": 8}), Env("env-bad-reward"), Env("env-two-turn")]
+    envs = [environment("reverse-text", {"num_tasks": 8}), environment("env-bad-reward"), environment("env-two-turn")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(path))
         async with FakeEngine(make_tokenizer(root / "model")) as engine:

@@ -1,32 +1,25 @@
 """A real environment worker against the real engine: what it brings back is what the engine scores."""
 
 import math
+import sys
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from environments import environment
+
 from prime_rl.envs.pool import EnvPool
-
-
-@dataclass
-class Env:
-    id: str = "reverse-text"
-    name: str = "reverse-text"
-    args: dict[str, Any] = field(default_factory=lambda: {"num_tasks": 4})
-    python: str | None = None
-    workers: int = 1
-    max_concurrent: int = 8
-    secrets: list[str] = field(default_factory=list)
 
 
 async def test_tokens_and_logprobs_against_the_engine(inference_server: Any, tmp_path: Path) -> None:
     """Episodes on vLLM are trainable; scoring their ids again gives their logprobs; one seed gives one answer."""
     inference_server.reset()
     pool = EnvPool(
-        [Env()],
+        [environment("reverse-text", {"num_tasks": 4}, max_concurrent=8)],
         model=str(inference_server.model),
         base_url=inference_server.base_url,
         api_key=None,

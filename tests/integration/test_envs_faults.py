@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ import zmq.asyncio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from environments import write_environments
+from environments import environment, write_environments
 from fake_engine import FakeEngine, make_tokenizer
 
 from prime_rl import faults
+from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import pool as pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -32,20 +32,6 @@ from prime_rl.errors import UserError
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 START_SECONDS = 180.0
-
-
-@dataclass
-class Env:
-    id: str
-    args: dict[str, Any] = field(default_factory=dict)
-    python: str | None = None
-    workers: int = 1
-    max_concurrent: int = 64
-    secrets: list[str] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return self.id
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +45,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(model: Path) -> AsyncIterator[tuple[EnvPool, FakeEngine]]:
     """A pool for the faults that it survives: starting workers is what takes the time here."""
-    envs = [Env("env-good"), Env("env-blocking"), Env("env-bad-reward", {"prompt": "x" * 600})]
+    envs = [environment("env-good"), environment("env-blocking"), environment("env-bad-reward", {"prompt": "x" * 600})]
     async with serving(model, *envs, hang_timeout=10.0) as world:
         yield world
 
 
 @asynccontextmanager
-async def serving(model: Path, *envs: Env, **options: Any) -> AsyncIterator[tuple[EnvPool, FakeEngine]]:
+async def serving(model: Path, *envs: EnvConfig, **options: Any) -> AsyncIterator[tuple[EnvPool, FakeEngine]]:
     async with FakeEngine(model) as engine:
         pool = EnvPool(
             envs, model=str(model), base_url=engine.base_url, api_key=None, output_dir=model.parent / "out", **options
@@ -186,7 +172,7 @@ async def test_every_fault_of_a_worker_is_an_outcome(
         *((run_point, "kill"), (run_point, "stop")),
         *((result_point, do) for do in ("kill", "stop", "drop", "duplicate", "error")),
     )
-    async with serving(model, Env("env-good")) as (pool, _):
+    async with serving(model, environment("env-good")) as (pool, _):
         results = [await run(pool, "env-good") for _ in range(4)]
         assert [result.outcome for result in results] == [Outcome.WORKER_DIED] * 4
         assert ["SIGKILL" in result.message for result in results] == [True, False] * 2
@@ -207,7 +193,11 @@ async def test_a_worker_killed_before_it_is_ready(model: Path) -> None:
     """SIGKILL while it loads is no fault of the environment: it is started again, and the start succeeds."""
     async with FakeEngine(model) as engine:
         pool = EnvPool(
-            [Env("env-good")], model=str(model), base_url=engine.base_url, api_key=None, output_dir=model.parent / "out"
+            [environment("env-good")],
+            model=str(model),
+            base_url=engine.base_url,
+            api_key=None,
+            output_dir=model.parent / "out",
         )
         starting = asyncio.create_task(pool.start(START_SECONDS))
         try:
@@ -240,7 +230,7 @@ worker.main()
     path = os.environ["PYTHONPATH"]
     python.write_text(f'#!/bin/sh\nshift 2\nPYTHONPATH="$PYTHONPATH:{path}" exec "{sys.executable}" {script} "$@"\n')
     python.chmod(0o755)
-    async with serving(model, Env("env-good", python=str(python))) as (pool, _):
+    async with serving(model, environment("env-good", python=str(python))) as (pool, _):
         result = await run(pool, "env-good")
         assert (result.outcome, "broken message" in result.message) == (Outcome.WORKER_DIED, True)
         with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
@@ -258,10 +248,10 @@ async def test_a_worker_gets_the_secrets_that_it_was_promised(
     """Names in `secrets` are passed on, other secrets are not; the log names them, and holds no value."""
     monkeypatch.setenv("OPENAI_API_KEY", "sk-for-the-judge")
     monkeypatch.setenv("HF_TOKEN", "hf-not-for-it")
-    async with serving(model, Env("env-secrets", secrets=["OPENAI_API_KEY"])) as (pool, _):
+    async with serving(model, environment("env-secrets", secrets=["OPENAI_API_KEY"])) as (pool, _):
         assert (await run(pool, "env-secrets")).reward == 1.0
-        environment = Path(f"/proc/{pid(pool, 'env-secrets')}/environ").read_bytes()
-        assert b"hf-not-for-it" not in environment
+        variables = Path(f"/proc/{pid(pool, 'env-secrets')}/environ").read_bytes()
+        assert b"hf-not-for-it" not in variables
     log = (model.parent / "out" / "logs" / "envs" / "env-secrets.log").read_text()
     assert log.count("HF_TOKEN") == 1
     assert "hf-not-for-it" not in log
@@ -270,7 +260,7 @@ async def test_a_worker_gets_the_secrets_that_it_was_promised(
 async def test_crash_loop_ends_the_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that keeps dying without finishing an episode is an error of the run, which quotes the log."""
     monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
-    async with serving(model, Env("env-exits")) as (pool, _):
+    async with serving(model, environment("env-exits")) as (pool, _):
         assert (await run(pool, "env-exits")).outcome is Outcome.WORKER_DIED
         with pytest.raises(UserError, match="died 2 times in a row") as caught:
             await _run_until_it_fails(pool, "env-exits")
@@ -283,7 +273,7 @@ async def test_crash_loop_ends_the_pool(model: Path, monkeypatch: pytest.MonkeyP
 async def test_engine_down_and_close(model: Path) -> None:
     """Nobody listens at the engine's port: `engine_unavailable`, at once; the same workers go on once it is back.
     `close` leaves no process."""
-    async with serving(model, Env("env-good", workers=2)) as (pool, engine):
+    async with serving(model, environment("env-good", workers=2)) as (pool, engine):
         assert (await run(pool, "env-good")).ok
         await engine._runner.cleanup()
         for _ in range(2):
@@ -299,12 +289,12 @@ async def test_engine_down_and_close(model: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        (Env("no-such-env"), r"environment 'no-such-env' not found: .*no_such_env"),
-        (Env("env-good", python="/nowhere/python"), r"cannot start a worker of 'env-good': .*/nowhere/python"),
-        (Env("env-good", python="/bin/false"), r"'env-good' died before it was ready: exited with status 1"),
+        (environment("no-such-env"), r"environment 'no-such-env' not found: .*no_such_env"),
+        (environment("env-good", python="/nowhere/python"), r"cannot start a worker of 'env-good': .*/nowhere/python"),
+        (environment("env-good", python="/bin/false"), r"'env-good' died before it was ready: exited with status 1"),
     ],
 )
-async def test_start_names_what_is_wrong(model: Path, env: Env, message: str) -> None:
+async def test_start_names_what_is_wrong(model: Path, env: EnvConfig, message: str) -> None:
     """An environment that cannot start fails the start, with its cause, and leaves no process."""
     with pytest.raises(UserError, match=message):
         async with serving(model, env):
@@ -318,14 +308,14 @@ async def test_other_version_is_refused(model: Path, tmp_path: Path) -> None:
     python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" -c "{patch}" "$@"\n')
     python.chmod(0o755)
     with pytest.raises(UserError, match="speaks protocol 999"):
-        async with serving(model, Env("env-good", python=str(python))):
+        async with serving(model, environment("env-good", python=str(python))):
             pass
 
 
 async def test_two_environments_of_one_name(model: Path) -> None:
     """Names are how environments are told apart."""
     with pytest.raises(UserError, match="two environments are named 'env-good'"):
-        async with serving(model, Env("env-good"), Env("env-good")):
+        async with serving(model, environment("env-good"), environment("env-good")):
             pass
 
 
@@ -333,11 +323,11 @@ ORPHAN = """
 import asyncio, sys, time
 from pathlib import Path
 sys.path.insert(0, {support!r})
-from test_envs_faults import Env
+from environments import environment
 from prime_rl.envs.pool import EnvPool
 
 async def main():
-    pool = EnvPool([Env("env-blocking")], model={model!r}, base_url={url!r}, api_key=None, output_dir=Path({out!r}))
+    pool = EnvPool([environment("env-blocking")], model={model!r}, base_url={url!r}, api_key=None, output_dir=Path({out!r}))
     await pool.start(180)
     asyncio.create_task(pool.run(env="env-blocking", task_index=0, sampling={{"max_tokens": 4}}, policy_version=0,
                                  episode_id="e", deadline=time.monotonic() + 600))
@@ -353,7 +343,10 @@ async def test_worker_dies_with_its_parent(model: Path, tmp_path: Path) -> None:
     """SIGKILL of the orchestrator leaves no worker behind, not even one whose loop is blocked."""
     async with FakeEngine(model) as engine:
         source = ORPHAN.format(
-            support=str(Path(__file__).parent), model=str(model), url=engine.base_url, out=str(tmp_path / "out")
+            support=str(Path(__file__).parents[1] / "support"),
+            model=str(model),
+            url=engine.base_url,
+            out=str(tmp_path / "out"),
         )
         parent = await asyncio.create_subprocess_exec(sys.executable, "-c", source, stdout=subprocess.PIPE)
         try:

@@ -1,6 +1,9 @@
 """Small verifiers packages that misbehave in one way each, written into a directory for a worker's path."""
 
 from pathlib import Path
+from typing import Any
+
+from prime_rl.config.shared import EnvConfig
 
 TASKSET = """
 import os, sys, time
@@ -100,3 +103,8 @@ def write_environments(directory: Path) -> Path:
     for name, source in SOURCES.items():
         (directory / f"{name}.py").write_text(source)
     return directory
+
+
+def environment(env_id: str, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
+    """An environment's settings, with room for few episodes."""
+    return EnvConfig(id=env_id, args=args or {}, **{"max_concurrent": 64, **settings})

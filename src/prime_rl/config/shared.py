@@ -259,9 +259,36 @@ class EnvConfig(Section):
     args: dict[str, Any] = Field(default_factory=dict, description="Arguments handed to the environment.")
     ratio: PositiveFloat = Field(default=1.0, description="Share of the tasks, relative to the other environments.")
     sampling: SamplingOverride | None = Field(default=None, description="Sampling settings of this environment alone.")
+    adapter: Literal["auto", "verifiers", "classic", "python"] = Field(
+        default="auto", description="What the package is written for (auto: its module tells)."
+    )
     python: str | None = Field(default=None, description="Python interpreter of the worker processes (None: this one).")
-    workers: PositiveInt = Field(default=1, description="Worker processes.")
+    requirements: list[str] = Field(
+        default_factory=list,
+        description="Packages of a Python environment of its own, which uv makes and keeps, such as wordle==0.3 or ./my_env.",
+    )
+    workers: PositiveInt = Field(default=1, description="Worker processes, at least.")
+    max_workers: PositiveInt | None = Field(
+        default=None, description="Worker processes, at most: more start when all are full (None: workers)."
+    )
     max_concurrent: PositiveInt = Field(default=256, description="Most episodes that one worker runs at a time.")
+    recycle_episodes: PositiveInt | None = Field(
+        default=None, description="Episodes after which a worker is replaced by a fresh one (None: never)."
+    )
+    recycle_mib: PositiveInt | None = Field(
+        default=None, description="Memory in MiB beyond which a worker is replaced by a fresh one (None: never)."
+    )
+    max_turns: PositiveInt | None = Field(default=None, description="Most replies in one conversation (None: any).")
+    turn_timeout: PositiveFloat | None = Field(
+        default=None, description="Seconds that one reply may take (None: the episode's time alone)."
+    )
+    overflow: Literal["stop", "truncate", "refuse"] = Field(
+        default="stop",
+        description="When the model's context is full: judge what there is, go on without the oldest turns, or fail the episode.",
+    )
+    trajectories: Literal["interleaved", "branched"] = Field(
+        default="interleaved", description="A conversation is one sample while it only grows, or each reply is one."
+    )
 
     secrets: list[str] = Field(
         default_factory=list,
@@ -277,6 +304,16 @@ class EnvConfig(Section):
                 "name",
                 "id",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.python is not None and self.requirements:
+            raise Problem(
+                "python names an interpreter and requirements make one: give one of them", "python", "requirements"
+            )
+        if self.max_workers is not None and self.max_workers < self.workers:
+            raise Problem(f"max_workers {self.max_workers} is below workers {self.workers}", "max_workers", "workers")
         return self
 
     @model_validator(mode="after")

@@ -16,11 +16,12 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
+from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import process
 from prime_rl.envs.process import Life
 from prime_rl.envs.protocol import (
@@ -56,25 +57,6 @@ BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 15.0)
 MAX_DEATHS = 5  # in a row, of one worker, without one finished episode
 LAST_WORDS_SECONDS = 5.0
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
-
-
-class EnvConfig(Protocol):
-    """What the pool reads of an environment's configuration."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def args(self) -> dict[str, Any]: ...
-    @property
-    def python(self) -> str | None: ...
-    @property
-    def workers(self) -> int: ...
-    @property
-    def max_concurrent(self) -> int: ...
-    @property
-    def secrets(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -358,6 +340,11 @@ class EnvPool:
             sampled_by="" if sampler is None else sampler.model,
             demonstration="" if shown is None else shown.field,
             template="" if shown is None else shown.template,
+            adapter=config.adapter,
+            max_turns=config.max_turns or 0,
+            turn_timeout=config.turn_timeout or 0.0,
+            overflow=config.overflow,
+            trajectories=config.trajectories,
         )
         assert self._lifeline is not None
         variables = self._variables(env)

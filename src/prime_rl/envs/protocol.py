@@ -21,7 +21,7 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 5
+VERSION = 6
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
 TOKEN_VAR = "PRIMERL_ENV_TOKEN"
@@ -132,6 +132,8 @@ class EpisodeResult:
     completion: str = ""
     timing: dict[str, float] = field(default_factory=dict)  # seconds by stage
     filtered: str = ""  # the filter that leaves it out, by the orchestrator
+    input_tokens: int = 0  # of all prompts that the model was sent
+    output_tokens: int = 0  # of all its replies
 
     @property
     def ok(self) -> bool:
@@ -159,6 +161,14 @@ class Setup:
     sampled_by: str = ""  # the model's name where it is sampled ("": `model`)
     demonstration: str = ""  # field of a task that is shown to who scores its episodes ("": none)
     template: str = ""  # of the message that shows it
+    adapter: str = "auto"
+    max_turns: int = 0  # replies in one conversation (0: any number)
+    turn_timeout: float = 0.0  # seconds for one reply (0: the episode's time alone)
+    overflow: str = "stop"
+    trajectories: str = "interleaved"
+    chat: bool = (
+        False  # the model is asked by its chat route, as any OpenAI-compatible API: no tokens, nothing to train on
+    )
 
 
 @dataclass

@@ -18,6 +18,7 @@ from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
 from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
+from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import lean_client
 from prime_rl.envs.harness import HARNESS_ID, close_session
@@ -26,10 +27,6 @@ from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
 MAX_TASKS = 5_000_000
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
 _PINNED_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
-
-
-class LoadError(Exception):
-    """The environment cannot be loaded; the message is one line that names the cause."""
 
 
 class NothingToShow(Exception):

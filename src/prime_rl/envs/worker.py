@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 import traceback
-from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from prime_rl import faults, lifeline
+from prime_rl.envs.adapter import Adapter, LoadError, load
 from prime_rl.envs.protocol import (
     TOKEN_VAR,
     VERSION,
@@ -89,10 +89,8 @@ class Worker:
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
         # verifiers and its dependencies take seconds to import: only after the hello.
-        from prime_rl.envs.verifiers_v1 import LoadError, VerifiersEnv
-
         try:
-            env = VerifiersEnv(setup)
+            env = load(setup)
         except LoadError as error:
             traceback.print_exc()
             await self._send(LoadFailed(str(error)))
@@ -113,7 +111,7 @@ class Worker:
             if not receive.cancelled() and receive.exception() is not None:
                 raise RuntimeError("the command loop failed") from receive.exception()
 
-    async def _receive(self, env: Any, name: str, slots: asyncio.Semaphore) -> None:
+    async def _receive(self, env: Adapter, name: str, slots: asyncio.Semaphore) -> None:
         while True:
             frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
             match decode(frame):
@@ -128,7 +126,7 @@ class Worker:
                 case other:
                     raise RuntimeError(f"unexpected message {other.kind!r}")
 
-    async def _episode(self, env: Any, name: str, run: Run, slots: asyncio.Semaphore) -> None:
+    async def _episode(self, env: Adapter, name: str, run: Run, slots: asyncio.Semaphore) -> None:
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
             return EpisodeResult(run.episode_id, name, run.task_id, outcome, message)
 

@@ -73,6 +73,8 @@ CONSTRAINED |= {
     "temperature",
     "dynamic_sampling",
     "length_penalty",
+    "requirements",
+    "max_workers",
 }
 
 

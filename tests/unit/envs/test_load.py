@@ -46,7 +46,7 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
 )
 def test_what_is_wrong_is_named(env_id: str, message: str, model: Path) -> None:
     """Not found, a missing dependency, an error on import or in load, an old or empty package: told apart."""
-    from prime_rl.envs.verifiers_v1 import LoadError
+    from prime_rl.envs.adapter import LoadError
 
     with pytest.raises(LoadError) as caught:
         load(env_id, model)
@@ -66,7 +66,7 @@ def test_what_is_wrong_is_named(env_id: str, message: str, model: Path) -> None:
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Path) -> None:
     """An unknown name, a value of the wrong kind, a value the environment refuses."""
-    from prime_rl.envs.verifiers_v1 import LoadError
+    from prime_rl.envs.adapter import LoadError
 
     with pytest.raises(LoadError) as caught:
         load("reverse-text", model, **args)
@@ -85,7 +85,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Pa
 )
 def test_an_environment_that_demonstrates_nothing(field: str, answers: list[Any], message: str, model: Path) -> None:
     """Contract: not one to start with."""
-    from prime_rl.envs.verifiers_v1 import LoadError
+    from prime_rl.envs.adapter import LoadError
 
     with pytest.raises(LoadError) as caught:
         load("env-answers", model, field, answers=answers)

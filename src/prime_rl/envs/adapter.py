@@ -1,0 +1,44 @@
+"""What a worker asks of an environment, whatever it is written for, and which kind of package it is.
+
+Standard library only: a worker imports what an environment needs after its hello, in a Python environment of its own where it has one.
+"""
+
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from prime_rl.envs.protocol import EpisodeResult, Setup
+
+
+class LoadError(Exception):
+    """The environment cannot be loaded; the message is one line that names the cause."""
+
+
+class Adapter(Protocol):
+    """A loaded environment. It serves between `__aenter__` and `__aexit__`."""
+
+    renderer: str
+    """How its conversations become tokens, for people."""
+    arguments: list[str]
+    """Names that `args` accepts."""
+    task_ids: list[str]
+    """Durable and unique, in the environment's own order."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+    async def run(
+        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
+    ) -> EpisodeResult:
+        """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+
+
+def load(setup: Setup) -> Adapter:
+    """The environment of a setup, loaded.
+
+    Raises:
+        LoadError: it is not there, or cannot be used as it is set up.
+    """
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    return VerifiersEnv(setup)
