@@ -10,6 +10,7 @@ from typing import Any
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
+_LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
 _TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
 
 
@@ -126,7 +127,7 @@ def _verdict(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outco
             return Outcome.ERRORED, f"reward {missing[0]!r} was not computed"
         if trace.num_turns == 0:
             return Outcome.INVALID, f"stopped before the first turn ({trace.stop_condition})"
-        if not math.isfinite(trace.reward):
+        if not abs(trace.reward) <= _LARGEST_REWARD:  # nor one that is no number
             return Outcome.INVALID, f"reward is {trace.reward}"
     return Outcome.OK, ""
 

@@ -203,6 +203,7 @@ def test_misaligned_tokens_are_invalid(damage: Any) -> None:
         (episode(trace(ok=False), ok=False), Outcome.ERRORED),
         (episode(trace(reward=math.nan)), Outcome.INVALID),
         (episode(trace(reward=math.inf)), Outcome.INVALID),
+        (episode(trace(reward=-1e39)), Outcome.INVALID),  # finite here, and not in the 32 bits that the trainer gets
         (episode(trace(num_turns=0, stop_condition="max_turns")), Outcome.INVALID),
         (episode(trace(branches=[])), Outcome.INVALID),
         (episode(), Outcome.INVALID),

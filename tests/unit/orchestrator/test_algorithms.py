@@ -281,8 +281,8 @@ def best_alone(group: list[Attempt], *, margin: float = 0.0) -> list[float]:
     return [1.0 if attempt.reward >= best else 0.0 for attempt in group]
 
 
-def nonsense(group: list[Attempt]) -> list[float]:
-    return [math.nan] * len(group)
+def nonsense(group: list[Attempt], value: float = math.nan) -> list[float]:
+    return [value] * len(group)
 
 
 def test_an_algorithm_of_ones_own() -> None:
@@ -350,6 +350,8 @@ def test_what_gdpo_needs() -> None:
 def test_an_algorithm_that_gives_no_numbers() -> None:
     with pytest.raises(UserError, match=r"gave \[nan, nan\] for 2 attempts"):
         of_one(CustomAlgorithm(path=f"{__file__}:nonsense"), rewarded(0.0, 1.0))
+    with pytest.raises(UserError, match=r"gave \[1e\+39\] for 1 attempts"):
+        of_one(CustomAlgorithm(path=f"{__file__}:nonsense", args={"value": 1e39}), rewarded(0.0))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "max_rl", "gdpo"])
