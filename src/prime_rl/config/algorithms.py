@@ -149,7 +149,9 @@ class GDPO(ByReward):
     )
 
     @model_validator(mode="after")
-    def _has_no_penalty(self) -> Self:
+    def _has_an_effect(self) -> Self:
+        if self.weights and not any(self.weights.values()):
+            raise Problem("weights are all zero, and so would be every advantage", "weights")
         if self.length_penalty is None:
             return self
         raise Problem("length_penalty has no effect: gdpo reads the rewards of single functions", "length_penalty")

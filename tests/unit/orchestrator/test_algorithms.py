@@ -371,6 +371,8 @@ def test_a_baseline_of_one() -> None:
     with pytest.raises(ValidationError, match="reinforce_pp compares attempts at one task"):
         OrchestratorConfig(algorithm={"type": "reinforce_pp", "group_baseline": True}, **alone)
     OrchestratorConfig(algorithm={"type": "reinforce_pp"}, **alone)
+    with pytest.raises(ValidationError, match="compares the episodes of a batch: with batch_size 1"):
+        OrchestratorConfig(algorithm={"type": "reinforce_pp"}, **{**alone, "batch_size": 1})
 
 
 def test_a_cache_beyond_the_room() -> None:
