@@ -121,6 +121,9 @@ class ReinforcePP(ByReward):
     group_baseline: bool = Field(
         default=False, description="Take the mean of the group off first (REINFORCE++-baseline)."
     )
+    per_token: bool = Field(
+        default=False, description="Normalize over the batch's sampled tokens, so that long episodes weigh more."
+    )
 
     @property
     def group_relative(self) -> bool:
