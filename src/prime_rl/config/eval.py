@@ -70,9 +70,7 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
     weights_dir: Path | None = Field(
         default=None, description="Evaluate the versions in this directory, which the server loads one after the other."
     )
-    steps: list[int] = Field(
-        default_factory=list, description="Versions of weights_dir to evaluate (none given: all)."
-    )
+    steps: list[int] = Field(default_factory=list, description="Versions of weights_dir to evaluate (none given: all).")
     interval: PositiveInt | None = Field(
         default=None, description="Evaluate only versions of weights_dir that are multiples of this (None: all)."
     )

@@ -1,4 +1,4 @@
-"""`eval`: named environments against a running server."""
+"""`eval`: named environments against a running server, the versions that it is given, or an API."""
 
 import asyncio
 import sys
@@ -27,15 +27,19 @@ def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     for env in config.environments:
         check_environment(env)
+    from prime_rl.evals.run import check_key, run_evals
+    from prime_rl.evals.targets import check_versions
+
+    check_key(config.client)
+    check_versions(config)
     path = config.output_dir / "configs" / "eval.toml"
     write_toml(config, path)
     if config.dry_run:
         names = ", ".join(env.name for env in config.environments)
-        print(f"eval: {names} with {config.model.name} at {config.client.servers}")
+        of = "" if config.weights_dir is None else f", versions of {config.weights_dir}"
+        print(f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         print(f"config: {path}")
         return
-    from prime_rl.orchestrator.eval_run import run_evals
-
     asyncio.run(run_evals(config))
 
 
