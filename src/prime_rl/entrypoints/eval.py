@@ -1,7 +1,9 @@
 """`eval`: named environments against a running server, the versions that it is given, or an API."""
 
 import asyncio
+import signal
 import sys
+from collections.abc import Awaitable
 
 from prime_rl import lifeline
 from prime_rl.config import EvalConfig, load, write_toml
@@ -19,7 +21,7 @@ def main() -> None:
         run(config)
     except UserError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
 
 
@@ -40,7 +42,14 @@ def run(config: EvalConfig) -> None:
         print(f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         print(f"config: {path}")
         return
-    asyncio.run(run_evals(config))
+    asyncio.run(_until_asked_to_stop(run_evals(config)))
+
+
+async def _until_asked_to_stop(work: Awaitable[object]) -> None:
+    """SIGTERM ends it in order, as Ctrl-C does."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await task
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """All attempts at one target: several environments at once within one bound, each attempt kept once the servers have proven what sampled it."""
 
 import asyncio
+import contextlib
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -104,8 +105,9 @@ class Round:
             try:
                 await self._make_all()
             except BaseException:
-                async with asyncio.timeout(_LAST_PROOF_SECONDS):
-                    await self._prove()
+                with contextlib.suppress(UserError, TimeoutError):  # what counts is why it ends
+                    async with asyncio.timeout(_LAST_PROOF_SECONDS):
+                        await self._prove()
                 raise
             await self._prove()
 

@@ -14,7 +14,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.evals.episodes import Denied, Job, Round
 from prime_rl.evals.progress import Bars
-from prime_rl.evals.report import Entry, print_table, write_report
+from prime_rl.evals.report import Entry, number, print_table, write_report
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
 from prime_rl.evals.store import Store
 from prime_rl.evals.targets import API, Target, Versions, targets
@@ -66,15 +66,18 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
     except Misrouted as error:
         raise UserError(str(error)) from error
     except Denied as error:
+        status.done("failed: the key was refused")
         raise UserError(f"{refused_key(config.client)}: {error}. {run.kept()}") from error
     except asyncio.CancelledError:
         logger.warning("interrupted. %s", run.kept())
+        status.done("stopped")
         raise
     finally:
         await pool.close()
         monitor.close()
         run.report()
     if troubles := [trouble for entry in run.entries if (trouble := trouble_of(entry.report, config)) is not None]:
+        status.done("failed: too many attempts failed")
         raise UserError("; ".join(troubles))
     status.done("finished")
     return run.entries
@@ -164,14 +167,14 @@ class Evaluation:
                     for job in jobs:
                         self._conclude(job, target, time.monotonic() - begin)
             for job in jobs:
-                self._monitor.log(target.version, self._reported[job.plan.env, target.name].report.metrics())
+                self._log(self._reported[job.plan.env, target.name])
         self.report(quiet=True)
 
     def _job(self, env: "EvalEnv", target: Target, stores: "Stores") -> Job:
         config = self._config
         sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
-        number = env.rollouts_per_example or config.rollouts_per_example
-        plan = EvalPlan(env.name, env.name, sampling, self.wanted(env), number, config.seq_len, self._chat)
+        attempts = env.rollouts_per_example or config.rollouts_per_example
+        plan = EvalPlan(env.name, env.name, sampling, self.wanted(env), attempts, config.seq_len, self._chat)
         tasks = self._pool.tasks(env.name)
         tasks = tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
         place = config.output_dir / "evals" / env.name.replace("/", "--") / target.name
@@ -187,6 +190,16 @@ class Evaluation:
         report = EvalReport(job.plan.env, target.version, seconds, job.kept(), self._config.solved_at)
         self._reported[job.plan.env, target.name] = Entry(target, report, job.store.spent)
         job.store.write_table(target.version)
+
+    def _log(self, entry: Entry) -> None:
+        metrics, prefix = entry.report.metrics(), f"eval/{entry.report.env}"
+        self._monitor.log(entry.target.version, metrics)
+        reward, half = (metrics.get(f"{prefix}/avg@{entry.report.attempts_per_task}{end}") for end in ("", "/ci95"))
+        logger.info(
+            "%s, %s: avg@%d %s ± %s | errors %s | %.1f s",
+            entry.target.name, entry.report.env, entry.report.attempts_per_task, number(reward), number(half),
+            dict(entry.report.errors), entry.report.seconds,
+        )  # fmt: skip
 
     def wanted(self, env: "EvalEnv") -> int:
         """Tasks of an environment that are to be attempted; -1: all."""

@@ -145,9 +145,9 @@ class Servers:
         Raises:
             UserError: one did not come back, or came back with other weights and none to be given.
         """
-        serving = self.fleet.serving
-        proofs = await asyncio.gather(*(replica.proven() for replica in serving))
-        lost = [replica for replica, proof in zip(serving, proofs, strict=True) if not proof]
+        used = self.used
+        proofs = await asyncio.gather(*(replica.proven() for replica in used))
+        lost = [replica for replica, proof in zip(used, proofs, strict=True) if not (proof and replica.serving)]
         for replica in lost:
             self.fleet.lose(replica)
         voids = [await self._bring_back(replica) for replica in lost]

@@ -132,7 +132,7 @@ def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Dotted names: what differs can be named."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             found |= flat(value, f"{before}{key}.")
         else:
             found[f"{before}{key}"] = value
