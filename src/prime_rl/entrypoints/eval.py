@@ -49,7 +49,7 @@ async def _until_asked_to_stop(work: Awaitable[object]) -> None:
     """SIGTERM ends it in order, as Ctrl-C does."""
     task = asyncio.ensure_future(work)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    await task
+    await task  # bounded: every episode has its deadline, and a run that is followed its end
 
 
 if __name__ == "__main__":

@@ -90,9 +90,7 @@ class Round:
         self._unproven: list[tuple[Attempt, EpisodeResult, int]] = []
         self._life = 0  # raised when what is in flight is void
         self._voids: Counter[tuple[str, str, int]] = Counter()
-        self._proving = (
-            asyncio.Lock()
-        )  # bounded: held for questions to servers, each with its deadline, and for one that comes back
+        self._proving = asyncio.Lock()  # bounded: held for questions that have deadlines
 
     async def run(self) -> None:
         """Make all that is missing. Whatever ends it, what was finished and proven by then is kept.
@@ -101,7 +99,7 @@ class Round:
             Denied: the API refused the key.
             UserError: a server was lost for good.
         """
-        while self._todo:
+        while self._todo:  # bounded: each attempt has its deadline, and is made again a few times at most
             try:
                 await self._make_all()
             except BaseException:

@@ -102,7 +102,8 @@ async def targets(
     config: "EvalConfig", versions: Versions, on_wait: Callable[[str, str, float], None]
 ) -> AsyncIterator[Target]:
     """The base and the versions to evaluate, in their order; with `follow` those that are committed meanwhile, too, until who writes them has ended."""
-    chosen = sorted(set(config.steps) - {BASE}) or _chosen(config, list_steps(versions.directory))
+    named = sorted(set(config.steps) - {BASE})
+    chosen = named if config.steps else _chosen(config, list_steps(versions.directory))
     if config.eval_base or BASE in config.steps:
         yield versions.base()
     if not config.follow:
