@@ -18,15 +18,18 @@ class Misaligned(Exception):
     """Tokens, mask, logprobs or the engine's own counts contradict each other: the sample must not be trained on."""
 
 
-def convert(episode: Any, *, episode_id: str, env: str, task_id: str) -> EpisodeResult:
-    """The result of a finished `Episode`; any doubt about tokens or reward makes it untrainable, with the reason."""
+def convert(episode: Any, *, episode_id: str, env: str, task_id: str, tokens: bool = True) -> EpisodeResult:
+    """The result of a finished `Episode`; any doubt about tokens or reward makes it untrainable, with the reason.
+
+    Without `tokens`, of an API that gives none, there is nothing to train on in any case.
+    """
     result = EpisodeResult(episode_id, env, task_id, Outcome.OK)
     traces = list(episode.traces)
     players = [trace for trace in traces if trace.agent is None or trace.agent.trainable]
     if players:
         _describe(result, players)
     result.outcome, result.message = _verdict(episode, traces, players)
-    if result.ok:
+    if result.ok and tokens:
         try:
             result.samples = [sample for number, trace in enumerate(players) for sample in samples_of(trace, number)]
         except Misaligned as error:
@@ -144,7 +147,9 @@ def classify(error: Any, call_error: Any = None) -> tuple[Outcome, str]:
         status = error.status_code or 502
         if status == 400 and _TOO_LONG.search(error.message):
             return Outcome.PROMPT_TOO_LONG, message
-        if status >= 500 or status in (408, 429):
+        if status in (401, 402, 403):
+            return Outcome.ENGINE_DENIED, f"{message} (status {status})"
+        if status >= 500 or status in (408, 425, 429):
             return Outcome.ENGINE_UNAVAILABLE, f"{message} (status {status})"
         return Outcome.ENGINE_REFUSED, f"{message} (status {status})"
     if error.type == "MalformedGenerateResponseError":
@@ -166,6 +171,9 @@ def _describe(result: EpisodeResult, traces: list[Any]) -> None:
     result.parts = parts if len(parts) > 1 else []
     result.is_truncated = any(trace.is_truncated for trace in traces)
     result.num_turns = sum(trace.num_turns for trace in traces)
+    usages = [call.usage for trace in traces for call in trace.calls if call.usage is not None]
+    result.input_tokens = sum(usage.prompt_tokens + (usage.cached_input_tokens or 0) for usage in usages)
+    result.output_tokens = sum(usage.completion_tokens for usage in usages)
     result.timing = {
         stage: sum(float(span.duration) for span in spans)
         for stage, spans in {
