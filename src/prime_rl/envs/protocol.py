@@ -22,6 +22,8 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 import msgpack
 
 VERSION = 6
+MOST_BYTES = 128 << 20  # of a message but the list of tasks: ten million tokens
+MOST_TASKS_BYTES = 1 << 30
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
 TOKEN_VAR = "PRIMERL_ENV_TOKEN"
