@@ -8,6 +8,7 @@ holds the interpreter's lock hears no signal: then the pool ends the worker. Sta
 import asyncio
 import contextvars
 import mmap
+import os
 import signal
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 # Not one of the named signals: environments use SIGALRM (timers of math checkers) and SIGUSR1 themselves.
 SIGNAL = signal.SIGRTMIN + 4
 _BYTES = 8
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
 
 _episode: contextvars.ContextVar[int] = contextvars.ContextVar("episode", default=0)
 
@@ -134,5 +136,13 @@ class Blame:
 
 
 def describe(frame: FrameType | None) -> str:
-    """`file:line in function`."""
-    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    """`file:line in function` of the innermost code that is not Python's own library, if there is any."""
+    own = frame
+    while own is not None and _is_library(own.f_code.co_filename):
+        own = own.f_back
+    shown = own or frame
+    return "" if shown is None else f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}"
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith(("<", _LIBRARY)) and "site-packages" not in file

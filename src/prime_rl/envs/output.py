@@ -22,9 +22,9 @@ _F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ
 class Log:
     """A file that several workers of an environment, and we, write to. When it is full it becomes `NAME.log.1`, in the place of the last one."""
 
-    def __init__(self, path: Path, limit: int = LOG_BYTES) -> None:
+    def __init__(self, path: Path, limit: int | None = None) -> None:
         self.path = path
-        self._limit = limit
+        self._limit = limit or LOG_BYTES
         self._lock = threading.Lock()  # bounded: its holders write to a file
 
     @property

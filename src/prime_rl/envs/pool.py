@@ -333,7 +333,7 @@ class EnvPool:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
             identity, frame = frames[0], frames[-1]
             life = self._lives.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
-            if life is None:
+            if life is None or life.lost.done():
                 continue  # of a life that is over
             if len(frame) > (MOST_BYTES if life.tasks is not None else MOST_TASKS_BYTES):
                 life.lose(f"sent a message of {len(frame) >> 20} MiB")
