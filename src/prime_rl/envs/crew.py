@@ -53,6 +53,9 @@ class Employer(Protocol):
     def forget(self, life: Life) -> None:
         """It is over."""
 
+    def end(self, life: Life, deaf: bool) -> "asyncio.Task[None]":
+        """See `process.end`. The task is not cancelled when the pool is closed, but awaited."""
+
     def fail(self, error: UserError) -> None:
         """The pool cannot go on."""
 
@@ -88,6 +91,7 @@ class Ending:
     culprit: int = 0  # the request whose code it died of
     done: bool = False  # as was wanted
     unborn: bool = False  # there was no process
+    deaf: bool = False  # it is stopped or blocked, and hears no signal
 
 
 class Crew:
@@ -267,8 +271,7 @@ class Crew:
         finally:
             seat.life = None
             self._dismiss(life, ending)
-            if strays := await process.end(life):
-                logger.warning("worker %s had left %d processes outside its group; they are ended", identity, strays)
+            await asyncio.shield(self._pool.end(life, ending.deaf))
 
     def _given_up(self, seat: Seat, identity: str, ending: Ending) -> bool:
         """Whether a seat is closed with the death of its worker: it was to end anyway, or the environment can do without."""
@@ -322,7 +325,8 @@ class Crew:
                     life.heard = now  # it was we who did not listen
                 elif why := life.unhealthy(now, self._pool.start_timeout, BEAT_TIMEOUT, self._pool.hang_timeout):
                     culprit = 0 if process.stopped(life.process.pid) else life.culprit()
-                    return Ending(why, not life.silent(now, BEAT_TIMEOUT) and life.tasks is None, culprit)
+                    never_ready = not life.silent(now, BEAT_TIMEOUT) and life.tasks is None
+                    return Ending(why, never_ready, culprit, deaf=True)
                 self._replace(seat, life)
                 self._grow()
         finally:

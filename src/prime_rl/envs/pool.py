@@ -128,6 +128,7 @@ class EnvPool:
         self._lives: dict[str, Life] = {}
         self._crews: dict[str, Crew] = {}  # by the identities of their lives
         self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
         self.failure: UserError | None = None
         self._lifeline: Lifeline | None = None
         self._directory: Path | None = None
@@ -234,6 +235,8 @@ class EnvPool:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         self._tasks.clear()
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=CLOSE_SECONDS)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -270,6 +273,20 @@ class EnvPool:
         """It is over: what still comes from it is ignored."""
         self._lives.pop(life.identity, None)
         self._crews.pop(life.identity, None)
+
+    def end(self, life: Life, deaf: bool) -> "asyncio.Task[None]":
+        """See `process.end`. The task is not cancelled when the pool is closed, but awaited."""
+
+        async def end() -> None:
+            if strays := await process.end(life, deaf):
+                logger.warning(
+                    "worker %s had left %d processes outside its group; they are ended", life.identity, strays
+                )
+
+        task = asyncio.create_task(end())
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        return task
 
     async def hire(self, crew: Crew, identity: str) -> Life:
         """A new worker process. Raises OSError."""

@@ -123,14 +123,16 @@ def mark(page: Path) -> str:
     return str(page)
 
 
-async def end(life: Life) -> int:
+async def end(life: Life, deaf: bool = False) -> int:
     """SIGTERM to the whole process group, then SIGKILL to all that the worker has started. Returns how many of these had left its group.
 
-    Within `TERM_SECONDS`, `DRAIN_SECONDS` and a little; then all that it printed is in the log.
+    Within `TERM_SECONDS`, `DRAIN_SECONDS` and a little; then all that it printed is in the log. One that is `deaf`, stopped or blocked, would not
+    hear the SIGTERM.
     """
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(life.process.pid, signal.SIGTERM)
-    await _within(TERM_SECONDS, life.process)
+    if not deaf:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(life.process.pid, signal.SIGTERM)
+        await _within(TERM_SECONDS, life.process)
     strays = await asyncio.to_thread(families.end_family, life.process.pid, mark(life.page))
     await _within(TERM_SECONDS, life.process)
     await drained(life)
