@@ -51,7 +51,7 @@ class Log:
         """The last lines, indented for printing below a message."""
         with self._lock:
             text = _end_of(self.path)
-            if text.count(b"\n") < lines:
+            if text.count(b"\n") <= lines:  # the first may have been begun in the former
                 text = _end_of(self.former) + text
         return "\n".join(f"  | {line}" for line in text.decode(errors="replace").splitlines()[-lines:])
 
