@@ -171,6 +171,19 @@ async def test_a_successor_that_cannot_start(tmp_path: Path) -> None:
         assert "was its package removed or changed since?" in str(caught.value)
 
 
+async def test_a_package_that_is_gone_when_its_worker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few attempts the pool ends, names what is missing and where, and asks what has changed."""
+    monkeypatch.setattr(crew_module, "MAX_DEATHS", 2)
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        (tmp_path / "stub.gone").touch()
+        tell(tmp_path, "stub", "kill")
+        assert (await run(pool)).outcome is Outcome.WORKER_DIED
+        with pytest.raises(UserError, match="'stub' needs the module 'surely_not_installed'") as caught:
+            await run(pool)
+        assert "uv pip install --python" in str(caught.value)
+        assert "was its package removed or changed since?" in str(caught.value)
+
+
 async def test_an_interpreter_without_the_packages(tmp_path: Path) -> None:
     """Named are the interpreter, the module, and how to get it there."""
     python = tmp_path / "bare"
@@ -201,7 +214,7 @@ DEADLY = {
     "segfault": (Outcome.ERRORED, "in this episode's code its worker killed by SIGSEGV"),
     "misaligned": (Outcome.WORKER_DIED, "broken message: tokens, mask and logprobs"),
     "types": (Outcome.WORKER_DIED, "broken message: EpisodeResult.reward is a str"),
-    "unknown-field": (Outcome.WORKER_DIED, "broken message: EpisodeResult needs fields"),
+    "unknown-field": (Outcome.WORKER_DIED, "broken message: EpisodeResult lacks the fields [] and has ['more']"),
     "bytes": (Outcome.WORKER_DIED, "broken message"),
     "nested": (Outcome.WORKER_DIED, "broken message"),
     "stranger": (Outcome.WORKER_DIED, "a result of request 1000000, which it never had"),

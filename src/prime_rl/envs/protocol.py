@@ -279,7 +279,7 @@ def decode(frame: bytes) -> Message:
     try:
         data = msgpack.unpackb(frame)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise ProtocolError(f"not msgpack: {error}") from error
+        raise ProtocolError(f"not msgpack: {error or type(error).__name__}") from error
     if not isinstance(data, dict):
         raise ProtocolError(f"a message is a map, not {type(data).__name__}")
     kind = data.pop("kind", None)
@@ -329,9 +329,11 @@ def _build(cls: type[Any], data: Any) -> Any:
 
 def _check(cls: type[Any], data: Any) -> None:
     expected = _TYPES[cls]
-    if not isinstance(data, dict) or set(data) != set(expected):
-        got = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise ProtocolError(f"{cls.__name__} needs fields {sorted(expected)}, got {got}")
+    if not isinstance(data, dict):
+        raise ProtocolError(f"{cls.__name__} is a map, not {type(data).__name__}")
+    if set(data) != set(expected):
+        lacks, unknown = sorted(set(expected) - set(data)), sorted(map(str, set(data) - set(expected)))
+        raise ProtocolError(f"{cls.__name__} lacks the fields {lacks} and has {unknown[:10]}, which it does not know")
     for name, wanted in expected.items():
         value = data[name]
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
