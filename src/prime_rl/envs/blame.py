@@ -23,6 +23,11 @@ _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _episode: contextvars.ContextVar[int] = contextvars.ContextVar("episode", default=0)
 
 
+def current_request() -> int:
+    """The request of the episode that the calling code belongs to, 0 for none."""
+    return contextvars.copy_context().get(_episode, 0)
+
+
 class Page:
     """The request whose code runs, 0 for none: in a file that the pool makes, the worker maps, and that outlives the worker."""
 
@@ -124,8 +129,7 @@ class Blame:
     def _make_task(
         self, loop: asyncio.AbstractEventLoop, coro: Any, context: contextvars.Context | None = None, **more: Any
     ) -> "asyncio.Task[Any]":
-        current = contextvars.copy_context() if context is None else context
-        request = current.get(_episode, 0)
+        request = current_request() if context is None else context.get(_episode, 0)
         steps = _Steps(coro, request, self._cell) if request else coro
         return asyncio.Task(steps, loop=loop, context=context, **more)
 

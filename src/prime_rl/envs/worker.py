@@ -45,6 +45,7 @@ from prime_rl.envs.protocol import (
     decode,
     encode,
 )
+from prime_rl.envs.threads import Threads
 
 HEARTBEAT_SECONDS = 1.0
 TICK_SECONDS = 0.2
@@ -71,6 +72,7 @@ class Worker:
         self._stopped = threading.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._deadlines: dict[int, float] = {}
+        self._threads = Threads()
         self._finished = 0
 
     async def serve(self) -> None:
@@ -106,6 +108,7 @@ class Worker:
             await self._send(LoadFailed(_not_loaded(setup, error)))
             return
         self._blame.watch(self._overdue)
+        asyncio.get_running_loop().set_default_executor(self._threads)
         async with env:
             self._ticked = time.monotonic()
             self._loaded = True
@@ -202,6 +205,7 @@ class Worker:
             where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
             if self._loaded:
                 self._blame.interrupt(main_thread)
+                self._threads.interrupt(lambda request: request not in self._running)
             try:
                 socket.send(encode(Heartbeat(lag, where, len(self._running), self._finished)), zmq.NOBLOCK)
             except zmq.Again:  # the pool does not read: it will judge by what it gets
