@@ -6,6 +6,7 @@ Standard library only: a worker imports what an environment needs after its hell
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from prime_rl.envs.ids import WrongVersion, check_version, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Setup
 
 
@@ -39,6 +40,19 @@ def load(setup: Setup) -> Adapter:
     Raises:
         LoadError: it is not there, or cannot be used as it is set up.
     """
+    try:
+        check_version(setup.env_id)
+    except WrongVersion as error:
+        raise LoadError(str(error)) from error
+    kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
+    if kind == "python":
+        from prime_rl.envs.plain import PlainEnv
+
+        return PlainEnv(setup)
+    if kind == "classic":
+        from prime_rl.envs.classic import ClassicEnv
+
+        return ClassicEnv(setup)
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     return VerifiersEnv(setup)

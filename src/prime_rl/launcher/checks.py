@@ -10,6 +10,7 @@ from typing import Any
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.config.shared import EnvConfig
+from prime_rl.envs.ids import module_name
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.ports import check_unheld
@@ -99,12 +100,6 @@ def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
     for filters, name in config.all_filters():
         if filters.custom is not None:
             find_module(filters.custom.path, f"{key}{name}.custom.path")
-
-
-def module_name(environment_id: str) -> str:
-    """`owner/my-env@1.0` → `my_env`, as verifiers finds it; of `package.module:Class` the package."""
-    name = environment_id.rpartition("/")[2].partition("@")[0].partition(":")[0].partition(".")[0]
-    return name.replace("-", "_").lower()
 
 
 def check_port(host: str, port: int) -> None:
