@@ -3,11 +3,17 @@
 Standard library only: a worker imports what an environment needs after its hello, in a Python environment of its own where it has one.
 """
 
+import importlib.util
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from prime_rl.envs.ids import WrongVersion, check_version, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Setup
+
+CLASSIC = (
+    'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and `requirements`, the packages of a Python '
+    "environment of its own with verifiers 0.3.1"
+)
 
 
 class LoadError(Exception):
@@ -50,6 +56,8 @@ def load(setup: Setup) -> Adapter:
 
         return PlainEnv(setup)
     if kind == "classic":
+        if importlib.util.find_spec("verifiers.legacy") is None:
+            raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
         from prime_rl.envs.classic import ClassicEnv
 
         return ClassicEnv(setup)

@@ -13,7 +13,7 @@ from typing import Any
 
 from openai import APIConnectionError, APIStatusError
 from renderers import MalformedGenerateResponseError, OverlongPromptError
-from renderers.base import ParsedToolCall, RenderedTokens, ToolCallParseStatus
+from renderers.base import ParsedToolCall, RenderedTokens
 from renderers.client import generate
 
 from prime_rl.envs import renderer
@@ -69,7 +69,7 @@ class Turn:
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
-        if calls := [call for call in self.tool_calls if call.status is ToolCallParseStatus.OK]:
+        if calls := [call for call in self.tool_calls if call.name]:  # whether its arguments are any good or not
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
                 for call in calls
@@ -189,6 +189,27 @@ class Conversation:
                 return bridge(turn.prompt_ids, turn.completion_ids, tail, tools=tools)
         return None
 
+    async def reply_within(
+        self, messages: list[Message], tools: list[Any] | None, overflow: str
+    ) -> tuple[Turn, list[Message]]:
+        """`reply`, and the messages it is to: where the context is full and `overflow` is "truncate", without the oldest.
+
+        Raises:
+            ContextFull: it is full, and may be.
+            Failed: as `reply`; and the context is full, and must not be ("refuse"), or the first message alone fills it.
+        """
+        while True:  # bounded: each time round forgets a message
+            try:
+                return await self.reply(messages, tools), messages
+            except ContextFull as error:
+                rest = without_oldest(messages) if overflow == "truncate" else None
+                if rest is None:
+                    if self.turns and overflow != "refuse":
+                        raise
+                    self.failure = Outcome.PROMPT_TOO_LONG, str(error)
+                    raise Failed(str(error)) from error
+                messages = rest
+
     def samples(self, turns: Sequence[Turn] | None = None, *, branched: bool = False) -> list[SampleTokens]:
         """One sample per sequence that no other turn extends, in the order of their last turns; `branched`: per turn. Rewards are 0."""
         chosen = self.turns if turns is None else list(turns)
@@ -293,7 +314,14 @@ def _parsed(arguments: Any) -> Any:
 
 def arguments_of(call: ParsedToolCall) -> str:
     """The arguments of a tool call as JSON text."""
-    return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments)
+    return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+
+
+def without_oldest(messages: list[Message]) -> list[Message] | None:
+    """The conversation without what was said first after its system messages, to the next that the user says; None when nothing can go."""
+    start = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
+    after = next((place for place in range(start + 1, len(messages)) if messages[place]["role"] == "user"), None)
+    return None if after is None else [*messages[:start], *messages[after:]]
 
 
 def text_of(messages: Sequence[Message]) -> str:

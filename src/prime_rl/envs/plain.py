@@ -30,9 +30,7 @@ Whatever `rollout` raises is the outcome of that episode. It runs in the worker'
 
 import contextlib
 import copy
-import difflib
 import hashlib
-import importlib
 import inspect
 import itertools
 import json
@@ -45,8 +43,9 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from prime_rl.envs.adapter import LoadError
-from prime_rl.envs.conversation import Client, ContextFull, Conversation, Failed, Message, Turn, arguments_of, text_of
-from prime_rl.envs.ids import describe, find, module_name, unique
+from prime_rl.envs.conversation import Client, ContextFull, Conversation, Message, Turn, arguments_of, text_of
+from prime_rl.envs.ids import describe, module_name, unique
+from prime_rl.envs.loading import check_arguments, import_module, keywords
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
 
 MAX_TASKS = 5_000_000
@@ -97,26 +96,16 @@ class Chat:
             raise ValueError("nothing has been said: the task has no prompt, and `chat` was called without text")
         if self._max_turns and len(self.replies) >= self._max_turns:
             self.over = f"max_turns ({self._max_turns}) are used up"
-        turn = None if self.over else await self._turn()
-        if turn is None:
+        if self.over:
+            return None
+        try:
+            turn, self.messages = await self._conversation.reply_within(self.messages, self.tools, self._overflow)
+        except ContextFull:
+            self.over = "the model's context is full"
             return None
         self.messages = [*self.messages, turn.message()]
         self.replies.append(_reply(turn))
         return self.replies[-1]
-
-    async def _turn(self) -> Turn | None:
-        while True:  # bounded: each time round forgets a message
-            try:
-                return await self._conversation.reply(self.messages, self.tools)
-            except ContextFull as error:
-                rest = _without_oldest(self.messages) if self._overflow == "truncate" else None
-                if rest is None:
-                    if self._overflow == "refuse" or not self.replies:
-                        self._conversation.failure = Outcome.PROMPT_TOO_LONG, str(error)
-                        raise Failed(str(error)) from error
-                    self.over = "the model's context is full"
-                    return None
-                self.messages = rest
 
 
 class PlainEnv:
@@ -128,7 +117,7 @@ class PlainEnv:
             raise LoadError(
                 f"environment {setup.env_id!r}: tasks of plain Python environments cannot be demonstrated to a teacher"
             )
-        module = _import(setup.env_id)
+        module = import_module(setup.env_id)
         made, self._rollout, tasks = _parts(module, setup)
         self._tasks = _load(tasks, setup.env_id)
         self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
@@ -200,16 +189,6 @@ def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> 
         result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
 
 
-def _import(env_id: str) -> ModuleType:
-    module = module_name(env_id)
-    if find(env_id) is None:
-        raise LoadError(f"environment {env_id!r} not found: there is no Python module {module!r}")
-    try:
-        return importlib.import_module(module)
-    except Exception as error:
-        raise LoadError(f"environment {env_id!r} failed to import: {describe(error)}") from error
-
-
 def _factory(module: ModuleType) -> Any:
     """What takes the environment's arguments."""
     return vars(module).get("Environment", vars(module).get("tasks"))
@@ -218,12 +197,7 @@ def _factory(module: ModuleType) -> Any:
 def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], Any]:
     """The object that holds the environment, its `rollout`, and what `tasks` gives."""
     factory, env = _factory(module), f"environment {setup.env_id!r}"
-    accepted = _accepted(factory)
-    for name in setup.args:
-        if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise LoadError(f"{env} has no argument {name!r}{hint} (arguments: {', '.join(accepted) or 'none'})")
+    check_arguments(setup.env_id, setup.args, _accepted(factory))
     try:
         made = factory(**setup.args) if isinstance(factory, type) else module
         parts = {name: getattr(made, name, None) for name in ("tasks", "rollout")}
@@ -241,10 +215,7 @@ def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], A
 
 def _accepted(factory: Any) -> list[str]:
     """Names of keyword arguments; none of a list."""
-    if not callable(factory):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return sorted(name for name, one in inspect.signature(factory).parameters.items() if one.kind in kinds)
+    return keywords(factory) if callable(factory) else []
 
 
 def _load(tasks: Iterable[Any], env_id: str) -> list[dict[str, Any]]:
@@ -299,10 +270,3 @@ def _reply(turn: Turn) -> Reply:
                 arguments, problem = {}, problem or "arguments are no object"
         calls.append(ToolCall(call.id or "", call.name or "", arguments, problem))
     return Reply(turn.text, turn.reasoning, calls, turn.is_truncated)
-
-
-def _without_oldest(messages: list[Message]) -> list[Message] | None:
-    """The conversation without what was said first after its system messages, to the next that the user says; None when nothing can go."""
-    start = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
-    after = next((place for place in range(start + 1, len(messages)) if messages[place]["role"] == "user"), None)
-    return None if after is None else [*messages[:start], *messages[after:]]
