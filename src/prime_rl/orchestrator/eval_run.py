@@ -14,6 +14,7 @@ from rich.table import Table
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.orchestrator.engine import Engine, Misrouted
@@ -42,7 +43,7 @@ async def run_evals(config: "EvalConfig") -> list[EvalReport]:
     status = Status(config.output_dir, "eval")
     monitor = Monitor(config.output_dir, "eval", config.monitor, config.model_dump(mode="json"))
     pool = EnvPool(
-        config.environments,
+        prepare(config.environments),
         model=config.model.name,
         base_url=config.client.base_urls,
         api_key=os.environ.get(config.client.api_key_var),
