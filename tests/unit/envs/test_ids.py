@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.config import EvalConfig, OrchestratorConfig, parse
 from prime_rl.envs.adapter import LoadError, load
 from prime_rl.envs.ids import WrongVersion, check_version, kind_of, module_name
 from prime_rl.envs.protocol import Setup
@@ -98,3 +99,12 @@ def test_classic_without_its_verifiers(tmp_path: Path, monkeypatch: pytest.Monke
     for adapter in ("auto", "classic"):
         with pytest.raises(LoadError, match="classic verifiers API .*requirements"):
             load(Setup("old-env", "old-env", {}, "model", "auto", 1, "info", adapter=adapter))
+
+
+@pytest.mark.parametrize("given", [["a,owner/b@1.0"], ["a", "owner/b@1.0"], ["a,", "owner/b@1.0"]])
+def test_ids_on_the_command_line(given: list[str]) -> None:
+    """Lists with commas or blanks; an `@` within an id is not a config file's."""
+    config = parse(EvalConfig, ["--environment-ids", *given], {})
+    assert [env.id for env in config.environments] == ["a", "owner/b@1.0"]
+    orchestrator = parse(OrchestratorConfig, ["--environment.id", "owner/b@1.0"], {})
+    assert orchestrator.environments[0].id == "owner/b@1.0"
