@@ -275,9 +275,10 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
     async def watched(*args: Any, **kwargs: Any) -> Any:
         try:
             value = func(*args, **kwargs)
-            return float(await value if inspect.isawaitable(value) else value)
+            return float(await value if inspect.isawaitable(value) else value)  # bounded: by the episode's deadline
         except Exception as error:
-            _RAISED.get().append(f"reward function {func.__name__!r}: {describe(error)}")
+            told = f"reward function {func.__name__!r}: {describe(error)}"
+            _RAISED.get().append(told)  # bounded: of the context, waits for nothing
             raise
 
     return watched

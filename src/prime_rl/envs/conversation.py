@@ -198,7 +198,7 @@ class Conversation:
             ContextFull: it is full, and may be.
             Failed: as `reply`; and the context is full, and must not be ("refuse"), or the first message alone fills it.
         """
-        while True:  # bounded: each time round forgets a message
+        while True:  # each time round forgets a message
             try:
                 return await self.reply(messages, tools), messages
             except ContextFull as error:
@@ -221,7 +221,7 @@ class Conversation:
             if number in extended:
                 continue
             path, node = [], number
-            while True:  # bounded: a parent comes before its child
+            while True:  # a parent comes before its child
                 path.append(node)
                 parent = parents[node]
                 if parent is None:
