@@ -1,6 +1,6 @@
 """Classic verifiers environments (`load_environment(**args)`), as verifiers 0.3.1 runs them, behind our protocol.
 
-Imported in a worker whose Python environment holds verifiers 0.3.1; what needs nothing of it is in `conversation`. The model is asked by our own
+Imported in a worker whose Python environment holds verifiers 0.3.1; what needs nothing of it is in `token_client`. The model is asked by our own
 client: what is trained on is what it sent and got, of those replies that are in the trajectory.
 
 Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are left out where their weight is 0 and refused
@@ -21,12 +21,12 @@ from verifiers.legacy import errors, types
 from verifiers.legacy.clients.client import Client as ClassicClient
 from verifiers.legacy.envs.multiturn_env import MultiTurnEnv
 
-from prime_rl.envs import conversation as talk
+from prime_rl.envs import token_client as talk
 from prime_rl.envs.adapter import LoadError
-from prime_rl.envs.conversation import ContextFull, Conversation, Failed, Message, Turn
 from prime_rl.envs.ids import describe, module_name, unique
 from prime_rl.envs.loading import check_arguments, import_module, keywords
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.token_client import ContextFull, Conversation, Failed, Message, Turn
 
 # Reward functions that raised in the episode that is being scored.
 _RAISED: ContextVar[list[str]] = ContextVar("raised")

@@ -43,10 +43,10 @@ from types import ModuleType, TracebackType
 from typing import Any, Self
 
 from prime_rl.envs.adapter import LoadError
-from prime_rl.envs.conversation import Client, ContextFull, Conversation, Message, Turn, arguments_of, text_of
 from prime_rl.envs.ids import describe, module_name, unique
 from prime_rl.envs.loading import check_arguments, import_module, keywords
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.token_client import Client, ContextFull, Conversation, Message, Turn, arguments_of, text_of
 
 MAX_TASKS = 5_000_000
 
