@@ -29,6 +29,7 @@ def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     for env in config.environments:
         check_environment(env)
+    from prime_rl.envs.venv import prepare
     from prime_rl.evals.run import check_key, run_evals
     from prime_rl.evals.targets import check_versions
 
@@ -42,6 +43,7 @@ def run(config: EvalConfig) -> None:
         print(f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         print(f"config: {path}")
         return
+    prepare(config.environments)
     asyncio.run(_until_asked_to_stop(run_evals(config)))
 
 

@@ -1,17 +1,19 @@
-"""A lean stand-in for the OpenAI SDK inside verifiers' train client: the two requests it makes, over aiohttp.
+"""A lean stand-in for the OpenAI SDK where renderers ask an engine for tokens: the two requests they make, over aiohttp.
 
-The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`).
+verifiers is imported where its own client is made: environments of other kinds do without it. The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`).
 """
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import httpx
 from openai import APIConnectionError, APIStatusError
-from verifiers.v1.clients.train import TrainClient
-from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+
+if TYPE_CHECKING:
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import TrainClientConfig
 
 CONNECT_SECONDS = 30.0
 # `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
@@ -91,8 +93,11 @@ def _json(body: dict[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def lean_client(config: TrainClientConfig) -> TrainClient:
+def lean_client(config: "TrainClientConfig") -> "TrainClient":
     """verifiers' own train client over an `EngineConnection`. Needs a running event loop."""
+    from verifiers.v1.clients.train import TrainClient
+    from verifiers.v1.configs.client import resolve_api_key
+
     client = TrainClient(config)
     client.client = EngineConnection(config.base_url, resolve_api_key(config))
     return client

@@ -7,7 +7,6 @@ import contextlib
 import difflib
 import itertools
 from array import array
-from collections import Counter
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -23,6 +22,7 @@ from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import lean_client
 from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.ids import describe, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
 
 MAX_TASKS = 5_000_000
@@ -54,7 +54,7 @@ class VerifiersEnv:
             keys = [task.key for task in self._tasks]
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
-        self.task_ids = _unique(keys)
+        self.task_ids = unique(keys)
         self._show = partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
         if self._show is not None:
             try:
@@ -228,23 +228,3 @@ def _load_tasks(taskset: Any) -> list[Any]:
     if not tasks:
         raise ValueError("it has no tasks")
     return tasks
-
-
-def _unique(keys: list[str]) -> list[str]:
-    """Keys as ids; repeated ones get a number, so that an id names one task."""
-    seen: Counter[str] = Counter()
-    ids = []
-    for key in keys:
-        seen[key] += 1
-        ids.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
-    return ids
-
-
-def describe(error: BaseException) -> str:
-    """`Type: message at file:line` of the code that raised, on one line."""
-    message = " ".join(str(error).split())[:500]
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.episodes import Denied, Job, Round
 from prime_rl.evals.progress import Bars
@@ -86,7 +87,7 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
 def make_pool(config: "EvalConfig", chat: bool) -> EnvPool:
     """The worker pool of all environments."""
     return EnvPool(
-        config.environments,
+        prepare(config.environments),
         model=config.model.name,
         base_url=config.client.base_urls,
         api_key=os.environ.get(config.client.api_key_var),
