@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_engine import FakeEngine, make_tokenizer
 from tool_environments import write_tool_environments
 
-from prime_rl.envs.protocol import ROLES, EpisodeResult, Setup
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -129,3 +129,62 @@ async def test_a_tool_that_raises_tells_the_model(desk: Any, engine: FakeEngine)
     assert result.ok, result.message
     assert "division by zero" in result.completion
     assert (result.metrics["malformed_tool_calls"], result.metrics["failed_tool_calls"]) == (0.0, 1.0)
+
+
+async def test_what_hangs_or_dies(engine: FakeEngine) -> None:
+    """A call that takes too long is told to the model; a server that blocks or dies costs the episode, and no later one."""
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    async with VerifiersEnv(setup(engine, "env-desk", turn_timeout=1.0)) as env:
+        script(engine, [call("desk_wait", seconds=300), "Too slow."])
+        result = await run(env, engine)
+        assert result.ok, result.message
+        assert "Error: no result within 1 seconds" in result.completion
+        for deadly in ("desk_quit", "desk_stall"):
+            script(engine, [call(deadly), "Never said."])
+            result = await run(env, engine)
+            assert (result.outcome, result.samples) == (Outcome.ERRORED, [])
+            assert "tool server 'desk' does not answer" in result.message
+            script(engine, [call("desk_add", a=1), "2."])
+            result = await run(env, engine)
+            assert (result.ok, result.reward) == (True, 1.0), result.message
+
+
+async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
+    """A task's own tools know the task, and have no prefix if they want none."""
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    async with VerifiersEnv(setup(engine, "env-pad")) as env:
+        script(engine, [call("word") + call("shout", text="a"), "Done."])
+        result = await run(env, engine)
+    assert result.ok, result.message
+    assert result.completion.splitlines() == [
+        "assistant: word({})",
+        'shout({"text": "a"})',
+        "tool: hello",
+        "tool: A",
+        "assistant: Done.",
+    ]
+
+
+async def test_tools_that_do_not_start_are_named(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any episode, with the environment."""
+    from prime_rl.envs import verifiers_v1
+    from prime_rl.envs.adapter import LoadError
+
+    monkeypatch.setattr(verifiers_v1, "SERVER_SECONDS", 3.0)
+    with pytest.raises(LoadError, match="environment 'env-no-desk': its tools failed to start"):
+        async with verifiers_v1.VerifiersEnv(setup(engine, "env-no-desk")):
+            pass
+
+
+async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path: Path) -> None:
+    """A renderer that would show tools in another way than the model's template is not chosen; by name it is."""
+    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    plain = make_tokenizer(tmp_path / "plain")
+    for renderer, message in (("auto", "no renderer shows tools"), ("default", "'default' has no tools")):
+        with pytest.raises(LoadError, match=message):
+            VerifiersEnv(Setup("e", "env-desk", {}, str(plain), renderer, 8, "info"))
+    assert VerifiersEnv(Setup("e", "env-desk", {}, str(plain), "chatml", 8, "info")).renderer == "chatml"

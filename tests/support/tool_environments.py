@@ -29,6 +29,11 @@ class Desk(vf.Toolset[vf.SharedToolsetConfig, Count]):
         return "waited"
 
     @vf.tool
+    def stall(self) -> str:
+        \"\"\"Blocks the server.\"\"\"
+        time.sleep(600)
+
+    @vf.tool
     def quit(self) -> str:
         \"\"\"The end of the server.\"\"\"
         os._exit(1)
@@ -37,12 +42,12 @@ class Pad(vf.Toolset[vf.ToolsetConfig, vf.State]):
     TOOL_PREFIX = None
 
     async def setup_task(self, task) -> None:
-        self.word = task.prompt
+        self.text = task.prompt
 
     @vf.tool
     def word(self) -> str:
         \"\"\"The task.\"\"\"
-        return self.word
+        return self.text
 
     @vf.tool
     def shout(self, text: str) -> str:
@@ -103,7 +108,20 @@ class PadTaskset(vf.Taskset[Task, vf.TasksetConfig]):
 __all__ = ["PadTaskset"]
 """
 
-SOURCES = {"desk_tools": TOOLS, "env_desk": SHARED, "env_pad": OWN}
+BROKEN = SHARED.replace(
+    "from desk_tools import Count, Desk",
+    """
+from desk_tools import Count
+import desk_tools
+
+class Desk(desk_tools.Desk):
+    pass
+
+Desk.__module__ = "no_such_module"
+""",
+)
+
+SOURCES = {"env_no_desk": BROKEN, "desk_tools": TOOLS, "env_desk": SHARED, "env_pad": OWN}
 
 
 def write_tool_environments(directory: Path) -> Path:

@@ -239,7 +239,9 @@ def _text(nodes: list[Any]) -> str:
 
 def _content(message: Any) -> str:
     content = message.content
-    return content if isinstance(content, str) else "" if content is None else str(content)
+    text = content if isinstance(content, str) else "" if content is None else str(content)
+    calls = getattr(message, "tool_calls", None) or []
+    return "\n".join([*([text] if text or not calls else []), *(f"{call.name}({call.arguments})" for call in calls)])
 
 
 def _one_line(text: str) -> str:

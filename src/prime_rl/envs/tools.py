@@ -96,17 +96,22 @@ class ToolServer:
             opened.set_result(client)
             await self._leave.wait()  # bounded: by the conversation's end, which closes or cancels it
 
-    async def _still_there(self, cause: str) -> None:
-        """After a failure: a fresh session if the server answers anything, else the end of the episode."""
-        await self.close()
+    async def alive(self) -> None:
+        """Whether it answers anything. Raises vf.ToolsetError."""
         timeout = aiohttp.ClientTimeout(total=ALIVE_SECONDS)
         try:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url):
                 return
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise vf.ToolsetError(
-                f"tool server {self._name!r} does not answer any more ({_cause(error)}), after: {cause}"
-            ) from error
+            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {_cause(error)}") from error
+
+    async def _still_there(self, cause: str) -> None:
+        """After a failure: a fresh session next time if the server answers, else the end of the episode."""
+        await self.close()
+        try:
+            await self.alive()
+        except vf.ToolsetError as error:
+            raise vf.ToolsetError(f"{error}, after: {cause}") from error
 
 
 @dataclass

@@ -3,6 +3,7 @@
 The only module, with `harness` and `renderer`, that imports verifiers or renderers.
 """
 
+import asyncio
 import contextlib
 import difflib
 import itertools
@@ -23,6 +24,8 @@ from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import lean_client
 from prime_rl.envs.harness import HARNESS_ID, close_session
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
+from prime_rl.envs.shared_tools import SERVER_SECONDS, SharedTools
+from prime_rl.envs.tools import CALL_SECONDS
 
 MAX_TASKS = 5_000_000
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
@@ -73,9 +76,18 @@ class VerifiersEnv:
             except NothingToShow as error:
                 raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._serving = contextlib.AsyncExitStack()
+        self._tools = SharedTools(self._env)
 
     async def __aenter__(self) -> Self:
-        await self._serving.enter_async_context(self._env.serving())
+        """Raises LoadError when a tool server does not start."""
+        try:
+            async with asyncio.timeout(SERVER_SECONDS):
+                await self._serving.enter_async_context(self._env.serving())
+            await self._tools.check()
+        except (vf.ToolsetError, TimeoutError) as error:
+            await self._serving.aclose()
+            raise LoadError(f"environment {self._name!r}: its tools failed to start: {describe(error)}") from error
+        self._serving.push_async_callback(self._tools.close)
         return self
 
     async def __aexit__(
@@ -88,6 +100,7 @@ class VerifiersEnv:
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
         """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        await self._tools.ready()
         try:
             hint = None if self._show is None else self._show(self._tasks[task_index])
         except NothingToShow as error:
@@ -110,6 +123,8 @@ class VerifiersEnv:
         )
         for sample in result.samples:
             sample.hint = hint
+        if any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors):
+            await self._tools.revive()
         return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig:
@@ -158,14 +173,19 @@ def _seat(setup: Setup, seat: Any) -> dict[str, Any]:
     """
     data: dict[str, Any] = {}  # merged onto the seat's declared defaults by verifiers
     own = default_harness_id(setup.env_id) if seat.harness is None else seat.harness.id
-    if own in ("bash", HARNESS_ID):
-        data["harness"] = {"id": HARNESS_ID, "turn_timeout": setup.turn_timeout, "overflow": setup.overflow}
+    if own in ("bash", "null", HARNESS_ID):  # "null": verifiers' plain chat loop, a process an episode
+        data["harness"] = {
+            "id": HARNESS_ID,
+            "turn_timeout": setup.turn_timeout,
+            "tool_timeout": min(setup.turn_timeout or CALL_SECONDS, CALL_SECONDS),
+            "overflow": setup.overflow,
+        }
     elif seat.harness is None:
         data["harness"] = {"id": own}
     if "runtime" not in seat.model_fields_set:
         data["runtime"] = {"type": "subprocess"}
     if setup.max_turns:
-        data["max_turns"] = setup.max_turns
+        data["max_turns"] = min(setup.max_turns, seat.max_turns or setup.max_turns)
     return data
 
 
