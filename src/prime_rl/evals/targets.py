@@ -121,7 +121,9 @@ async def _follow(
     writer = Writer(versions.directory.parent)
     while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
         ended = writer.ended()  # before the look: what was committed before the last word is seen
-        fresh = [version for version in _chosen(config, list_steps(versions.directory)) if _is_new(versions, version)]
+        found = list_steps(versions.directory)
+        last = {max(found)} - {BASE} if found and ended else set()  # of the run: worth knowing, whatever the interval
+        fresh = [version for version in sorted({*_chosen(config, found), *last}) if _is_new(versions, version)]
         if fresh:
             if (target := versions.find(fresh[0])) is not None:
                 yield target
