@@ -296,6 +296,15 @@ async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
         await until(lambda: not alive(stray))
 
 
+async def test_the_kernel_is_offered_workers_first(tmp_path: Path) -> None:
+    """Where memory runs out, an environment's worker is to die of it, and not the run."""
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        (worker,) = pids(pool)
+        assert int(Path(f"/proc/{worker}/oom_score_adj").read_text()) > int(
+            Path("/proc/self/oom_score_adj").read_text()
+        )
+
+
 async def test_a_chatty_environment_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log keeps to a size, the newest in it, the older part beside it; results come through."""
     monkeypatch.setattr(output_module, "LOG_BYTES", 1 << 20)

@@ -219,8 +219,8 @@ class EnvPool:
             return failed(gone.outcome, str(gone))
         except TimeoutError:
             await self._send(life, Cancel(request))
-            if life.blocked and life.culprit() not in (0, request):
-                return failed(Outcome.WORKER_DIED, "another episode's code blocks its worker")
+            if life.stuck and life.culprit() != request:
+                return failed(Outcome.WORKER_DIED, "its worker is stuck, and not in this episode's code")
             return failed(Outcome.TIMEOUT, f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline")
         except asyncio.CancelledError:
             await self._send(life, Cancel(request))
