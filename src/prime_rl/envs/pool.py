@@ -100,12 +100,14 @@ class EnvPool:
         hang_timeout: float = 120.0,
         samplers: Mapping[str, Sampler] | None = None,
         demonstrations: Mapping[str, Demonstration] | None = None,
+        chat_timeout: float | None = None,
     ) -> None:
         """`model`: hub name or directory, also the name the engine serves; `base_url`: with or without /v1, the first of
         several is asked where `run` names none;
         `hang_timeout`: seconds that environment code may block a worker's event loop before it is interrupted, and if that does not help,
         its worker restarted;
-        `samplers`, `demonstrations`: of the environments that have one."""
+        `samplers`, `demonstrations`: of the environments that have one;
+        `chat_timeout`: seconds without a byte of an answer, of an API that is asked by its chat route (None: by tokens)."""
         logs = Path(output_dir) / "logs" / "envs"
         names = [config.name for config in envs]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -119,7 +121,7 @@ class EnvPool:
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._api_key = api_key
         self._samplers, self._demonstrations = samplers or {}, demonstrations or {}
-        self._renderer = renderer
+        self._renderer, self._chat_timeout = renderer, chat_timeout
         self._log_level = log_level
         self.hang_timeout = hang_timeout
         self.start_timeout = 0.0
@@ -323,6 +325,8 @@ class EnvPool:
             turn_timeout=config.turn_timeout or 0.0,
             overflow=config.overflow,
             trajectories=config.trajectories,
+            chat=self._chat_timeout is not None,
+            request_timeout=self._chat_timeout or 0.0,
         )
 
     def _variables(self, crew: Crew) -> dict[str, str]:
@@ -334,11 +338,13 @@ class EnvPool:
         crew.withheld = withheld
         sampler = self._samplers.get(crew.config.name)
         own_python = crew.config.python is not None
+        # Others' servers are reached as the user's proxy has it.
+        servers = [] if self._chat_timeout is not None else self._base_urls
         return worker_variables(
             passed,
             lifeline=self._lifeline.env,
             token=self._token,
-            base_urls=self._base_urls if sampler is None else [_v1(sampler.base_url)],
+            base_urls=servers if sampler is None else [_v1(sampler.base_url)],
             api_key=self._api_key if sampler is None else sampler.api_key,
             path=process.expose_package(self._directory / "path") if own_python else None,
         )

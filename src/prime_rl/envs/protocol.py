@@ -46,6 +46,9 @@ class Outcome(StrEnum):
     ENGINE_UNAVAILABLE = "engine_unavailable"  # connection refused, 5xx, 429: worth another attempt
     TEACHER_UNAVAILABLE = "teacher_unavailable"  # what it was to be scored by does not answer
     ENGINE_REFUSED = "engine_refused"  # 4xx or an unusable answer: another attempt gives the same
+    ENGINE_DENIED = (
+        "engine_denied"  # 401, 402, 403 of an API: its key or its budget, which fails every other episode too
+    )
     INVALID = "invalid"  # ran to its end but gave nothing to train on: no tokens, no finite reward, misaligned
     WORKER_DIED = "worker_died"
 
@@ -171,6 +174,7 @@ class Setup:
     chat: bool = (
         False  # the model is asked by its chat route, as any OpenAI-compatible API: no tokens, nothing to train on
     )
+    request_timeout: float = 0.0  # seconds without a byte of an answer by that route
 
 
 @dataclass
