@@ -232,6 +232,8 @@ class EnvPool:
 
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
+        for crew in self._envs.values():
+            crew.fail(UserError("the environment pool was closed"))
         for task in self._tasks:
             task.cancel()
         if self._tasks:
