@@ -26,7 +26,7 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens,
 TASKS = 8
 DEEDS = (
     "kill", "stop", "exit", "segfault", "sys-exit", "loop", "hold", "leak", "chatter", "raise", "stray",
-    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
+    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "flood", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
 )  # fmt: skip
 _leaked: list[bytearray] = []
 _serving: list[worker.Worker] = []
@@ -113,6 +113,8 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             worker_socket().send(encode(Result(10**6, result)))
         case "bytes":
             worker_socket().send(b"\xc1\xff" * 100)
+        case "flood":
+            worker_socket().send(bytes(worker.MOST_BYTES + (1 << 20)))
         case "twice":
             worker_socket().send(encode(Result(current_request(), result)))
         case "unknown-field":
