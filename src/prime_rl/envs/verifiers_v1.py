@@ -3,6 +3,7 @@
 The only module, with `harness` and `renderer`, that imports verifiers or renderers.
 """
 
+import asyncio
 import contextlib
 import difflib
 import itertools
@@ -19,10 +20,12 @@ from verifiers.v1.utils.loaders import default_harness_id, import_taskset, tasks
 from prime_rl.envs import renderer
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.convert import convert
-from prime_rl.envs.engine import lean_client
 from prime_rl.envs.harness import HARNESS_ID, close_session
 from prime_rl.envs.ids import describe, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
+from prime_rl.envs.shared_tools import SERVER_SECONDS, SharedTools
+from prime_rl.envs.tools import CALL_SECONDS
+from prime_rl.envs.train_client import lean_client
 
 MAX_TASKS = 5_000_000
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
@@ -43,10 +46,12 @@ class VerifiersEnv:
         config = _env_config(setup)
         self.arguments = _arguments(setup.env_id)
         try:
-            choice = renderer.choose(setup.model, setup.renderer)
+            choice = renderer.choose(setup.model, setup.renderer, tools=_has_tools(setup.env_id, config))
         except renderer.RendererError as error:
-            raise LoadError(str(error)) from error
+            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self.renderer = choice.name
+        self._renderer = choice.renderer
+        self._branched = setup.trajectories == "branched"
         self._client = vf.TrainClientConfig(  # `_client_of` says of which server
             api_key_var=API_KEY_VAR,
             renderer=choice.config,
@@ -71,9 +76,18 @@ class VerifiersEnv:
             except NothingToShow as error:
                 raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._serving = contextlib.AsyncExitStack()
+        self._tools = SharedTools(self._env)
 
     async def __aenter__(self) -> Self:
-        await self._serving.enter_async_context(self._env.serving())
+        """Raises LoadError when a tool server does not start."""
+        try:
+            async with asyncio.timeout(SERVER_SECONDS):
+                await self._serving.enter_async_context(self._env.serving())
+            await self._tools.check()
+        except (vf.ToolsetError, TimeoutError) as error:
+            await self._serving.aclose()
+            raise LoadError(f"environment {self._name!r}: its tools failed to start: {describe(error)}") from error
+        self._serving.push_async_callback(self._tools.close)
         return self
 
     async def __aexit__(
@@ -86,6 +100,7 @@ class VerifiersEnv:
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
         """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        await self._tools.ready()
         try:
             hint = None if self._show is None else self._show(self._tasks[task_index])
         except NothingToShow as error:
@@ -99,9 +114,17 @@ class VerifiersEnv:
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
         episode = await self._env.run_slot(slot, context)
-        result = convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
+        result = convert(
+            episode,
+            episode_id=episode_id,
+            env=self._name,
+            task_id=self.task_ids[task_index],
+            branched=self._branched,
+        )
         for sample in result.samples:
             sample.hint = hint
+        if any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors):
+            await self._tools.revive()
         return result
 
     def _client_of(self, base_url: str) -> vf.TrainClientConfig:
@@ -111,7 +134,7 @@ class VerifiersEnv:
         if config is None:
             config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
             interception = self._env._interception
-            client = lean_client(config)
+            client = lean_client(config, self._renderer, self._branched)
             interception.clients[config.model_dump_json()] = client
             interception.stack.push_async_callback(client.close)
         return config
@@ -129,7 +152,7 @@ def _env_config(setup: Setup) -> Any:
             )
     try:
         bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
-        seats = {name: _seat(setup.env_id, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
+        seats = {name: _seat(setup, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
         return vf.resolve_env_config(
             {
                 "taskset": {"id": setup.env_id, **setup.args},
@@ -143,18 +166,35 @@ def _env_config(setup: Setup) -> Any:
         raise LoadError(f"environment {setup.env_id!r}: argument {where}: {first['msg']}") from error
 
 
-def _seat(env_id: str, seat: Any) -> dict[str, Any]:
+def _seat(setup: Setup, seat: Any) -> dict[str, Any]:
     """Our harness and a local runtime wherever the environment does not insist on its own.
 
     verifiers' defaults are a shell that the model drives, in a paid remote sandbox.
     """
     data: dict[str, Any] = {}  # merged onto the seat's declared defaults by verifiers
-    if seat.harness is None:
-        own = default_harness_id(env_id)
-        data["harness"] = {"id": own if own != "bash" else HARNESS_ID}
+    own = default_harness_id(setup.env_id) if seat.harness is None else seat.harness.id
+    if own in ("bash", "null", HARNESS_ID):  # "null": verifiers' plain chat loop, a process an episode
+        data["harness"] = {
+            "id": HARNESS_ID,
+            "turn_timeout": setup.turn_timeout,
+            "tool_timeout": min(setup.turn_timeout or CALL_SECONDS, CALL_SECONDS),
+            "overflow": setup.overflow,
+        }
+    elif seat.harness is None:
+        data["harness"] = {"id": own}
     if "runtime" not in seat.model_fields_set:
         data["runtime"] = {"type": "subprocess"}
+    if setup.max_turns:
+        data["max_turns"] = min(setup.max_turns, seat.max_turns or setup.max_turns)
     return data
+
+
+def _has_tools(env_id: str, config: Any) -> bool:
+    taskset = taskset_class(env_id)
+    try:
+        return bool(taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task))
+    except Exception as error:
+        raise LoadError(f"environment {env_id!r}: its tools failed to load: {describe(error)}") from error
 
 
 def _import(env_id: str) -> None:

@@ -6,6 +6,7 @@ not taken for a dead process. Imports the standard library, pyzmq and msgpack un
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -88,14 +89,15 @@ class Worker:
             level=logging.DEBUG if setup.log_level == "debug" else logging.WARNING,
             format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         )
+        serving = contextlib.AsyncExitStack()
         # verifiers and its dependencies take seconds to import: only after the hello.
         try:
-            env = load(setup)
+            env = await serving.enter_async_context(load(setup))
         except LoadError as error:
             traceback.print_exc()
             await self._send(LoadFailed(str(error)))
             return
-        async with env:
+        async with serving:
             self._ticked = time.monotonic()
             self._loaded = True
             slots = asyncio.Semaphore(setup.max_concurrent)
