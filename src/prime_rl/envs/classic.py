@@ -25,8 +25,9 @@ from prime_rl.envs import token_client as talk
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.ids import describe, module_name, unique
 from prime_rl.envs.loading import check_arguments, import_module, keywords
+from prime_rl.envs.messages import Message, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
-from prime_rl.envs.token_client import ContextFull, Conversation, Failed, Message, Turn
+from prime_rl.envs.token_client import ContextFull, Conversation, Failed, Turn
 
 # Reward functions that raised in the episode that is being scored.
 _RAISED: ContextVar[list[str]] = ContextVar("raised")
@@ -64,7 +65,7 @@ class ClassicEnv:
         for member in _members(self._env):
             if setup.max_turns and isinstance(member, MultiTurnEnv):
                 member.max_turns = min(setup.max_turns, member.max_turns) if member.max_turns > 0 else setup.max_turns
-        self._client = talk.Client(setup)
+        self._client = talk.Client(setup, tools=any(member.tool_defs for member in _members(self._env)))
         self.renderer = self._client.renderer_name
 
     async def __aenter__(self) -> Self:
@@ -80,8 +81,8 @@ class ClassicEnv:
     ) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = Conversation(self._client, base_url, sampling, policy_version, setup.turn_timeout)
-        client = _Client(conversation, setup.overflow)
+        conversation = Conversation(self._client, base_url, sampling, policy_version, setup)
+        client = _Client(conversation)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
         raised: list[str] = []
         _RAISED.set(raised)
@@ -91,13 +92,11 @@ class ClassicEnv:
             result.outcome, result.message = Outcome.ERRORED, describe(error)
         else:
             self._judge(result, output, client.state, raised)
-        if conversation.failure is not None:  # the cause, whatever the environment made of it
-            result.outcome, result.message = conversation.failure
         conversation.describe(result)
         result.is_truncated = result.is_truncated or bool(client.state.get("is_truncated"))
         if result.ok:
             turns = [client.turns[step["response"].id] for step in client.state["trajectory"]]
-            result.samples = conversation.samples(turns, branched=setup.trajectories == "branched")
+            result.samples = conversation.samples(turns)
             result.num_turns = len(turns)
             for sample in result.samples:
                 sample.reward = result.reward
@@ -132,9 +131,8 @@ class ClassicEnv:
 class _Client(ClassicClient):  # type: ignore[misc]
     """The client of one episode: our conversation as verifiers asks for replies."""
 
-    def __init__(self, conversation: Conversation, overflow: str) -> None:
+    def __init__(self, conversation: Conversation) -> None:
         super().__init__(conversation)
-        self._overflow = overflow
         self.turns: dict[str, Turn] = {}  # by the id of the response
         self.state: Mapping[str, Any] = {}
 
@@ -156,7 +154,7 @@ class _Client(ClassicClient):  # type: ignore[misc]
     ) -> Turn:
         self.state = kwargs["state"]
         try:
-            turn, _ = await self.client.reply_within(prompt, tools, self._overflow)
+            turn, _ = await self.client.reply_within(prompt, tools)
         except ContextFull as error:
             raise errors.OverlongPromptError(str(error)) from error
         except Failed as error:
@@ -214,7 +212,7 @@ def _message(message: Any) -> Message:
 
 def _text(messages: Any) -> str:
     dumped = [one if isinstance(one, dict) else one.model_dump() for one in messages or []]
-    return talk.text_of(dumped)
+    return text_of(dumped)
 
 
 def _with_signals(make: Callable[[], Any]) -> Any:

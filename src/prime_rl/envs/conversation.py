@@ -9,12 +9,11 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prime_rl.envs.convert import CONTEXT_FULL, TOO_LONG
+from prime_rl.envs.messages import Message, without_oldest
 from prime_rl.envs.tools import Toolbox
 
 # Asks the client to refuse a prompt that leaves no room for a whole reply, rather than to shorten the reply.
 WHOLE_REPLY_HEADER = "X-Prime-RL-Whole-Reply"
-
-Message = dict[str, Any]
 
 
 class TurnTimeoutError(vf.RolloutError):
@@ -80,21 +79,11 @@ class Conversation:
                 return status, body
 
     def _forget(self) -> bool:
-        """Leave out the oldest turn after the system message; False when all that is left is the one that is going on.
-
-        A turn is a user's message and all until the next one; of the last, whose question stays, a reply with the results of its calls.
-        """
-        start = next((i for i, message in enumerate(self.messages) if message["role"] != "system"), 0)
-        asked = [i for i in range(start, len(self.messages)) if self.messages[i]["role"] == "user"]
-        later = [i for i in asked if any(m["role"] == "assistant" for m in self.messages[start:i])]
-        if later:
-            del self.messages[start : later[0]]
-            return True
-        replies = [i for i in range(start, len(self.messages)) if self.messages[i]["role"] == "assistant"]
-        if len(replies) > 1:
-            del self.messages[replies[0] : replies[1]]
-            return True
-        return False
+        """Leave out the oldest turn; False when there is none."""
+        rest = without_oldest(self.messages)
+        if rest is not None:
+            self.messages[:] = rest
+        return rest is not None
 
     async def _timed(self, whole: bool) -> tuple[int, Any]:
         try:

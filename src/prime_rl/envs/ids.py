@@ -92,7 +92,7 @@ def kind_of(environment_id: str) -> Kind:
         return "verifiers"
     names, exported = _names(Path(spec.origin))
     kind: Kind
-    if {"tasks", "rollout"} <= names and exported <= {"tasks", "rollout"}:
+    if {"tasks", "rollout"} <= names and exported <= {"tasks", "rollout", "tools"}:
         return "python"
     for name, kind in (("load_environment", "classic"), ("Environment", "python")):
         if name in names and exported <= {name}:

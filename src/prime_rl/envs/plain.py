@@ -19,8 +19,8 @@ other key is the environment's own.
 
 `rollout` returns the reward, or a dict of several, whose sum is the reward. What it puts into `chat.metrics` (name → number) is logged and not
 trained on. `await chat(…)` takes text of the user's, a list of messages, or nothing, and gives a `Reply`, or None when the conversation is
-over: its turns are used up (`max_turns`), or the model's context is full. `chat.tools` may be set to tool definitions (OpenAI's form): calls are in
-`reply.tool_calls`, and are answered with messages of role "tool".
+over: its turns are used up (`max_turns`), or the model's context is full. A third name, `tools`, may hold definitions of tools (OpenAI's form): calls
+are in `reply.tool_calls`, and `rollout` answers them with messages of role "tool".
 
 An environment with something to hold on to is a class instead, named `Environment`: it is made once per worker, with `args`, has `tasks` and
 `rollout`, and may be an asynchronous context manager.
@@ -45,8 +45,9 @@ from typing import Any, Self
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.ids import describe, module_name, unique
 from prime_rl.envs.loading import check_arguments, import_module, keywords
+from prime_rl.envs.messages import Message, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
-from prime_rl.envs.token_client import Client, ContextFull, Conversation, Message, Turn, arguments_of, text_of
+from prime_rl.envs.token_client import Client, ContextFull, Conversation, Turn, arguments_of
 
 MAX_TASKS = 5_000_000
 
@@ -72,17 +73,16 @@ class Reply:
 class Chat:
     """One conversation with the model."""
 
-    def __init__(self, conversation: Conversation, task: Mapping[str, Any], max_turns: int, overflow: str) -> None:
-        """`max_turns`: replies (0: any number); `overflow`: "stop", "truncate" or "refuse", as in the settings."""
+    def __init__(self, conversation: Conversation, task: Mapping[str, Any], max_turns: int, tools: Any) -> None:
+        """`max_turns`: replies (0: any number)."""
         self.messages: list[Message] = _opening(task)
         self.replies: list[Reply] = []
         self.metrics: dict[str, float] = {}
-        self.tools: list[dict[str, Any]] | None = None
+        self.tools: list[dict[str, Any]] | None = tools
         self.over = ""
         """Why the conversation is over ("": it is not)."""
         self._conversation = conversation
         self._max_turns = max_turns
-        self._overflow = overflow
 
     async def __call__(self, said: str | list[Message] | None = None) -> Reply | None:
         """The model's reply to the conversation with what is `said`; None when it is over.
@@ -99,7 +99,7 @@ class Chat:
         if self.over:
             return None
         try:
-            turn, self.messages = await self._conversation.reply_within(self.messages, self.tools, self._overflow)
+            turn, self.messages = await self._conversation.reply_within(self.messages, self.tools)
         except ContextFull:
             self.over = "the model's context is full"
             return None
@@ -121,7 +121,8 @@ class PlainEnv:
         made, self._rollout, tasks = _parts(module, setup)
         self._tasks = _load(tasks, setup.env_id)
         self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
-        self._client = Client(setup)
+        self._tools = getattr(made, "tools", None)
+        self._client = Client(setup, tools=bool(self._tools))
         self.renderer = self._client.renderer_name
         self.arguments = _accepted(_factory(module))
         self._made = made
@@ -143,9 +144,9 @@ class PlainEnv:
     ) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = Conversation(self._client, base_url, sampling, policy_version, setup.turn_timeout)
+        conversation = Conversation(self._client, base_url, sampling, policy_version, setup)
         task = copy.deepcopy(self._tasks[task_index])
-        chat = Chat(conversation, task, setup.max_turns, setup.overflow)
+        chat = Chat(conversation, task, setup.max_turns, self._tools)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
         begun = time.monotonic()
         try:
@@ -156,14 +157,12 @@ class PlainEnv:
         else:
             _judge(result, returned, chat.metrics)
         result.timing = {"agent": time.monotonic() - begun}
-        if conversation.failure is not None:  # the cause, whatever the environment made of it
-            result.outcome, result.message = conversation.failure
         conversation.describe(result)
         result.is_truncated = result.is_truncated or bool(chat.over)
         opening = len(_opening(self._tasks[task_index]))
         result.prompt, result.completion = text_of(chat.messages[:opening]), text_of(chat.messages[opening:])
         if result.ok:
-            result.samples = conversation.samples(branched=setup.trajectories == "branched")
+            result.samples = conversation.samples()
             for sample in result.samples:
                 sample.reward = result.reward
             if not result.samples:

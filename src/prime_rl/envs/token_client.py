@@ -18,11 +18,10 @@ from renderers.client import generate
 
 from prime_rl.envs import renderer
 from prime_rl.envs.adapter import LoadError
-from prime_rl.envs.convert import TEXT_LIMIT, classify
-from prime_rl.envs.engine import EngineConnection
+from prime_rl.envs.convert import classify
+from prime_rl.envs.engine import EngineConnection, whole_reply
+from prime_rl.envs.messages import Message, without_oldest
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, SampleTokens, Setup
-
-Message = dict[str, Any]
 
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
 _PINNED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -80,12 +79,12 @@ class Turn:
 class Client:
     """Connections to the engine's servers, and the renderer of its model. `async with` in a running event loop."""
 
-    def __init__(self, setup: Setup) -> None:
-        """Raises LoadError: no renderer fits the model."""
+    def __init__(self, setup: Setup, tools: bool = False) -> None:
+        """`tools`: conversations have some. Raises LoadError: no renderer fits the model."""
         try:
-            choice = renderer.choose(setup.model, setup.renderer)
+            choice = renderer.choose(setup.model, setup.renderer, tools=tools)
         except renderer.RendererError as error:
-            raise LoadError(str(error)) from error
+            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self.model = setup.sampled_by or setup.model
         self.renderer = choice.renderer
         self.renderer_name = choice.name
@@ -112,9 +111,9 @@ class Conversation:
         base_url: str,
         sampling: Mapping[str, Any],
         policy_version: int,
-        turn_timeout: float = 0.0,
+        setup: Setup,
     ) -> None:
-        """`turn_timeout`: seconds for one reply (0: the episode's time alone)."""
+        """Of `setup` it takes `turn_timeout`, `overflow` and `trajectories`."""
         self.turns: list[Turn] = []
         self.failure: tuple[Outcome, str] | None = None
         self._client = client
@@ -122,7 +121,9 @@ class Conversation:
         self._sampling = {name: value for name, value in {**_PINNED, **sampling}.items() if value is not None}
         # Keeps the engine from reusing cached prefixes that an older policy computed.
         self._salt = f"v{policy_version}"
-        self._turn_timeout = turn_timeout
+        self._turn_timeout = setup.turn_timeout
+        self._overflow = setup.overflow
+        self._branched = setup.trajectories == "branched"
 
     async def reply(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Turn:
         """The model's reply to the messages.
@@ -134,12 +135,12 @@ class Conversation:
         if self.failure is not None:
             raise Failed(self.failure[1])
         history = [_comparable(message) for message in messages]
-        prompt = self._extended(messages, history, tools)
+        prompt = None if self._branched else self._extended(messages, history, tools)
         try:
             async with asyncio.timeout(self._turn_timeout or None):
                 answer = await self._generate(messages, prompt, tools)
         except TimeoutError as error:
-            self.failure = Outcome.TIMEOUT, f"a reply took longer than {self._turn_timeout:g} s"
+            self.failure = Outcome.TIMEOUT, f"turn {len(self.turns) + 1}: no reply within {self._turn_timeout:g} s"
             raise Failed(self.failure[1]) from error
         turn = _turn(answer, history)
         for number, call in enumerate(turn.tool_calls):
@@ -189,31 +190,33 @@ class Conversation:
                 return bridge(turn.prompt_ids, turn.completion_ids, tail, tools=tools)
         return None
 
-    async def reply_within(
-        self, messages: list[Message], tools: list[Any] | None, overflow: str
-    ) -> tuple[Turn, list[Message]]:
+    async def reply_within(self, messages: list[Message], tools: list[Any] | None) -> tuple[Turn, list[Message]]:
         """`reply`, and the messages it is to: where the context is full and `overflow` is "truncate", without the oldest.
 
         Raises:
-            ContextFull: it is full, and may be.
-            Failed: as `reply`; and the context is full, and must not be ("refuse"), or the first message alone fills it.
+            ContextFull: it is full, and may be ("stop").
+            Failed: as `reply`; and the context is full, and must not be ("refuse"), or what is said first fills it.
         """
-        while True:  # each time round forgets a message
+        whole = self._overflow == "truncate"
+        while True:  # each time round forgets a turn, or asks for a short reply
+            whole_reply.set(whole)
             try:
                 return await self.reply(messages, tools), messages
             except ContextFull as error:
-                rest = without_oldest(messages) if overflow == "truncate" else None
-                if rest is None:
-                    if self.turns and overflow != "refuse":
-                        raise
+                rest = without_oldest(messages) if whole else None
+                if whole:
+                    whole = rest is not None  # nothing left to forget: a short reply, then, if there is room for one
+                    messages = rest or messages
+                elif self.turns and self._overflow != "refuse":
+                    raise
+                else:
                     self.failure = Outcome.PROMPT_TOO_LONG, str(error)
                     raise Failed(str(error)) from error
-                messages = rest
 
-    def samples(self, turns: Sequence[Turn] | None = None, *, branched: bool = False) -> list[SampleTokens]:
-        """One sample per sequence that no other turn extends, in the order of their last turns; `branched`: per turn. Rewards are 0."""
+    def samples(self, turns: Sequence[Turn] | None = None) -> list[SampleTokens]:
+        """One sample per sequence that no other turn extends, in the order of their last turns; branched: per turn. Rewards are 0."""
         chosen = self.turns if turns is None else list(turns)
-        parents = [None if branched else _parent(chosen[:number], turn) for number, turn in enumerate(chosen)]
+        parents = [None if self._branched else _parent(chosen[:number], turn) for number, turn in enumerate(chosen)]
         extended = {parent for parent in parents if parent is not None}
         used: set[int] = set()
         samples = []
@@ -234,7 +237,11 @@ class Conversation:
         return [sample for sample in samples if any(sample.loss_mask)]
 
     def describe(self, result: EpisodeResult) -> None:
-        """Put what the turns say about the episode into its result: counts, and text for people."""
+        """Put what the turns say about the episode into its result; what failed is the cause, whatever the environment made of it."""
+        if self.failure is not None:
+            result.outcome, result.message = self.failure
+        if result.outcome is Outcome.PROMPT_TOO_LONG:
+            result.message = f"task {result.task_id}: {result.message}"
         result.num_turns = len(self.turns)
         result.is_truncated = any(turn.is_truncated for turn in self.turns)
         result.input_tokens = sum(len(turn.prompt_ids) for turn in self.turns)
@@ -315,17 +322,3 @@ def _parsed(arguments: Any) -> Any:
 def arguments_of(call: ParsedToolCall) -> str:
     """The arguments of a tool call as JSON text."""
     return call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
-
-
-def without_oldest(messages: list[Message]) -> list[Message] | None:
-    """The conversation without what was said first after its system messages, to the next that the user says; None when nothing can go."""
-    start = next((place for place, one in enumerate(messages) if one["role"] != "system"), len(messages))
-    after = next((place for place in range(start + 1, len(messages)) if messages[place]["role"] == "user"), None)
-    return None if after is None else [*messages[:start], *messages[after:]]
-
-
-def text_of(messages: Sequence[Message]) -> str:
-    """`role: content` lines for people; a lone reply without its role."""
-    if len(messages) == 1 and messages[0]["role"] == "assistant":
-        return str(messages[0].get("content") or "")[:TEXT_LIMIT]
-    return "\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)[:TEXT_LIMIT]

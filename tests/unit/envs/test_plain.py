@@ -39,8 +39,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return write
 
 
-def setup(env_id: str, model: Path, args: dict[str, Any] | None = None, **settings: Any) -> Setup:
-    return Setup(env_id, env_id, args or {}, str(model), "auto", 4, "info", **settings)
+def setup(
+    env_id: str, model: Path, args: dict[str, Any] | None = None, renderer: str = "auto", **settings: Any
+) -> Setup:
+    return Setup(env_id, env_id, args or {}, str(model), renderer, 4, "info", **settings)
 
 
 async def play(engine: FakeEngine, one: Setup, **sampling: Any) -> EpisodeResult:
@@ -96,6 +98,44 @@ async def test_turns_are_one_sequence(model: Path, package: Callable[[str, str],
     spoken = {ROLES[role] for role, on in zip(sample.roles, sample.loss_mask, strict=True) if on}
     assert spoken == {"assistant"}
     assert {ROLES[role] for role in sample.roles} == {"system", "user", "assistant"}
+
+
+CALLS = """
+tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}}]
+tasks = [{"prompt": "What is 1 + 2?"}]
+
+async def rollout(task, chat):
+    reply = await chat()
+    while reply.tool_calls:
+        answers = [call.problem or str(sum(call.arguments["of"])) for call in reply.tool_calls]
+        told = zip(reply.tool_calls, answers)
+        reply = await chat([{"role": "tool", "tool_call_id": call.id, "content": answer} for call, answer in told])
+    return float(reply.text == "3")
+"""
+
+
+async def test_tools(model: Path, package: Callable[[str, str], str]) -> None:
+    """Definitions reach the model, its calls the environment, the answers the model again: one sequence. A broken call is told, not raised."""
+    name = package("plain_tools", CALLS)
+
+    def reply(prompt: str) -> str:
+        if "<tool_response>\n3" in prompt:
+            return "3"
+        arguments = '{"of": [1, 2]}' if "invalid_json" in prompt else '{"of": [1, 2'
+        return f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+
+    async with FakeEngine(model, reply=reply, max_model_len=2048) as engine:
+        result = await play(engine, setup(name, model, renderer="chatml"), max_tokens=200)
+        assert '"name": "add"' in engine.tokenizer.decode(engine.exchanges[0].prompt)
+    assert (result.outcome, result.reward, result.num_turns) == (Outcome.OK, 1.0, 3), result.message
+    (sample,) = result.samples
+    sampled = [token for exchange in engine.exchanges for token in exchange.completion]
+    assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == sampled
+
+
+def test_tools_need_a_renderer_that_shows_them(model: Path, package: Callable[[str, str], str]) -> None:
+    with pytest.raises(LoadError, match="environment 'plain_tools'.*tools"):
+        load(setup(package("plain_tools", CALLS), model))
 
 
 async def test_branched(model: Path, package: Callable[[str, str], str]) -> None:
@@ -180,7 +220,7 @@ async def test_turn_timeout(model: Path, package: Callable[[str, str], str]) -> 
     async with FakeEngine(model, delay=30.0) as engine:
         result = await play(engine, setup(name, model, turn_timeout=0.05))
     assert result.outcome is Outcome.TIMEOUT
-    assert "longer than 0.05 s" in result.message
+    assert "turn 1: no reply within 0.05 s" in result.message
 
 
 @pytest.mark.parametrize(
