@@ -1,0 +1,27 @@
+"""wordle: find a word of five letters from the marks that each guess gets. A verifiers (v1) environment package.
+
+    uv run vf-eval wordle --no-push --model MODEL --client.base-url http://localhost:8000/v1
+
+The package brings its environment and harness along, so that neither a sandbox nor a download is needed.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prime_rl.envs.harness import ChatHarness
+    from wordle.taskset import WordleEnv, WordleTaskset
+
+__all__ = ["ChatHarness", "WordleEnv", "WordleTaskset"]
+
+
+def __getattr__(name: str) -> Any:
+    # verifiers takes seconds to import: `wordle.data` and `wordle.game` must stay usable without it.
+    if name == "ChatHarness":
+        from prime_rl.envs.harness import ChatHarness
+
+        return ChatHarness
+    if name in __all__:
+        from wordle import taskset
+
+        return getattr(taskset, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
