@@ -7,6 +7,7 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from calculator.data import SYSTEM_PROMPT, Split, parse, problems
 from calculator.tools import CalculatorTools
+from prime_rl.envs.harness import close_session
 
 
 class CalculatorData(vf.TaskData):
@@ -68,3 +69,6 @@ class CalculatorEnvConfig(vf.EnvConfig):
 class CalculatorEnv(vf.Env[CalculatorEnvConfig]):
     async def run(self, task: CalculatorTask, agents: vf.Agents) -> None:
         await agents.agent.run(task)
+
+    async def stop(self) -> None:
+        await close_session()

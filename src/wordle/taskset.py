@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import NonNegativeInt, PositiveInt
 
+from prime_rl.envs.harness import close_session
 from wordle.data import Split, words
 from wordle.game import RULES, Game, play
 
@@ -75,3 +76,6 @@ class WordleEnv(vf.Env[WordleEnvConfig]):
                 if game.over:
                     break
                 said = game.answer()
+
+    async def stop(self) -> None:
+        await close_session()
