@@ -34,10 +34,11 @@ def evaluate(expression: str) -> Fraction:
     if wrong := _ALLOWED.sub("", expression):
         raise ArithmeticRefused(f"{wrong[0]!r} is not allowed: only numbers, + - * / // % ** and parentheses")
     try:
-        tree = ast.parse(expression.strip(), mode="eval")
+        source = expression.strip()
+        tree = ast.parse(source, mode="eval")
     except (SyntaxError, RecursionError, MemoryError) as error:  # the last two: of deep nesting
         raise ArithmeticRefused("this is not an expression") from error
-    return _value(tree.body)
+    return _value(tree.body, source)
 
 
 def text(value: Fraction) -> str:
@@ -48,26 +49,17 @@ def text(value: Fraction) -> str:
     return f"{float(value):.12g}"
 
 
-def _value(node: ast.expr) -> Fraction:
+def _value(node: ast.expr, source: str) -> Fraction:
     match node:
-        case ast.Constant(value=int() as number):
-            return _bounded(Fraction(number))
-        case ast.Constant(value=float() as number):
-            return _bounded(_decimal(number))
+        case ast.Constant(value=int() | float()):  # as it was written: a float would be the nearest binary number
+            return _bounded(Fraction(source[node.col_offset : node.end_col_offset]))
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_value(operand)
+            return -_value(operand, source)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return _value(operand)
+            return _value(operand, source)
         case ast.BinOp(left=left, op=operator, right=right):
-            return _bounded(_combine(operator, _value(left), _value(right)))
+            return _bounded(_combine(operator, _value(left, source), _value(right, source)))
     raise ArithmeticRefused("this is not arithmetic")
-
-
-def _decimal(number: float) -> Fraction:
-    try:
-        return Fraction(repr(number))  # of what was written, not of the nearest binary number
-    except ValueError as error:  # infinity
-        raise ArithmeticRefused("a number is too large") from error
 
 
 def _combine(operator: ast.operator, left: Fraction, right: Fraction) -> Fraction:
