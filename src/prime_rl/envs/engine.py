@@ -1,17 +1,25 @@
 """A lean stand-in for the OpenAI SDK inside verifiers' train client: the two requests it makes, over aiohttp.
 
 The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`).
+It knows the model's context: a reply gets the room that is left, and a prompt that leaves none is not sent.
 """
 
+import contextlib
 import json
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import httpx
 from openai import APIConnectionError, APIStatusError
-from verifiers.v1.clients.train import TrainClient
+from renderers.base import ParsedToolCall, ToolCallParseStatus
+from verifiers.v1.clients.train import TrainClient, serialize_completion, tool_to_wire
 from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+from verifiers.v1.types import ToolCall
+
+from prime_rl.envs.conversation import WHOLE_REPLY_HEADER
+from prime_rl.envs.tools import MALFORMED_CALL
 
 CONNECT_SECONDS = 30.0
 # `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
@@ -25,6 +33,8 @@ _SAMPLE_PARAMS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
     *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
 }
+
+_whole_reply: ContextVar[bool] = ContextVar("whole_reply", default=False)
 
 
 @dataclass(frozen=True)
@@ -41,6 +51,8 @@ class EngineConnection:
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
         self._sampling = True  # by our own route
+        self._context: int | None = None  # tokens, once the server has said it
+        self._asked = False
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
@@ -50,11 +62,21 @@ class EngineConnection:
         )
 
     async def get(self, path: str, cast_to: Any = None) -> Any:
-        reply = await self._request("GET", f"{self.base_url}{path}", None, {})
-        return json.loads(reply.content)
+        try:
+            reply = await self._request("GET", f"{self.base_url}{path}", None, {})
+        except APIStatusError:
+            self._asked = True  # it has nothing to say
+            raise
+        self._asked = True
+        answer = json.loads(reply.content)
+        # All names that a server gives its model, adapters too, are of the same context.
+        lengths = [card.get("max_model_len") for card in answer.get("data") or []]
+        self._context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+        return answer
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
         headers = (options or {}).get("headers", {})
+        body = await self._fitted(body, url)
         plain = body.keys() <= _SAMPLE_KEYS and body["sampling_params"].keys() <= _SAMPLE_PARAMS
         # Else it asks for images, or what came of them, or by a setting of its own.
         sampling = url.endswith(_TOKEN_ROUTE) and plain and self._sampling
@@ -70,6 +92,26 @@ class EngineConnection:
         reply = await self._request("POST", url, _json(body), headers)
         self._sampling = self._sampling and not sampling  # a router: it answered there, and not here
         return reply
+
+    async def _fitted(self, body: dict[str, Any], url: str) -> dict[str, Any]:
+        """The request with no more tokens asked for than there is room. Raises APIStatusError (400) when there is none."""
+        if "content_parts" in body or "features" in body:  # only the server knows what images come to
+            return body
+        if not self._asked:
+            with contextlib.suppress(APIStatusError, APIConnectionError):  # what is wrong shows when it is sampled
+                await self.get("/models")
+        if self._context is None:
+            return body
+        prompt, asked = len(body["token_ids"]), body["sampling_params"].get("max_tokens")
+        room = self._context - prompt
+        wanted = min(asked or self._context // 4, self._context // 2) if _whole_reply.get() else 1
+        if room < wanted:
+            message = f"the prompt of {prompt} tokens leaves no room for a reply in the maximum context length of {self._context} tokens"
+            answer = httpx.Response(400, request=httpx.Request("POST", url))
+            raise APIStatusError(message, response=answer, body=None)
+        if asked is None or asked <= room:
+            return body
+        return {**body, "sampling_params": {**body["sampling_params"], "max_tokens": room}}
 
     async def close(self) -> None:
         await self._session.close()
@@ -91,8 +133,54 @@ def _json(body: dict[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
 
 
-def lean_client(config: TrainClientConfig) -> TrainClient:
-    """verifiers' own train client over an `EngineConnection`. Needs a running event loop."""
-    client = TrainClient(config)
-    client.client = EngineConnection(config.base_url, resolve_api_key(config))
-    return client
+class ConversationClient(TrainClient):
+    """verifiers' own train client over an `EngineConnection`.
+
+    `branched`: every prompt is rendered anew by the renderer, none extends the tokens that are there.
+    """
+
+    def __init__(self, config: TrainClientConfig, renderer: Any, branched: bool) -> None:
+        super().__init__(config)
+        self.client = EngineConnection(config.base_url, resolve_api_key(config))
+        self._renderer = renderer
+        self._branched = branched
+
+    async def get_response(
+        self,
+        dialect: Any,
+        body: dict[str, Any],
+        sampling: Any,
+        session_id: str | None = None,
+        turn: Any = None,
+        headers: Any = None,
+    ) -> Any:
+        _whole_reply.set(WHOLE_REPLY_HEADER in (headers or {}))
+        extended = None if self._branched else turn
+        response = await super().get_response(dialect, body, sampling, session_id, extended, headers)
+        if turn is not None and turn.tools:
+            self._keep_broken_calls(response, [tool_to_wire(tool) for tool in turn.tools])
+            response.raw = serialize_completion(response, body["model"])
+        return response
+
+    def _keep_broken_calls(self, response: Any, tools: list[dict[str, Any]]) -> None:
+        """verifiers leaves out the calls that a renderer could not read: the model would never learn of them."""
+        tokens = response.tokens
+        parsed = self._renderer.parse_response(tokens.completion_ids, prompt_ids=tokens.prompt_ids, tools=tools)
+        if not any(call.status is not ToolCallParseStatus.OK for call in parsed.tool_calls):
+            return
+        response.message.tool_calls = [_call(number, call) for number, call in enumerate(parsed.tool_calls)]
+        if response.finish_reason == "stop":
+            response.finish_reason = "tool_calls"
+
+
+def _call(number: int, call: ParsedToolCall) -> ToolCall:
+    name = call.id or f"call_{number}"
+    if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL) or not call.name:
+        return ToolCall(id=name, name=MALFORMED_CALL, arguments=call.raw)
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+    return ToolCall(id=name, name=call.name, arguments=arguments)
+
+
+def lean_client(config: TrainClientConfig, renderer: Any, branched: bool = False) -> TrainClient:
+    """verifiers' train client as we want it. Needs a running event loop."""
+    return ConversationClient(config, renderer, branched)

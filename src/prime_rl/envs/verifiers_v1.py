@@ -43,10 +43,12 @@ class VerifiersEnv:
         config = _env_config(setup)
         self.arguments = _arguments(setup.env_id)
         try:
-            choice = renderer.choose(setup.model, setup.renderer)
+            choice = renderer.choose(setup.model, setup.renderer, tools=_has_tools(setup.env_id, config))
         except renderer.RendererError as error:
-            raise LoadError(str(error)) from error
+            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self.renderer = choice.name
+        self._renderer = choice.renderer
+        self._branched = setup.trajectories == "branched"
         self._client = vf.TrainClientConfig(  # `_client_of` says of which server
             api_key_var=API_KEY_VAR,
             renderer=choice.config,
@@ -99,7 +101,13 @@ class VerifiersEnv:
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
         episode = await self._env.run_slot(slot, context)
-        result = convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
+        result = convert(
+            episode,
+            episode_id=episode_id,
+            env=self._name,
+            task_id=self.task_ids[task_index],
+            branched=self._branched,
+        )
         for sample in result.samples:
             sample.hint = hint
         return result
@@ -111,7 +119,7 @@ class VerifiersEnv:
         if config is None:
             config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
             interception = self._env._interception
-            client = lean_client(config)
+            client = lean_client(config, self._renderer, self._branched)
             interception.clients[config.model_dump_json()] = client
             interception.stack.push_async_callback(client.close)
         return config
@@ -129,7 +137,7 @@ def _env_config(setup: Setup) -> Any:
             )
     try:
         bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
-        seats = {name: _seat(setup.env_id, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
+        seats = {name: _seat(setup, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
         return vf.resolve_env_config(
             {
                 "taskset": {"id": setup.env_id, **setup.args},
@@ -143,18 +151,30 @@ def _env_config(setup: Setup) -> Any:
         raise LoadError(f"environment {setup.env_id!r}: argument {where}: {first['msg']}") from error
 
 
-def _seat(env_id: str, seat: Any) -> dict[str, Any]:
+def _seat(setup: Setup, seat: Any) -> dict[str, Any]:
     """Our harness and a local runtime wherever the environment does not insist on its own.
 
     verifiers' defaults are a shell that the model drives, in a paid remote sandbox.
     """
     data: dict[str, Any] = {}  # merged onto the seat's declared defaults by verifiers
-    if seat.harness is None:
-        own = default_harness_id(env_id)
-        data["harness"] = {"id": own if own != "bash" else HARNESS_ID}
+    own = default_harness_id(setup.env_id) if seat.harness is None else seat.harness.id
+    if own in ("bash", HARNESS_ID):
+        data["harness"] = {"id": HARNESS_ID, "turn_timeout": setup.turn_timeout, "overflow": setup.overflow}
+    elif seat.harness is None:
+        data["harness"] = {"id": own}
     if "runtime" not in seat.model_fields_set:
         data["runtime"] = {"type": "subprocess"}
+    if setup.max_turns:
+        data["max_turns"] = setup.max_turns
     return data
+
+
+def _has_tools(env_id: str, config: Any) -> bool:
+    taskset = taskset_class(env_id)
+    try:
+        return bool(taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task))
+    except Exception as error:
+        raise LoadError(f"environment {env_id!r}: its tools failed to load: {describe(error)}") from error
 
 
 def _import(env_id: str) -> None:
