@@ -7,7 +7,7 @@ import verifiers.v1 as vf
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from alphabet_sort.data import SYSTEM_PROMPT, By, Problem, Split, problems, scores
-from prime_rl.envs.harness import close_session
+from prime_rl.envs.harness import HARNESS_ID, close_session
 
 
 class AlphabetSortData(vf.TaskData):
@@ -72,8 +72,8 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
 
 
 class AlphabetSortEnvConfig(vf.EnvConfig):
-    # verifiers' default runtime is a remote sandbox, which a conversation has no use for.
-    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+    # verifiers' defaults are a shell in a remote sandbox, which a conversation has no use for.
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
 
 
 class AlphabetSortEnv(vf.Env[AlphabetSortEnvConfig]):

@@ -2,24 +2,19 @@
 
     uv run vf-eval calculator --no-push --model MODEL --client.base-url http://localhost:8000/v1
 
-The package brings its environment and harness along, so that neither a sandbox nor a download is needed.
+Its environment asks for this project's harness and a local runtime, so that neither a sandbox nor a download is needed.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calculator.taskset import CalculatorEnv, CalculatorTaskset
-    from prime_rl.envs.harness import ChatHarness
 
-__all__ = ["CalculatorEnv", "CalculatorTaskset", "ChatHarness"]
+__all__ = ["CalculatorEnv", "CalculatorTaskset"]
 
 
 def __getattr__(name: str) -> Any:
     # verifiers takes seconds to import: `calculator.data` and `calculator.arithmetic` must stay usable without it.
-    if name == "ChatHarness":
-        from prime_rl.envs.harness import ChatHarness
-
-        return ChatHarness
     if name in __all__:
         from calculator import taskset
 

@@ -6,8 +6,8 @@ import verifiers.v1 as vf
 from pydantic import NonNegativeInt, PositiveInt
 
 from calculator.data import SYSTEM_PROMPT, Split, parse, problems
-from calculator.tools import CalculatorTools
-from prime_rl.envs.harness import close_session
+from calculator.tools import REFUSED, CalculatorTools
+from prime_rl.envs.harness import HARNESS_ID, close_session
 
 
 class CalculatorData(vf.TaskData):
@@ -30,13 +30,9 @@ class CalculatorTask(vf.Task[CalculatorData]):
         return float(parse(trace.last_reply) is not None)
 
     @vf.metric
-    async def tool_calls(self, trace: vf.Trace) -> float:
-        return float(sum(len(message.tool_calls or []) for message in trace.assistant_messages))
-
-    @vf.metric
-    async def tool_errors(self, trace: vf.Trace) -> float:
-        """Calls that the tool could not make sense of."""
-        return float(sum("error:" in str(message.content) for message in trace.tool_messages))
+    async def refused_expressions(self, trace: vf.Trace) -> float:
+        """Well-formed calls with an expression that has no value. The harness counts calls, and those that were malformed."""
+        return float(sum(str(message.content).startswith(REFUSED) for message in trace.tool_messages))
 
 
 class CalculatorConfig(vf.TasksetConfig):
@@ -62,8 +58,8 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
 
 
 class CalculatorEnvConfig(vf.EnvConfig):
-    # verifiers' default runtime is a remote sandbox, which a conversation has no use for.
-    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+    # verifiers' defaults are a shell in a remote sandbox, which a conversation has no use for.
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
 
 
 class CalculatorEnv(vf.Env[CalculatorEnvConfig]):

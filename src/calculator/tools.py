@@ -5,6 +5,8 @@ import verifiers.v1 as vf
 from calculator.arithmetic import ArithmeticRefused
 from calculator.arithmetic import calculate as exactly
 
+REFUSED = "Refused: "
+
 
 class CalculatorTools(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
     TOOL_PREFIX = None  # `calculate`, not `calculator_tools_calculate`
@@ -15,7 +17,7 @@ class CalculatorTools(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
         try:
             return exactly(expression)
         except ArithmeticRefused as error:
-            return f"error: {error}"
+            return f"{REFUSED}{error}"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Literal
 import verifiers.v1 as vf
 
 from kuhn_poker.game import DEALS, RULES, Deal, Outcome, is_over, message, parse, play, to_act
-from prime_rl.envs.harness import close_session
+from prime_rl.envs.harness import HARNESS_ID, close_session
 
 PLAYERS = ("player_1", "player_2")
 
@@ -48,9 +48,9 @@ class KuhnPokerTaskset(vf.Taskset[KuhnPokerTask, KuhnPokerConfig]):
 
 
 class KuhnPokerEnvConfig(vf.EnvConfig):
-    # verifiers' default runtime is a remote sandbox, which a conversation has no use for.
-    player_1: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
-    player_2: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+    # verifiers' defaults are a shell in a remote sandbox, which a conversation has no use for.
+    player_1: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
+    player_2: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
 
 
 class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):

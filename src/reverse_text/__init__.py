@@ -2,24 +2,19 @@
 
     uv run vf-eval reverse-text --no-push --model MODEL --client.base-url http://localhost:8000/v1
 
-The package brings its environment and harness along, so that neither a sandbox nor a download is needed.
+Its environment asks for this project's harness and a local runtime, so that neither a sandbox nor a download is needed.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prime_rl.envs.harness import ChatHarness
     from reverse_text.taskset import ReverseTextEnv, ReverseTextTaskset
 
-__all__ = ["ChatHarness", "ReverseTextEnv", "ReverseTextTaskset"]
+__all__ = ["ReverseTextEnv", "ReverseTextTaskset"]
 
 
 def __getattr__(name: str) -> Any:
     # verifiers takes seconds to import: `reverse_text.data` must stay usable without it.
-    if name == "ChatHarness":
-        from prime_rl.envs.harness import ChatHarness
-
-        return ChatHarness
     if name in __all__:
         from reverse_text import taskset
 

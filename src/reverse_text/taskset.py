@@ -5,7 +5,7 @@ from difflib import SequenceMatcher
 
 import verifiers.v1 as vf
 
-from prime_rl.envs.harness import close_session
+from prime_rl.envs.harness import HARNESS_ID, close_session
 from reverse_text.data import Split, texts
 
 SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
@@ -56,8 +56,8 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
 
 
 class ReverseTextEnvConfig(vf.EnvConfig):
-    # verifiers' default runtime is a remote sandbox, which a conversation has no use for.
-    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+    # verifiers' defaults are a shell in a remote sandbox, which a conversation has no use for.
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
 
 
 class ReverseTextEnv(vf.Env[ReverseTextEnvConfig]):

@@ -2,24 +2,19 @@
 
     uv run vf-eval wordle --no-push --model MODEL --client.base-url http://localhost:8000/v1
 
-The package brings its environment and harness along, so that neither a sandbox nor a download is needed.
+Its environment asks for this project's harness and a local runtime, so that neither a sandbox nor a download is needed.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from prime_rl.envs.harness import ChatHarness
     from wordle.taskset import WordleEnv, WordleTaskset
 
-__all__ = ["ChatHarness", "WordleEnv", "WordleTaskset"]
+__all__ = ["WordleEnv", "WordleTaskset"]
 
 
 def __getattr__(name: str) -> Any:
     # verifiers takes seconds to import: `wordle.data` and `wordle.game` must stay usable without it.
-    if name == "ChatHarness":
-        from prime_rl.envs.harness import ChatHarness
-
-        return ChatHarness
     if name in __all__:
         from wordle import taskset
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import NonNegativeInt, PositiveInt
 
-from prime_rl.envs.harness import close_session
+from prime_rl.envs.harness import HARNESS_ID, close_session
 from wordle.data import Split, words
 from wordle.game import RULES, Game, play
 
@@ -63,8 +63,8 @@ class WordleTaskset(vf.Taskset[WordleTask, WordleConfig]):
 
 
 class WordleEnvConfig(vf.EnvConfig):
-    # verifiers' default runtime is a remote sandbox, which a conversation has no use for.
-    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+    # verifiers' defaults are a shell in a remote sandbox, which a conversation has no use for.
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
 
 
 class WordleEnv(vf.Env[WordleEnvConfig]):

@@ -1,6 +1,7 @@
 """The bundled packages in a worker, against a scripted engine that plays them well, badly, and not at all."""
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -17,6 +18,7 @@ from environments import environment
 from fake_engine import Exchange, FakeEngine, make_tokenizer
 
 from alphabet_sort.data import Problem, problems
+from calculator.data import problems as word_problems
 from kuhn_poker.game import DEALS
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
@@ -25,6 +27,7 @@ from wordle.data import words
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 START_SECONDS = 180.0
+TEMPLATE = Path(__file__).parents[2] / "assets" / "tiny-reverse" / "chat_template.jinja"
 
 
 @dataclass
@@ -52,8 +55,10 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         environment("alphabet-sort", {"split": "eval", "num_tasks": 8}),
         environment("wordle", {"split": "eval", "max_turns": 4}),
         environment("kuhn-poker"),
+        environment("calculator", {"num_tasks": 4}, max_turns=4),
     ]
-    async with FakeEngine(make_tokenizer(root / "model"), max_model_len=1024) as engine:
+    model = make_tokenizer(root / "model", TEMPLATE.read_text())
+    async with FakeEngine(model, max_model_len=2048) as engine:
         pool = EnvPool(
             envs, model=str(engine.model), base_url=engine.base_url, api_key="secret", output_dir=root / "out"
         )
@@ -205,3 +210,45 @@ async def test_games_do_not_mix(world: World) -> None:
         cards = DEALS[task % 12].cards
         better = "player_1" if "JQK".index(cards[0]) > "JQK".index(cards[1]) else "player_2"
         assert {part.agent for part in result.parts if part.reward == 2.0} == {better}
+
+
+def _call(**arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'calculate', 'arguments': arguments})}\n</tool_call>"
+
+
+async def test_calculating(world: World) -> None:
+    """The tool's definition reaches the prompt, its result the next one; the right number earns everything; one exact sample."""
+    problem = word_problems("train", 4)[3]
+    told: list[str] = []
+
+    def reply(prompt: str) -> str:
+        told.append(_asked(prompt))
+        return f"<answer>{problem.answer}</answer>" if _turn(prompt) else _call(expression=problem.expression)
+
+    result = await world.play("calculator", 3, reply)
+    assert result.ok, result.message
+    assert result.task_id == f"calculator/{problem.id}"
+    assert told == [problem.text, f"\n<tool_response>\n{problem.answer}\n</tool_response>".lstrip()]
+    assert '"name": "calculate"' in world.engine.tokenizer.decode(world.engine.exchanges[0].prompt)
+    assert result.rewards == pytest.approx({"correct": 1.0, "format": 0.1})
+    assert (result.metrics["tool_calls"], result.metrics["refused_expressions"]) == (1.0, 0.0)
+    (sample,) = result.samples
+    assert _is_exact(sample, world.engine.exchanges)
+
+
+async def test_calculating_badly(world: World) -> None:
+    """Nonsense for the tool is answered, counted and no crash; a wrong number earns its form alone."""
+    replies = iter(
+        [_call(expression="__import__('os')"), _call(formula="1+1"), "<tool_call>\n{", "<answer>-1</answer>"]
+    )
+    result = await world.play("calculator", 0, lambda prompt: next(replies))
+    assert result.ok, result.message
+    assert result.rewards == pytest.approx({"correct": 0.0, "format": 0.1})
+    counted = {name: result.metrics[name] for name in ("tool_calls", "malformed_tool_calls", "refused_expressions")}
+    assert counted == {"tool_calls": 3.0, "malformed_tool_calls": 2.0, "refused_expressions": 1.0}
+
+
+async def test_calculating_without_end(world: World) -> None:
+    """Who only ever calls the tool is stopped by `max_turns`, and has not answered."""
+    result = await world.play("calculator", 0, lambda prompt: _call(expression="1+1"))
+    assert (result.ok, result.reward, result.num_turns) == (True, 0.0, 4)

@@ -235,4 +235,4 @@ def test_verifiers_loads_the_package() -> None:
     assert [(task.data.prompt, task.data.answer) for task in env.taskset] == [(p.text, p.answer) for p in expected]
     (tools,) = env.taskset.toolsets(env.taskset.config)
     assert "ArithmeticRefused" not in tools.calculate("1/3")
-    assert (tools.calculate("(12 + 3) * 4"), tools.calculate("os")) == ("60", "error: 'o' is not allowed: only numbers, + - * / // % ** and parentheses")  # fmt: skip
+    assert (tools.calculate("(12 + 3) * 4"), tools.calculate("os")) == ("60", "Refused: 'o' is not allowed: only numbers, + - * / // % ** and parentheses")  # fmt: skip
