@@ -20,7 +20,11 @@ ENVIRONMENTS = {
     "self_play": "kuhn-poker",
 }
 RUNS = [f"{name}/{file}.toml" for name in ENVIRONMENTS for file in ("rl", "cpu")]
-DEMONSTRATIONS = {"wordle": ("--games", 40), "tool_use": ("--problems", 40)}
+DEMONSTRATIONS = {
+    "wordle": ("sft.toml", "--games", 40),
+    "tool_use": ("sft.toml", "--problems", 40),
+    "self_play": ("sft_cpu.toml", "--games", 40),
+}
 
 
 @pytest.mark.parametrize("config", RUNS)
@@ -38,10 +42,11 @@ def test_demonstrations(name: str, tmp_path: Path) -> None:
     """The script writes conversations that start as the environment's do, and `sft` takes the file."""
     rows = tmp_path / "rows.jsonl"
     script = EXAMPLES / name / "demonstrations.py"
-    subprocess.run([sys.executable, script, *map(str, DEMONSTRATIONS[name]), "--output", rows], check=True, timeout=60)
+    config, *count = DEMONSTRATIONS[name]
+    subprocess.run([sys.executable, script, *map(str, count), "--output", rows], check=True, timeout=60)
     first = json.loads(rows.read_text().splitlines()[0])
     assert [message["role"] for message in first["messages"][:3]] == ["system", "user", "assistant"]
-    arguments = ("@", EXAMPLES / name / "sft.toml", "--data.name", rows, "--output-dir", tmp_path / "run", "--dry-run")
+    arguments = ("@", EXAMPLES / name / str(config), "--data.name", rows, "--output-dir", tmp_path / "run", "--dry-run")
     with Command("sft", *arguments, log=tmp_path / "b") as command:
         command.succeed(60)
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from calculator.data import parse, problems
+from kuhn_poker.game import RULES, Deal
+from kuhn_poker.game import play as play_poker
 from wordle.data import split_of
 from wordle.game import marks
 from wordle.game import parse as guess_of
@@ -46,6 +48,21 @@ def test_solutions_with_the_tool() -> None:
         assert parse(messages[-1]["content"]) == problem.answer
         assert messages[-2]["content"] == str(problem.answer)
         assert messages[1]["content"] not in held_out
+
+
+def test_games_of_kuhn_poker() -> None:
+    """Every game is legal to its end, whatever the players do in it; all five ends occur."""
+    ends = set()
+    for number in range(100):
+        sides = _script("self_play").game(f"0/{number}")
+        assert [row["messages"][0]["content"] for row in sides] == [RULES] * 2
+        replies = [[m["content"] for m in row["messages"] if m["role"] == "assistant"] for row in sides]
+        first = "act first" in sides[1]["messages"][1]["content"]
+        cards = tuple(row["messages"][1]["content"].removeprefix("Your card is ")[0] for row in sides)
+        outcome = play_poker(Deal((cards[0], cards[1]), int(first)), (replies[0], replies[1]))
+        assert outcome.illegal is None
+        ends.add(outcome.history)
+    assert ends == {"pp", "pbp", "pbb", "bp", "bb"}
 
 
 def test_the_tool_is_the_servers() -> None:
