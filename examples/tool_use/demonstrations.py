@@ -16,7 +16,7 @@ TOOL = {
     "type": "function",
     "function": {
         "name": "calculate",
-        "description": "Calculate, e.g. (12 + 3) * 4. Numbers, + - * / // % ** and parentheses.",
+        "description": "Calculate, e.g. 2*(3+4)",
         "parameters": {
             "type": "object",
             "properties": {"expression": {"title": "Expression", "type": "string"}},

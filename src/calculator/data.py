@@ -18,9 +18,7 @@ Split = Literal["train", "eval"]
 EVAL_SHARE = 5
 
 OPEN_TAG, CLOSE_TAG = "<answer>", "</answer>"
-SYSTEM_PROMPT = (
-    f"Solve the problem; use the tool to calculate. Answer with the number between {OPEN_TAG} and {CLOSE_TAG}."
-)
+SYSTEM_PROMPT = f"Calculate with the tool. Answer with the number in {OPEN_TAG}{CLOSE_TAG}."
 
 # Far below the number of different problems, so that drawing finds new ones.
 MAX_PROBLEMS = 100_000

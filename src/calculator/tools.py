@@ -13,7 +13,7 @@ class CalculatorTools(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
 
     @vf.tool
     def calculate(self, expression: str) -> str:
-        """Calculate, e.g. (12 + 3) * 4. Numbers, + - * / // % ** and parentheses."""
+        """Calculate, e.g. 2*(3+4)"""
         try:
             return exactly(expression)
         except ArithmeticRefused as error:
