@@ -32,7 +32,6 @@ async def equal(truth: str, answer: str, seconds: float = SECONDS) -> bool:
         return True
     if len(answer) > LONGEST:
         return False
-    # bounded: by `_ask`, and by the questions before it
     return await asyncio.get_running_loop().run_in_executor(_pool(), _ask, truth, answer, seconds)
 
 

@@ -22,7 +22,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     answers, sys.stdout = sys.stdout, io.StringIO()
     print("ready", file=answers, flush=True)
-    for line in sys.stdin:
+    for line in sys.stdin:  # bounded: its input ends with the process that asks
         truth, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)  # without a handler: the end of this process
         equal = False

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import Field
 
-from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, Problem, math_tasks, matches
+from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, Problem, matches, math_tasks
 
 __all__ = ["Math500Taskset"]
 
