@@ -35,8 +35,10 @@ def _chosen(config: IntellectMathConfig) -> Rows:
         return rows
     low = 0.0 if config.min_solve_rate is None else config.min_solve_rate
     high = 1.0 if config.max_solve_rate is None else config.max_solve_rate
-    rows.require(config.solve_rate_field)
-    kept = [row for row in rows.rows if low <= row[config.solve_rate_field] <= high]
+    name = config.solve_rate_field
+    if name not in rows.columns:
+        rows.require(name)
+    kept = [row for row in rows.rows if row.get(name) is not None and low <= row[name] <= high]  # some were never tried
     if not kept:
         raise DataError(f"{rows.where}: no row has a {config.solve_rate_field} from {low} to {high}")
     return Rows(rows.where, kept)
