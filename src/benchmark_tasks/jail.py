@@ -2,9 +2,9 @@
 
 Run as a file and by itself: standard library only, nothing of this package. What it sets up, in this order:
 
-* namespaces of its own (unless `unsafe`): network, without even a loopback that is up; System V memory; mounts, in which the whole file system is
-  read-only but for an empty directory in memory, where the program starts; users, which makes the others possible without being root, leaves the
-  program without any capability, and keeps it from reading other processes' variables;
+* namespaces of its own (unless `unsafe`): network, without even a loopback that is up; System V memory; mounts, in which there is only what Python
+  needs, read-only, and a directory in memory, where the program starts: no data, keys, or other processes; users, which makes the others possible without
+  being root, and leaves the program without any capability;
 * it dies with the process that started it;
 * limits of processor time, memory, file size, open files and processes;
 * a filter of system calls (seccomp): no new processes, only threads; no sockets, tracing, mounts, namespaces or keys. It is why fork bombs, and
@@ -21,13 +21,16 @@ import signal
 import struct
 import sys
 
-EXIT_JAIL = 113  # the jail could not be built; the reason is on stderr
-
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x40000000
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = 0x2, 0x4, 0x1000, 0x4000, 0x40000, 0x2
 AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, NR_MOUNT_SETATTR = -100, 0x8000, 0x1, 442
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
+NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
+WORK = "/work"
+# What Python and its extensions load, beside its own directories.
+VISIBLE = ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 # linux/audit.h; numbers of asm/unistd_64.h and of asm-generic/unistd.h
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -60,26 +63,51 @@ def call(name: str, *arguments: object) -> None:
 def die_with_parent(parent: int) -> None:
     call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it is dead already
-        os._exit(EXIT_JAIL)
+        os._exit(1)
 
 
-def enter_namespaces(directory: str, mib: int) -> None:
+def enter_namespaces(directory: str, mib: int, python: "list[str]") -> None:
+    """Into namespaces of its own, in which `directory` has become the root, of `mib` MiB of memory, with the paths `python` in it."""
     uid, gid = os.getuid(), os.getgid()
     call("unshare", CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWIPC)
     for name, text in (("setgroups", "deny"), ("uid_map", f"{NOBODY} {uid} 1"), ("gid_map", f"{NOBODY} {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(text)
     call("mount", b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
-    arguments = (AT_FDCWD, b"/", AT_RECURSIVE, attributes, len(attributes))
-    call("syscall", *(_long(one) for one in (NR_MOUNT_SETATTR, *arguments)))
-    options = f"size={mib}m,nr_inodes=4096,mode=700".encode()
+    options = f"size={mib}m,nr_inodes=4096,mode=755".encode()
     call("mount", b"tmpfs", directory.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    for path in (*VISIBLE, *DEVICES, *python):
+        show(path, directory)
+    os.mkdir(directory + WORK)
+    os.chdir(directory)
+    # The old root comes to lie over the new one, and is taken off: man 2 pivot_root.
+    system_call(NR_PIVOT_ROOT[platform.machine()], b".", b".")
+    call("umount2", b".", MNT_DETACH)
 
 
-def _long(value: "int | bytes") -> object:
-    """`syscall` takes words, and ctypes hands over ints of half that length."""
-    return ctypes.c_long(value) if isinstance(value, int) else value
+def show(path: str, root: str) -> None:
+    """Have a file or directory, read-only, or a symbolic link at the same place below `root`; nothing where there is none, or it is there already."""
+    target = root + path
+    if not os.path.exists(path) or os.path.lexists(target):
+        return
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return show(os.path.realpath(path), root)
+    if os.path.isdir(path):
+        os.mkdir(target)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o600))
+    call("mount", path.encode(), target.encode(), None, MS_BIND | MS_REC, None)
+    attributes = struct.pack("QQQQ", MOUNT_ATTR_RDONLY, 0, 0, 0)
+    if path not in DEVICES:
+        system_call(NR_MOUNT_SETATTR, AT_FDCWD, target.encode(), AT_RECURSIVE, attributes, len(attributes))
+
+
+def system_call(number: int, *arguments: "int | bytes") -> None:
+    """One that libc has no function for. It takes words, and ctypes hands over ints of half that length."""
+    words = [ctypes.c_long(one) if isinstance(one, int) else one for one in (number, *arguments)]
+    call("syscall", *words)
 
 
 def set_limits(settings: "dict[str, int]") -> None:
@@ -117,10 +145,7 @@ def program(machine: str) -> bytes:
 
 
 def filter_calls() -> None:
-    machine = platform.machine()
-    if machine not in CALLS:
-        raise OSError(errno.ENOSYS, f"no filter of system calls for {machine}")
-    instructions = program(machine)
+    instructions = program(platform.machine())
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     header = struct.pack("HxxxxxxP", len(instructions) // 8, ctypes.addressof(buffer))
     call("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -129,20 +154,25 @@ def filter_calls() -> None:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
+    os.set_inheritable(
+        settings["reason"], False
+    )  # closed when the program begins: it cannot claim that there is no jail
     try:
+        if platform.machine() not in CALLS:
+            raise OSError(errno.ENOSYS, f"no filter of system calls for {platform.machine()}")
         with open(settings["program"], encoding="utf-8") as file:
             source = file.read()
         if not settings["unsafe"]:
-            enter_namespaces(settings["directory"], settings["directory_mib"])
+            enter_namespaces(settings["directory"], settings["directory_mib"], settings["python"])
         die_with_parent(settings["parent"])  # not before: entering a namespace of users takes it back
-        os.chdir(settings["directory"])
+        os.chdir(settings["directory"] if settings["unsafe"] else WORK)
         with open("program.py", "w", encoding="utf-8") as file:
             file.write(source)
         set_limits(settings["limits"])
         filter_calls()
     except OSError as error:
-        print(f"{error.strerror or error}", file=sys.stderr)
-        sys.exit(EXIT_JAIL)
+        os.write(settings["reason"], str(error.strerror or error).encode())
+        sys.exit(1)
     os.execve(sys.executable, [sys.executable, "-I", "program.py"], settings["environment"])
 
 

@@ -187,7 +187,9 @@ def ask_hub(name: str, get: Callable[[], T]) -> T:
         why = one_line(error)
         gated = "gated" in why.lower() or "401" in why or "403" in why
         token = (
-            " Its owners ask for consent: accept the terms on its page and put a token into HF_TOKEN, which the environment's `secrets` has to name." if gated else ""
+            " Its owners ask for consent: accept the terms on its page and put a token into HF_TOKEN, which the environment's `secrets` has to name."
+            if gated
+            else ""
         )
         raise DataError(
             f'dataset {name!r} could not be had from the hub: {why}.{token} Or give a local copy: data = "path/to/file.jsonl" '

@@ -1,4 +1,4 @@
-"""Run a program that nobody has read: in a process of its own without network, other processes, keys, or anything to write to; then it is gone.
+"""Run a program that nobody has read: in a process of its own that sees Python and nothing else; then it is gone.
 
 `jail` isolates the process. Standard library only; safe to call from any thread.
 """
@@ -15,8 +15,6 @@ from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import IO
-
-from benchmark_tasks.jail import EXIT_JAIL
 
 JAIL = Path(__file__).with_name("jail.py")
 END_SECONDS = 10.0  # for a killed process to be gone
@@ -64,16 +62,16 @@ def run(program: str, given: str, limits: Limits, unsafe: bool = False) -> Run:
     """
     with tempfile.TemporaryDirectory(prefix="sandbox-") as name, tempfile.TemporaryFile() as stdin:
         # Files, not pipes: bounded by the limit of file size, whoever holds them open, and read when all is over.
-        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr, tempfile.TemporaryFile() as reason:
             place = Path(name)
             (place / "source.py").write_text(program, encoding="utf-8", errors="surrogatepass")
             (place / "work").mkdir()
             stdin.write(given.encode("utf-8", "surrogatepass"))
             stdin.seek(0)
-            status = _run(place, (stdin, stdout, stderr), limits, unsafe)
-            output, message = _read(stdout, limits.output_mib << 20), _tail(stderr)
-    if status == EXIT_JAIL:
-        raise SandboxError(f"programs cannot be run in isolation here: {message}")
+            status = _run(place, (stdin, stdout, stderr, reason), limits, unsafe)
+            output, message, why = _read(stdout, limits.output_mib << 20), _tail(stderr), _tail(reason)
+    if why:
+        raise SandboxError(f"programs cannot be run in isolation here: {why}")
     if status is None:
         return Run(Ended.TIMEOUT, "", message)
     if len(output) >= limits.output_mib << 20:
@@ -81,14 +79,21 @@ def run(program: str, given: str, limits: Limits, unsafe: bool = False) -> Run:
     return Run(Ended.OK if status == 0 else Ended.FAILED, output.decode("utf-8", "replace"), message)
 
 
-def _run(place: Path, files: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Limits, unsafe: bool) -> int | None:
-    """Its exit status, None where it had to be ended."""
+def _run(place: Path, files: tuple[IO[bytes], ...], limits: Limits, unsafe: bool) -> int | None:
+    """Its exit status, None where it had to be ended.
+
+    Args:
+        files: Its three standard ones, and one for the reason why there is no jail.
+    """
+    stdin, stdout, stderr, reason = files
     settings = {
         "parent": os.getpid(),
         "program": str(place / "source.py"),
         "directory": str(place / "work"),
         "directory_mib": limits.directory_mib,
         "unsafe": unsafe,
+        "reason": reason.fileno(),
+        "python": _python(),
         "environment": {"PATH": os.defpath, "LC_ALL": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"},
         "limits": {
             "RLIMIT_CPU": int(limits.seconds) + 2,
@@ -99,10 +104,9 @@ def _run(place: Path, files: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Lim
             "RLIMIT_STACK": min(256, limits.memory_mib // 4) << 20,
         },
     }
-    stdin, stdout, stderr = files
     process = subprocess.Popen(
         [sys.executable, "-I", "-S", str(JAIL), json.dumps(settings)],
-        stdin=stdin, stdout=stdout, stderr=stderr, env={}, cwd="/", start_new_session=True,
+        stdin=stdin, stdout=stdout, stderr=stderr, pass_fds=[reason.fileno()], env={}, cwd="/", start_new_session=True,
     )  # fmt: skip
     try:
         return process.wait(timeout=limits.seconds)
@@ -110,6 +114,12 @@ def _run(place: Path, files: tuple[IO[bytes], IO[bytes], IO[bytes]], limits: Lim
         return None
     finally:
         _end(process)
+
+
+def _python() -> list[str]:
+    """The directories that this Python is made of, by the names it knows them by."""
+    places = [sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parents[1])]
+    return [place for place in dict.fromkeys(places) if place not in ("/", "/usr")]
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

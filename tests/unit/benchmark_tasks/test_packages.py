@@ -317,7 +317,10 @@ def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         raise DatasetNotFoundError("Dataset 'Idavidrein/gpqa' is a gated dataset on the Hub.")
 
     monkeypatch.setattr("datasets.load_dataset", gated)
-    with pytest.raises(DataError, match="accept the terms on its page and put a token into HF_TOKEN, which the environment's `secrets` has to name"):
+    with pytest.raises(
+        DataError,
+        match="accept the terms on its page and put a token into HF_TOKEN, which the environment's `secrets` has to name",
+    ):
         load("gpqa")
 
 

@@ -41,16 +41,12 @@ def test_a_program_runs() -> None:
 
 
 def test_no_network() -> None:
-    """Contract: a listener on this machine's loopback is out of reach, by the filter of calls and by the namespace each by itself."""
+    """Contract: a listener on this machine's loopback is out of reach, it has no sockets at all."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         ran = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5); print('in')")
         assert ran.ended is Ended.FAILED
         assert "Operation not permitted" in ran.message
-    ran = run("import os; print(os.readlink('/proc/self/ns/net')); print(open('/proc/net/dev').read().count(':'))")
-    namespace, devices = ran.output.split("\n")[:2]
-    assert namespace != os.readlink("/proc/self/ns/net")
-    assert devices == "1"  # the loopback, which is down
 
 
 def test_the_namespace_alone_keeps_the_network_away(tmp_path: Path) -> None:
@@ -58,7 +54,7 @@ def test_the_namespace_alone_keeps_the_network_away(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         code = (
-            f"import os, socket\nfrom benchmark_tasks import jail\njail.enter_namespaces({str(tmp_path)!r}, 1)\n"
+            f"import os, socket\nfrom benchmark_tasks import jail\njail.enter_namespaces({str(tmp_path)!r}, 1, [])\n"
             f"print(socket.socket().connect_ex(('127.0.0.1', {port})))"
         )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
@@ -114,30 +110,46 @@ def test_files_are_bounded_and_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     assert "File too large" in run("open('big', 'wb').write(b'x' * (2 << 20))").message
     assert "No space left" in run("for i in range(99): open(str(i), 'wb').write(b'x' * (1 << 19))").message
     assert "No space left" in run("for i in range(9999): open(str(i), 'wb')").message
-    target = tmp_path / "written"
-    assert "Read-only file system" in run(f"open({str(target)!r}, 'w')").message
-    assert "Read-only file system" in run(f"import os; os.rmdir({str(tmp_path)!r})").message
-    assert not target.exists()
+    assert "Read-only file system" in run("import os; open(os.__file__, 'a')").message
+    assert (
+        run(f"import os; os.makedirs({str(tmp_path)!r}, exist_ok=True); open({str(tmp_path / 'x')!r}, 'w')").ended
+        is Ended.OK
+    )
     assert run("open('a', 'w').write('1'); print(open('a').read())").output == "1\n"
     assert not list(tmp_path.iterdir())
 
 
-def test_keys_stay_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: neither inherited, nor read from the processes around it."""
+def test_keys_stay_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: neither inherited, nor read from the processes around it, nor from files: there are none but Python's."""
     monkeypatch.setenv("SECRET_API_KEY", "sk-123")
     assert "SECRET" not in run("import os; print(dict(os.environ))").output
-    for pid in (os.getpid(), os.getppid()):
-        assert run(f"print(open('/proc/{pid}/environ').read())").ended is Ended.FAILED
-    assert run("print(open('/proc/self/environ').read())").output.count("SECRET") == 0
+    secret = tmp_path / "token"
+    secret.write_text("sk-123")
+    for path in (
+        secret,
+        f"/proc/{os.getpid()}/environ",
+        "/proc/self/environ",
+        "/etc/passwd",
+        Path(__file__),
+        "/proc/self/root/etc/passwd",
+    ):
+        assert "No such file" in run(f"open({str(path)!r})").message
+    assert set(run("import os; print(*os.listdir('/etc'))").output.split()) <= {
+        "ld.so.cache",
+        "alternatives",
+        "localtime",
+    }
 
 
 def test_it_has_no_capabilities() -> None:
     """Contract: the namespace of users makes it nobody."""
-    ran = run("import os; print(os.getuid()); print([l for l in open('/proc/self/status') if l.startswith('CapEff')])")
-    assert ran.output.startswith("65534\n")
-    assert "0000000000000000" in ran.output
-    again = run("import ctypes; print(ctypes.CDLL(None, use_errno=True).unshare(0x10000000))")
-    assert again.output == "-1\n"
+    asks = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nheader = (ctypes.c_uint32 * 2)(0x20080522, 0)\ndata = (ctypes.c_uint32 * 6)(*[9] * 6)\n"
+        "print(os.getuid(), libc.capget(header, data), *data)\n"
+        "print(libc.unshare(0x10000000), libc.mount(b'none', b'/', b'tmpfs', 0, None), libc.chroot(b'/usr'))"
+    )
+    # Of both words: effective, permitted, inheritable.
+    assert run(asks).output == "65534 0 0 0 0 0 0 0\n-1 -1 -1\n"
 
 
 def test_it_dies_with_who_started_it() -> None:
@@ -181,6 +193,15 @@ def test_without_isolation_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert "MemoryError" in sandbox.run("x = bytearray(1 << 30)", "", LIMITS, unsafe=True).message
     finally:
         sandbox.check.cache_clear()
+
+
+def test_a_program_cannot_blame_the_jail() -> None:
+    """Contract: whatever it exits with and writes, it is the program that failed."""
+    program = (
+        "import os, sys\nfor fd in range(3, 64):\n  try: os.write(fd, b'no namespaces')\n  except OSError: pass\n"
+        "print('unshare: Operation not permitted', file=sys.stderr)\nsys.exit({})"
+    )
+    assert {run(program.format(status)).ended for status in (1, 113, 127, 255)} == {Ended.FAILED}
 
 
 @pytest.mark.parametrize("machine", sorted(jail.CALLS))
