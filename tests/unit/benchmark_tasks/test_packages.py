@@ -15,6 +15,7 @@ import verifiers.v1 as vf
 
 from benchmark_tasks.rows import DataError
 
+REPOSITORY = Path(__file__).parents[3]
 MATH500 = [
     {
         "problem": "1+1?",
@@ -385,3 +386,23 @@ def test_packages_import_neither_torch_nor_datasets() -> None:
     names = "math500 aime24 aime25 aime2024 aime2025 gpqa gsm8k hendrycks_math intellect_math livecodebench deepscaler simple_math"
     code = f"import sys, {names.replace(' ', ', ')}\nsys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("example", ["hendrycks_math", "intellect_math"])
+def test_the_examples_on_a_cpu(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the problems of an example load as its cpu.toml says, fit the context that it serves, and so do the answers of its warm-up."""
+    from prime_rl.config import RLConfig, parse
+
+    monkeypatch.chdir(REPOSITORY)
+    config = parse(RLConfig, ["@", f"examples/{example}/cpu.toml"], {})
+    environment = config.orchestrator.environments[0]
+    tasks = load(environment.id, **environment.args)
+    assert len(tasks) >= 28
+    assert config.inference is not None
+    longest = max(len(task.data.prompt) + len(task.data.system_prompt) for task in tasks)  # a token a byte
+    assert longest + 60 + (config.orchestrator.sampling.max_tokens or 0) <= (config.inference.max_model_len or 0)
+    warmup = [
+        json.loads(line)["messages"] for line in Path(f"examples/{example}/warmup.jsonl").read_text().splitlines()
+    ]
+    asked = {(task.data.system_prompt, task.data.prompt): rf"\boxed{{{task.data.answer}}}" for task in tasks}
+    assert {(system["content"], user["content"]): reply["content"] for system, user, reply in warmup} == asked
