@@ -27,7 +27,7 @@ _judges = threading.local()
 
 
 async def equal(truth: str, answer: str, seconds: float = SECONDS) -> bool:
-    """Whether a mathematician would take `answer` for `truth`, both in LaTeX. False where it cannot be told within `seconds`."""
+    """Whether a mathematician would take `answer` for `truth`, both in LaTeX. False where it cannot be told within `seconds` of processor time."""
     if plain(truth) == plain(answer):
         return True
     if len(answer) > LONGEST:
@@ -45,7 +45,9 @@ def _ask(truth: str, answer: str, seconds: float) -> bool:
     assert judge.stdin is not None
     judge.stdin.write(json.dumps([truth, answer]).encode() + b"\n")
     judge.stdin.flush()
-    said = _line(judge, seconds + 5.0)  # its own timer is first, unless it is stopped
+    said = _line(
+        judge, 20 * seconds + 10.0
+    )  # its own timer is first, unless it is stopped, or gets next to no processor
     return said == b"1\n"
 
 

@@ -42,7 +42,9 @@ class BenchmarkConfig(vf.TasksetConfig):
 
 
 class MathTaskConfig(vf.TaskConfig):
-    judge_seconds: PositiveFloat = Field(default=judge.SECONDS, description="Time to compare an answer with the truth.")
+    judge_seconds: PositiveFloat = Field(
+        default=judge.SECONDS, description="Processor time to compare an answer with the truth."
+    )
 
 
 class MathData(vf.TaskData):
