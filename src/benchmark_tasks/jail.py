@@ -114,8 +114,9 @@ def set_limits(settings: "dict[str, int]") -> None:
     for name in ("RLIMIT_CPU", "RLIMIT_AS", "RLIMIT_FSIZE", "RLIMIT_NOFILE", "RLIMIT_NPROC", "RLIMIT_STACK"):
         most = settings[name]
         hard = resource.getrlimit(getattr(resource, name))[1]
-        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(getattr(resource, name), (most, most))
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard - (name == "RLIMIT_CPU"))
+        # At the first limit of processor time comes a signal, which the program may ignore; at the second one it is killed.
+        resource.setrlimit(getattr(resource, name), (most, most + 1 if name == "RLIMIT_CPU" else most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 

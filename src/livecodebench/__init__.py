@@ -35,8 +35,8 @@ _BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTIL
 
 
 class CodeTaskConfig(vf.TaskConfig):
-    seconds: PositiveFloat = Field(default=6.0, description="Time of a program for one test.")
-    all_seconds: PositiveFloat = Field(default=300.0, description="Time of a program for all tests of a problem.")
+    seconds: PositiveFloat = Field(default=6.0, description="Processor time of a program for one test, in seconds.")
+    all_seconds: PositiveFloat = Field(default=300.0, description="Seconds for all tests of a problem.")
     memory_mib: PositiveInt = Field(default=2048, description="Memory of a program, in MiB.")
     unsafe: bool = Field(default=False, description="See the argument unsafe.")
 

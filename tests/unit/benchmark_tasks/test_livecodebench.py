@@ -107,7 +107,8 @@ async def test_functions(program: str, reward: float, data: str) -> None:
 async def test_time_is_bounded(data: str) -> None:
     """Contract: of each test, and of all of them."""
     slow = "import time\na, b = map(float, input().split())\ntime.sleep(0.7)\nprint(a + b)"
-    assert await score(load(data=data, task={"seconds": 0.3})[0], slow) == 0.0
+    assert await score(load(data=data, task={"seconds": 0.1})[0], slow) == 0.0
+    assert await score(load(data=data, task={"seconds": 1})[0], "while True: pass") == 0.0
     assert await score(load(data=data, task={"all_seconds": 1.0})[0], slow) == 0.0
     assert await score(load(data=data)[0], slow) == 1.0
 
