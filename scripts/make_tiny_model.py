@@ -39,8 +39,34 @@ SINGLE_SHARE = 0.4  # of demonstrations on a single word
 DATA_SEED = 1_000_000  # far from the seeds of runs, which draw their tasks from the same texts
 
 CHAT_TEMPLATE = """\
+{% if tools %}
+{{ '<|im_start|>system\\n' + (messages[0].content + '\\n\\n' if messages[0].role == 'system' else '') }}
+{{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+{%- for tool in tools %}
+{{- '\\n' + (tool | tojson) }}
+{%- endfor %}
+{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments ' }}
+{{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
+{%- endif %}
 {% for message in messages %}
+{% if tools and message.role == 'system' and loop.first %}
+{% elif tools and message.role == 'tool' %}
+{{ ('<|im_start|>user' if loop.first or loop.previtem.role != 'tool' else '') }}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{{- ('<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' else '') }}
+{%- elif tools and message.tool_calls %}
+{{ '<|im_start|>assistant\\n' + (message.content or '') }}
+{%- for call in message.tool_calls %}
+{{- ('\\n' if message.content or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name }}
+{{- '", "arguments": ' + (call.function.arguments if call.function.arguments is string else call.function.arguments | tojson) }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- else %}
 {{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
 {%- endfor %}
 {% if add_generation_prompt %}
 {{ '<|im_start|>assistant\\n' }}

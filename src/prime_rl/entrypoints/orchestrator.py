@@ -5,6 +5,7 @@ import sys
 
 from prime_rl import faults, lifeline
 from prime_rl.config import OrchestratorConfig, load, write_toml
+from prime_rl.envs.venv import prepare
 from prime_rl.errors import FOR_GOOD, FinalError, UserError
 from prime_rl.launcher.checks import check_environment, check_model, check_own_functions
 from prime_rl.monitor import log
@@ -56,6 +57,7 @@ def run(config: OrchestratorConfig) -> None:
         print(f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}")
         print(f"config: {path}")
         return
+    prepare([*config.environments, *(config.eval.environments if config.eval else [])])
     agree(config, "orchestrator")
     if config.bench:
         metrics_path(config.output_dir, "orchestrator").unlink(missing_ok=True)  # of an earlier benchmark

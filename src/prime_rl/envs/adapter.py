@@ -3,10 +3,17 @@
 Standard library only: a worker imports what an environment needs after its hello, in a Python environment of its own where it has one.
 """
 
+import importlib.util
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from prime_rl.envs.ids import WrongVersion, check_version, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Setup
+
+CLASSIC = (
+    'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and `requirements`, the packages of a Python '
+    "environment of its own with verifiers 0.3.1"
+)
 
 
 class LoadError(Exception):
@@ -39,6 +46,21 @@ def load(setup: Setup) -> Adapter:
     Raises:
         LoadError: it is not there, or cannot be used as it is set up.
     """
+    try:
+        check_version(setup.env_id)
+    except WrongVersion as error:
+        raise LoadError(str(error)) from error
+    kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
+    if kind == "python":
+        from prime_rl.envs.plain import PlainEnv
+
+        return PlainEnv(setup)
+    if kind == "classic":
+        if importlib.util.find_spec("verifiers.legacy") is None:
+            raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
+        from prime_rl.envs.classic import ClassicEnv
+
+        return ClassicEnv(setup)
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     return VerifiersEnv(setup)

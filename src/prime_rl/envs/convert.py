@@ -10,24 +10,35 @@ from typing import Any
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
-_TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
+_LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
+CONTEXT_FULL = "context_full"  # the stop condition of a conversation that ended for want of room
+TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
 
 
 class Misaligned(Exception):
     """Tokens, mask, logprobs or the engine's own counts contradict each other: the sample must not be trained on."""
 
 
-def convert(episode: Any, *, episode_id: str, env: str, task_id: str) -> EpisodeResult:
-    """The result of a finished `Episode`; any doubt about tokens or reward makes it untrainable, with the reason."""
+def convert(
+    episode: Any, *, episode_id: str, env: str, task_id: str, tokens: bool = True, branched: bool = False
+) -> EpisodeResult:
+    """The result of a finished `Episode`; any doubt about tokens or reward makes it untrainable, with the reason.
+
+    Without `tokens`, of an API that gives none, there is nothing to train on in any case. `branched`: every reply is a sample of its own.
+    """
     result = EpisodeResult(episode_id, env, task_id, Outcome.OK)
     traces = list(episode.traces)
     players = [trace for trace in traces if trace.agent is None or trace.agent.trainable]
     if players:
         _describe(result, players)
     result.outcome, result.message = _verdict(episode, traces, players)
-    if result.ok:
+    if result.outcome is Outcome.PROMPT_TOO_LONG:
+        result.message = f"task {task_id}: {result.message}"
+    if result.ok and tokens:
         try:
-            result.samples = [sample for number, trace in enumerate(players) for sample in samples_of(trace, number)]
+            result.samples = [
+                sample for number, trace in enumerate(players) for sample in samples_of(trace, number, branched)
+            ]
         except Misaligned as error:
             result.outcome, result.message = Outcome.INVALID, str(error)
         else:
@@ -38,25 +49,47 @@ def convert(episode: Any, *, episode_id: str, env: str, task_id: str) -> Episode
     return result
 
 
-def samples_of(trace: Any, part: int = 0) -> list[SampleTokens]:
-    """One sample per branch of the conversation tree. A turn shared by two branches is trained on once, and so is what the environment said.
+def samples_of(trace: Any, part: int = 0, branched: bool = False) -> list[SampleTokens]:
+    """One sample per branch of the conversation tree, or per reply where it is `branched`.
 
-    Raises Misaligned.
+    A turn shared by two samples is trained on once, and so is what the environment said. Raises Misaligned.
     """
     agent = "" if trace.agent is None else trace.agent.name
     calls = {call.node: call for call in trace.calls if call.node is not None and call.error is None}
     numbers = {id(node): number for number, node in enumerate(trace.nodes)}
+    said = {_words(node.message) for node in trace.nodes if node.sampled}
     used: set[int] = set()
     samples = []
     for branch in trace.branches:
         if not branch.trainable:
             continue
-        sample = _sample(branch.nodes, numbers, calls, used)
-        sample.reward, sample.agent, sample.part = float(trace.reward), agent, part
-        if any(sample.loss_mask):
-            samples.append(sample)
-            used |= {id(node) for node in branch.nodes}
+        for nodes in _cuts(branch.nodes) if branched else [branch.nodes]:
+            sample = _sample(nodes, numbers, calls, used | _told(nodes, said))
+            sample.reward, sample.agent, sample.part = float(trace.reward), agent, part
+            if any(sample.loss_mask):
+                samples.append(sample)
+                used |= {id(node) for node in nodes}
     return samples
+
+
+def _cuts(nodes: list[Any]) -> list[list[Any]]:
+    """The conversation up to each of its replies."""
+    return [nodes[: end + 1] for end, node in enumerate(nodes) if any(node.mask)]
+
+
+def _told(nodes: list[Any], said: set[tuple[Any, ...]]) -> set[int]:
+    """The start of a conversation that repeats another one: up to the last reply that was rendered anew.
+
+    Its tokens may be others than the first time, or its oldest turns left out; what it says is in another sample all the same.
+    """
+    again = [end for end, node in enumerate(nodes) if not any(node.mask) and _words(node.message) in said]
+    return {id(node) for node in nodes[: again[-1] + 1]} if again else set()
+
+
+def _words(message: Any) -> tuple[Any, ...]:
+    """What an assistant said, to know it again. Calls by name and id: their arguments are written anew."""
+    calls = getattr(message, "tool_calls", None) or []
+    return message.role, str(message.content or ""), tuple((call.id, call.name) for call in calls)
 
 
 def _sample(nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], used: set[int]) -> SampleTokens:
@@ -126,7 +159,7 @@ def _verdict(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outco
             return Outcome.ERRORED, f"reward {missing[0]!r} was not computed"
         if trace.num_turns == 0:
             return Outcome.INVALID, f"stopped before the first turn ({trace.stop_condition})"
-        if not math.isfinite(trace.reward):
+        if not abs(trace.reward) <= _LARGEST_REWARD:  # nor one that is no number
             return Outcome.INVALID, f"reward is {trace.reward}"
     return Outcome.OK, ""
 
@@ -141,14 +174,16 @@ def classify(error: Any, call_error: Any = None) -> tuple[Outcome, str]:
     message = _one_line(error.message) or error.type
     if error.type == "ProviderError":
         status = error.status_code or 502
-        if status == 400 and _TOO_LONG.search(error.message):
+        if status == 400 and TOO_LONG.search(error.message):
             return Outcome.PROMPT_TOO_LONG, message
-        if status >= 500 or status in (408, 429):
+        if status in (401, 402, 403):
+            return Outcome.ENGINE_DENIED, f"{message} (status {status})"
+        if status >= 500 or status in (408, 425, 429):
             return Outcome.ENGINE_UNAVAILABLE, f"{message} (status {status})"
         return Outcome.ENGINE_REFUSED, f"{message} (status {status})"
     if error.type == "MalformedGenerateResponseError":
         return Outcome.ENGINE_REFUSED, message
-    if error.type == "TimeoutError":
+    if error.type in ("TimeoutError", "TurnTimeoutError"):
         return Outcome.TIMEOUT, message
     return Outcome.ERRORED, message
 
@@ -163,8 +198,11 @@ def _describe(result: EpisodeResult, traces: list[Any]) -> None:
     result.rewards = _means([part.rewards for part in parts])
     result.metrics = _means([part.metrics for part in parts])
     result.parts = parts if len(parts) > 1 else []
-    result.is_truncated = any(trace.is_truncated for trace in traces)
+    result.is_truncated = any(_truncated(trace) for trace in traces)
     result.num_turns = sum(trace.num_turns for trace in traces)
+    usages = [call.usage for trace in traces for call in trace.calls if call.usage is not None]
+    result.input_tokens = sum(usage.prompt_tokens + (usage.cached_input_tokens or 0) for usage in usages)
+    result.output_tokens = sum(usage.completion_tokens for usage in usages)
     result.timing = {
         stage: sum(float(span.duration) for span in spans)
         for stage, spans in {
@@ -185,8 +223,12 @@ def _part(trace: Any) -> Part:
         rewards={name: float(r.value) for name, r in trace.rewards.items() if r is not None},
         metrics={name: float(value) for name, value in trace.metrics.items() if value is not None},
         num_turns=trace.num_turns,
-        is_truncated=trace.is_truncated,
+        is_truncated=_truncated(trace),
     )
+
+
+def _truncated(trace: Any) -> bool:
+    return trace.is_truncated or trace.stop_condition == CONTEXT_FULL
 
 
 def _means(tables: list[dict[str, float]]) -> dict[str, float]:
@@ -205,7 +247,9 @@ def _text(nodes: list[Any]) -> str:
 
 def _content(message: Any) -> str:
     content = message.content
-    return content if isinstance(content, str) else "" if content is None else str(content)
+    text = content if isinstance(content, str) else "" if content is None else str(content)
+    calls = getattr(message, "tool_calls", None) or []
+    return "\n".join([*([text] if text or not calls else []), *(f"{call.name}({call.arguments})" for call in calls)])
 
 
 def _one_line(text: str) -> str:

@@ -1,17 +1,18 @@
-"""A lean stand-in for the OpenAI SDK inside verifiers' train client: the two requests it makes, over aiohttp.
+"""A lean stand-in for the OpenAI SDK where renderers ask an engine for tokens: the two requests they make, over aiohttp.
 
-The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`).
+The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Imports no verifiers.
+It knows the model's context: a reply gets the room that is left, and a prompt that leaves none is not sent.
 """
 
+import contextlib
 import json
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import httpx
 from openai import APIConnectionError, APIStatusError
-from verifiers.v1.clients.train import TrainClient
-from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
 
 CONNECT_SECONDS = 30.0
 # `inference` closes an idle connection after 60 s: one that may be closing must not be used again.
@@ -25,6 +26,9 @@ _SAMPLE_PARAMS = {
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "logprobs"),
     *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
 }
+
+whole_reply: ContextVar[bool] = ContextVar("whole_reply", default=False)
+"""Whether a prompt that leaves no room for a whole reply is refused, rather than the reply made shorter."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class EngineConnection:
     def __init__(self, base_url: str, api_key: str) -> None:
         self.base_url = base_url
         self._sampling = True  # by our own route
+        self._context: int | None = None  # tokens, once the server has said it
+        self._asked = False
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS),
@@ -50,11 +56,21 @@ class EngineConnection:
         )
 
     async def get(self, path: str, cast_to: Any = None) -> Any:
-        reply = await self._request("GET", f"{self.base_url}{path}", None, {})
-        return json.loads(reply.content)
+        try:
+            reply = await self._request("GET", f"{self.base_url}{path}", None, {})
+        except APIStatusError:
+            self._asked = True  # it has nothing to say
+            raise
+        self._asked = True
+        answer = json.loads(reply.content)
+        # All names that a server gives its model, adapters too, are of the same context.
+        lengths = [card.get("max_model_len") for card in answer.get("data") or []]
+        self._context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
+        return answer
 
     async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
         headers = (options or {}).get("headers", {})
+        body = await self._fitted(body, url)
         plain = body.keys() <= _SAMPLE_KEYS and body["sampling_params"].keys() <= _SAMPLE_PARAMS
         # Else it asks for images, or what came of them, or by a setting of its own.
         sampling = url.endswith(_TOKEN_ROUTE) and plain and self._sampling
@@ -70,6 +86,26 @@ class EngineConnection:
         reply = await self._request("POST", url, _json(body), headers)
         self._sampling = self._sampling and not sampling  # a router: it answered there, and not here
         return reply
+
+    async def _fitted(self, body: dict[str, Any], url: str) -> dict[str, Any]:
+        """The request with no more tokens asked for than there is room. Raises APIStatusError (400) when there is none."""
+        if "content_parts" in body or "features" in body:  # only the server knows what images come to
+            return body
+        if not self._asked:
+            with contextlib.suppress(APIStatusError, APIConnectionError):  # what is wrong shows when it is sampled
+                await self.get("/models")
+        if self._context is None:
+            return body
+        prompt, asked = len(body["token_ids"]), body["sampling_params"].get("max_tokens")
+        room = self._context - prompt
+        wanted = min(asked or self._context // 4, self._context // 2) if whole_reply.get() else 1
+        if room < wanted:
+            message = f"the prompt of {prompt} tokens leaves no room for a reply in the maximum context length of {self._context} tokens"
+            answer = httpx.Response(400, request=httpx.Request("POST", url))
+            raise APIStatusError(message, response=answer, body=None)
+        if asked is None or asked <= room:
+            return body
+        return {**body, "sampling_params": {**body["sampling_params"], "max_tokens": room}}
 
     async def close(self) -> None:
         await self._session.close()
@@ -89,10 +125,3 @@ class EngineConnection:
 
 def _json(body: dict[str, Any]) -> bytes:
     return json.dumps(body, separators=(",", ":")).encode()
-
-
-def lean_client(config: TrainClientConfig) -> TrainClient:
-    """verifiers' own train client over an `EngineConnection`. Needs a running event loop."""
-    client = TrainClient(config)
-    client.client = EngineConnection(config.base_url, resolve_api_key(config))
-    return client

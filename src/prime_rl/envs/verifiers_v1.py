@@ -3,11 +3,11 @@
 The only module, with `harness` and `renderer`, that imports verifiers or renderers.
 """
 
+import asyncio
 import contextlib
 import difflib
 import itertools
 from array import array
-from collections import Counter
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -19,10 +19,14 @@ from verifiers.v1.utils.loaders import default_harness_id, import_taskset, tasks
 
 from prime_rl.envs import renderer
 from prime_rl.envs.adapter import LoadError
+from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.convert import convert
-from prime_rl.envs.engine import lean_client
 from prime_rl.envs.harness import HARNESS_ID, close_session
+from prime_rl.envs.ids import describe, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
+from prime_rl.envs.shared_tools import SERVER_SECONDS, SharedTools
+from prime_rl.envs.tools import CALL_SECONDS
+from prime_rl.envs.train_client import ConversationClient
 
 MAX_TASKS = 5_000_000
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
@@ -42,38 +46,39 @@ class VerifiersEnv:
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self.arguments = _arguments(setup.env_id)
-        try:
-            choice = renderer.choose(setup.model, setup.renderer)
-        except renderer.RendererError as error:
-            raise LoadError(str(error)) from error
-        self.renderer = choice.name
-        self._client = vf.TrainClientConfig(  # `_client_of` says of which server
-            api_key_var=API_KEY_VAR,
-            renderer=choice.config,
-            renderer_model_name=setup.model,
-            multiplex=max(256, setup.max_concurrent),
-        )
-        self._clients: dict[str, vf.TrainClientConfig] = {}  # by the server's address
-        # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
-        shared = ElasticRendererPool(setup.model, choice.config, multiplex=self._client.multiplex)
-        shared.renderers.append(RendererSlot(choice.renderer))
+        choice = None if setup.chat else _renderer(setup, tools=_has_tools(setup.env_id, config))
+        self.renderer = "none: the chat route" if choice is None else choice.name
+        self._renderer = None if choice is None else choice.renderer
+        self._branched = setup.trajectories == "branched"
+        self._chat = choice is None
+        self._client = chat_config(setup.request_timeout) if choice is None else _by_tokens(setup, choice)
+        self._clients: dict[str, vf.TrainClientConfig | vf.EvalClientConfig] = {}  # by the server's address
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
             keys = [task.key for task in self._tasks]
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
-        self.task_ids = _unique(keys)
-        self._show = partial(_hint, choice.renderer, setup) if setup.demonstration else None
+        self.task_ids = unique(keys)
+        self._show = partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
         if self._show is not None:
             try:
                 self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
             except NothingToShow as error:
                 raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._serving = contextlib.AsyncExitStack()
+        self._tools = SharedTools(self._env)
 
     async def __aenter__(self) -> Self:
-        await self._serving.enter_async_context(self._env.serving())
+        """Raises LoadError when a tool server does not start."""
+        try:
+            async with asyncio.timeout(SERVER_SECONDS):
+                await self._serving.enter_async_context(self._env.serving())
+            await self._tools.check()
+        except (vf.ToolsetError, TimeoutError) as error:
+            await self._serving.aclose()
+            raise LoadError(f"environment {self._name!r}: its tools failed to start: {describe(error)}") from error
+        self._serving.push_async_callback(self._tools.close)
         return self
 
     async def __aexit__(
@@ -86,35 +91,67 @@ class VerifiersEnv:
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
         """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
+        await self._tools.ready()
         try:
             hint = None if self._show is None else self._show(self._tasks[task_index])
         except NothingToShow as error:
             return EpisodeResult(episode_id, self._name, self.task_ids[task_index], Outcome.INVALID, str(error))
         (slot,) = self._env.slots(self._tasks[task_index])
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
-        values = {**_PINNED_SAMPLING, **sampling, "cache_salt": f"v{policy_version}"}
+        ours = {} if self._chat else {**_PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
+        values = {**ours, **sampling}
         context = vf.ModelContext(
             model=self._model,
             client=self._client_of(base_url),
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
         episode = await self._env.run_slot(slot, context)
-        result = convert(episode, episode_id=episode_id, env=self._name, task_id=self.task_ids[task_index])
+        task_id, tokens = self.task_ids[task_index], not self._chat
+        result = convert(
+            episode, episode_id=episode_id, env=self._name, task_id=task_id, tokens=tokens, branched=self._branched
+        )
         for sample in result.samples:
             sample.hint = hint
+        if any(error.type == "ToolsetError" for trace in episode.traces for error in trace.errors):
+            await self._tools.revive()
         return result
 
-    def _client_of(self, base_url: str) -> vf.TrainClientConfig:
+    def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:
         """verifiers' name of the client of a server. Its interception server makes the clients it does not have; this one is made for it, and it
         closes it."""
         config = self._clients.get(base_url)
         if config is None:
             config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
             interception = self._env._interception
-            client = lean_client(config)
+            client: ConversationClient | PatientClient
+            if isinstance(config, vf.TrainClientConfig):
+                client = ConversationClient(config, self._renderer, self._branched)
+            else:
+                client = PatientClient(config)
             interception.clients[config.model_dump_json()] = client
             interception.stack.push_async_callback(client.close)
         return config
+
+
+def _renderer(setup: Setup, tools: bool) -> renderer.Choice:
+    try:
+        return renderer.choose(setup.model, setup.renderer, tools=tools)
+    except renderer.RendererError as error:
+        raise LoadError(f"environment {setup.env_id!r}: {error}") from error
+
+
+def _by_tokens(setup: Setup, choice: renderer.Choice) -> vf.TrainClientConfig:
+    """Settings of the client that sends and gets tokens; `_client_of` says of which server."""
+    config = vf.TrainClientConfig(
+        api_key_var=API_KEY_VAR,
+        renderer=choice.config,
+        renderer_model_name=setup.model,
+        multiplex=max(256, setup.max_concurrent),
+    )
+    # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
+    shared = ElasticRendererPool(setup.model, choice.config, multiplex=config.multiplex)
+    shared.renderers.append(RendererSlot(choice.renderer))
+    return config
 
 
 def _env_config(setup: Setup) -> Any:
@@ -129,7 +166,7 @@ def _env_config(setup: Setup) -> Any:
             )
     try:
         bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
-        seats = {name: _seat(setup.env_id, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
+        seats = {name: _seat(setup, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
         return vf.resolve_env_config(
             {
                 "taskset": {"id": setup.env_id, **setup.args},
@@ -143,18 +180,35 @@ def _env_config(setup: Setup) -> Any:
         raise LoadError(f"environment {setup.env_id!r}: argument {where}: {first['msg']}") from error
 
 
-def _seat(env_id: str, seat: Any) -> dict[str, Any]:
+def _seat(setup: Setup, seat: Any) -> dict[str, Any]:
     """Our harness and a local runtime wherever the environment does not insist on its own.
 
     verifiers' defaults are a shell that the model drives, in a paid remote sandbox.
     """
     data: dict[str, Any] = {}  # merged onto the seat's declared defaults by verifiers
-    if seat.harness is None:
-        own = default_harness_id(env_id)
-        data["harness"] = {"id": own if own != "bash" else HARNESS_ID}
+    own = default_harness_id(setup.env_id) if seat.harness is None else seat.harness.id
+    if own in ("bash", "null", HARNESS_ID):  # "null": verifiers' plain chat loop, a process an episode
+        data["harness"] = {
+            "id": HARNESS_ID,
+            "turn_timeout": setup.turn_timeout,
+            "tool_timeout": min(setup.turn_timeout or CALL_SECONDS, CALL_SECONDS),
+            "overflow": setup.overflow,
+        }
+    elif seat.harness is None:
+        data["harness"] = {"id": own}
     if "runtime" not in seat.model_fields_set:
         data["runtime"] = {"type": "subprocess"}
+    if setup.max_turns:
+        data["max_turns"] = min(setup.max_turns, seat.max_turns or setup.max_turns)
     return data
+
+
+def _has_tools(env_id: str, config: Any) -> bool:
+    taskset = taskset_class(env_id)
+    try:
+        return bool(taskset.toolsets(config.taskset) or taskset.task_type().toolsets(config.taskset.task))
+    except Exception as error:
+        raise LoadError(f"environment {env_id!r}: its tools failed to load: {describe(error)}") from error
 
 
 def _import(env_id: str) -> None:
@@ -214,23 +268,3 @@ def _load_tasks(taskset: Any) -> list[Any]:
     if not tasks:
         raise ValueError("it has no tasks")
     return tasks
-
-
-def _unique(keys: list[str]) -> list[str]:
-    """Keys as ids; repeated ones get a number, so that an id names one task."""
-    seen: Counter[str] = Counter()
-    ids = []
-    for key in keys:
-        seen[key] += 1
-        ids.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
-    return ids
-
-
-def describe(error: BaseException) -> str:
-    """`Type: message at file:line` of the code that raised, on one line."""
-    message = " ".join(str(error).split())[:500]
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
-    return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"

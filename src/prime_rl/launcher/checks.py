@@ -10,6 +10,8 @@ from typing import Any
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.config.shared import EnvConfig
+from prime_rl.envs import ids, venv
+from prime_rl.envs.adapter import CLASSIC
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.ports import check_unheld
@@ -78,17 +80,27 @@ def check_dataset(name: str) -> None:
 
 
 def check_environment(environment: EnvConfig) -> None:
-    """Raises UserError when the package of an environment is not installed, or its interpreter is not there."""
+    """Raises UserError when an environment is not installed, in the version that its id names, or what it is to run in is not there."""
     if environment.python is not None:  # installed elsewhere: its worker will tell
         if shutil.which(environment.python) is None:
             raise UserError(f"environment {environment.name}: no Python interpreter at {environment.python}")
         return
-    module = module_name(environment.id)
-    if importlib.util.find_spec(module) is None and not _is_builtin_taskset(module):
+    if environment.requirements:
+        venv.check(environment)
+        return
+    module = ids.module_name(environment.id)
+    if ids.find(environment.id) is None and not _is_builtin_taskset(module):
         raise UserError(
             f"environment {environment.id} is not installed (no module {module}): "
             f"`uv run prime env install {environment.id}`, or `uv add` its package"
         )
+    kind = ids.kind_of(environment.id) if environment.adapter == "auto" else environment.adapter
+    if kind == "classic":
+        raise UserError(f"environment {environment.id} {CLASSIC}")
+    try:
+        ids.check_version(environment.id)
+    except ids.WrongVersion as error:
+        raise UserError(str(error)) from error
 
 
 def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
@@ -99,12 +111,6 @@ def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
     for filters, name in config.all_filters():
         if filters.custom is not None:
             find_module(filters.custom.path, f"{key}{name}.custom.path")
-
-
-def module_name(environment_id: str) -> str:
-    """`owner/my-env@1.0` → `my_env`, as verifiers finds it; of `package.module:Class` the package."""
-    name = environment_id.rpartition("/")[2].partition("@")[0].partition(":")[0].partition(".")[0]
-    return name.replace("-", "_").lower()
 
 
 def check_port(host: str, port: int) -> None:

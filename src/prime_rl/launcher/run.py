@@ -3,12 +3,14 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.shared import EnvConfig
+from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
@@ -60,6 +62,7 @@ def run(config: RLConfig) -> int:
             text = text.replace(str(path), str(place))
         print(text)
         return Outcome.SUCCESS.value
+    venv.prepare(list(_environments(config)))
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
         _await_port(plan)
@@ -205,12 +208,17 @@ def _check(config: RLConfig) -> None:
     orchestrator = config.orchestrator
     progress = resume_progress(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
-    evaluated = [] if config.orchestrator.eval is None else config.orchestrator.eval.environments
     checks.check_own_functions(config.orchestrator, "orchestrator.")
     if config.trainer.loss.type == "custom":
         find_module(config.trainer.loss.path, "trainer.loss.path")
-    for environment in (*config.orchestrator.environments, *evaluated):
+    for environment in _environments(config):
         checks.check_environment(environment)
+
+
+def _environments(config: RLConfig) -> Iterator[EnvConfig]:
+    yield from config.orchestrator.environments
+    if config.orchestrator.eval is not None:
+        yield from config.orchestrator.eval.environments
 
 
 def _check_port(plan: Plan) -> None:

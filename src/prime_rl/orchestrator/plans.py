@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from prime_rl.config.bench import ORCHESTRATOR_STEPS
 from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.venv import prepare
 from prime_rl.orchestrator.core import Limits
 from prime_rl.orchestrator.evals import EvalPlan
 from prime_rl.orchestrator.teachers import Teachers
@@ -41,7 +42,7 @@ def most_in_flight(config: "OrchestratorConfig") -> int:
 
 def seats(config: "OrchestratorConfig") -> int:
     """Episodes that the workers run at once. More would wait in a worker's queue, growing old and using up their time."""
-    return sum(env.workers * env.max_concurrent for env in config.environments)
+    return sum((env.max_workers or env.workers) * env.max_concurrent for env in config.environments)
 
 
 def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":
@@ -81,7 +82,7 @@ def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
     names = [env.name for env in config.environments]
     evals = [env.model_copy(update={"name": eval_worker(env.name)}) for env in eval_environments(config)]
     return EnvPool(
-        [*config.environments, *evals],
+        prepare([*config.environments, *evals]),
         model=config.model.name,
         base_url=config.client.base_urls,
         api_key=os.environ.get(config.client.api_key_var),

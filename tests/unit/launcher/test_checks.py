@@ -13,7 +13,6 @@ from prime_rl.launcher.checks import (
     check_environment,
     check_model,
     check_port,
-    module_name,
 )
 
 EMPTY_SAFETENSORS = b"\x02\0\0\0\0\0\0\0{}"
@@ -75,14 +74,13 @@ def test_environments() -> None:
         check_environment(EnvConfig(id="no-such-env"))
     with pytest.raises(UserError, match="no Python interpreter"):
         check_environment(EnvConfig(id="elsewhere", python="/nonexistent/python"))
-
-
-@pytest.mark.parametrize(
-    ("name", "module"), [("a-b", "a_b"), ("o/a-b@1.0", "a_b"), ("pkg.mod:Class", "pkg"), ("Wiki-Search", "wiki_search")]
-)
-def test_module_names(name: str, module: str) -> None:
-    """Ids become module names as verifiers makes them."""
-    assert module_name(name) == module
+    with pytest.raises(UserError, match=r"asks for version 9\.9, and 0\.1\.0 is installed"):
+        check_environment(EnvConfig(id="owner/reverse-text@9.9"))
+    with pytest.raises(UserError, match="requirements: ./nowhere does not exist"):
+        check_environment(EnvConfig(id="elsewhere", requirements=["./nowhere"]))
+    check_environment(EnvConfig(id="elsewhere", requirements=["elsewhere==1.0"]))  # not installed here, nor to be
+    with pytest.raises(UserError, match=r"reverse-text is written for the classic verifiers API.*requirements"):
+        check_environment(EnvConfig(id="reverse-text", adapter="classic"))
 
 
 def test_port_in_use() -> None:

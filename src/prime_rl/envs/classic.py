@@ -1,0 +1,286 @@
+"""Classic verifiers environments (`load_environment(**args)`), as verifiers 0.3.1 runs them, behind our protocol.
+
+Imported in a worker whose Python environment holds verifiers 0.3.1; what needs nothing of it is in `token_client`. The model is asked by our own
+client: what is trained on is what it sent and got, of those replies that are in the trajectory.
+
+Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are left out where their weight is 0 and refused
+where it is not: the episodes of a group may run at different times and in different workers. A reward function that raises fails its
+episode; verifiers alone would call it 0.
+"""
+
+import functools
+import inspect
+import math
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Self
+
+from verifiers.legacy import errors, types
+from verifiers.legacy.clients.client import Client as ClassicClient
+from verifiers.legacy.envs.multiturn_env import MultiTurnEnv
+
+from prime_rl.envs import token_client as talk
+from prime_rl.envs.adapter import LoadError
+from prime_rl.envs.ids import describe, module_name, unique
+from prime_rl.envs.loading import check_arguments, import_module, keywords
+from prime_rl.envs.messages import Message, text_of
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.token_client import ContextFull, Conversation, Failed, Turn
+
+# Reward functions that raised in the episode that is being scored.
+_RAISED: ContextVar[list[str]] = ContextVar("raised")
+
+
+class ClassicEnv:
+    """`async with ClassicEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        if setup.demonstration:
+            raise LoadError(
+                f"environment {setup.env_id!r}: tasks of classic environments cannot be demonstrated to a teacher"
+            )
+        load = vars(import_module(setup.env_id)).get("load_environment")
+        if load is None:
+            raise LoadError(
+                f"environment {setup.env_id!r} is not classic: {module_name(setup.env_id)} has no load_environment"
+            )
+        self.arguments = sorted({*keywords(load), "split"})
+        args = dict(setup.args)
+        split = args.pop("split", "train") if "split" not in keywords(load) else "train"
+        if not _takes_any(load):
+            check_arguments(setup.env_id, setup.args, self.arguments)
+        try:
+            self._env = _with_signals(functools.partial(load, **args))
+            rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
+            self.task_ids = unique(f"{module_name(setup.env_id)}/{number}" for number in rows["example_id"])
+        except Exception as error:
+            raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
+        if not self.task_ids:
+            raise LoadError(f"environment {setup.env_id!r} has no tasks")
+        self._rows = rows
+        self._weights = _prepare_rubrics(self._env, setup.env_id)
+        for member in _members(self._env):
+            if setup.max_turns and isinstance(member, MultiTurnEnv):
+                member.max_turns = min(setup.max_turns, member.max_turns) if member.max_turns > 0 else setup.max_turns
+        self._client = talk.Client(setup, tools=any(member.tool_defs for member in _members(self._env)))
+        self.renderer = self._client.renderer_name
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()  # verifiers tears the environment down when the process exits
+
+    async def run(
+        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
+    ) -> EpisodeResult:
+        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
+        setup = self._setup
+        conversation = Conversation(self._client, base_url, sampling, policy_version, setup)
+        client = _Client(conversation)
+        result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
+        raised: list[str] = []
+        _RAISED.set(raised)
+        try:
+            output = await self._env.run_rollout(self._rows[task_index], client, self._client.model, dict(sampling))
+        except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
+            result.outcome, result.message = Outcome.ERRORED, describe(error)
+        else:
+            self._judge(result, output, client.state, raised)
+        conversation.describe(result)
+        result.is_truncated = result.is_truncated or bool(client.state.get("is_truncated"))
+        if result.ok:
+            turns = [client.turns[step["response"].id] for step in client.state["trajectory"]]
+            result.samples = conversation.samples(turns)
+            result.num_turns = len(turns)
+            for sample in result.samples:
+                sample.reward = result.reward
+            if not result.samples:
+                result.outcome, result.message = Outcome.INVALID, "no sampled tokens"
+        return result
+
+    def _judge(
+        self, result: EpisodeResult, output: Mapping[str, Any], state: Mapping[str, Any], raised: list[str]
+    ) -> None:
+        """What verifiers made of the episode; any doubt about it is the outcome."""
+        metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
+        result.rewards = {
+            name: value * self._weights[name] for name, value in metrics.items() if self._weights.get(name)
+        }
+        result.metrics = {name: value for name, value in metrics.items() if not self._weights.get(name)}
+        result.reward = float(output["reward"] or 0.0)
+        result.prompt, result.completion = _text(output["prompt"]), _text(output["completion"])
+        timing = output["timing"]
+        result.timing = {name: timing[name]["duration"] for name in ("setup", "scoring")}
+        result.timing["agent"] = timing["generation"]["duration"]
+        if (error := state.get("error")) is not None:
+            result.outcome, result.message = Outcome.ERRORED, describe(error.__cause__ or error)
+        elif state.get("timed_out"):
+            result.outcome, result.message = Outcome.TIMEOUT, "time limit of the environment"
+        elif raised:
+            result.outcome, result.message = Outcome.ERRORED, raised[0]
+        elif not math.isfinite(result.reward):
+            result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
+
+
+class _Client(ClassicClient):  # type: ignore[misc]
+    """The client of one episode: our conversation as verifiers asks for replies."""
+
+    def __init__(self, conversation: Conversation) -> None:
+        super().__init__(conversation)
+        self.turns: dict[str, Turn] = {}  # by the id of the response
+        self.state: Mapping[str, Any] = {}
+
+    def setup_client(self, config: Any) -> Any:
+        raise NotImplementedError("it is made with its conversation")
+
+    async def to_native_tool(self, tool: Any) -> dict[str, Any]:
+        function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+        return {
+            "type": "function",
+            "function": function if tool.strict is None else {**function, "strict": tool.strict},
+        }
+
+    async def to_native_prompt(self, messages: Any) -> tuple[list[Message], dict[str, Any]]:
+        return [_message(message) for message in messages], {}
+
+    async def get_native_response(
+        self, prompt: list[Message], model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
+    ) -> Turn:
+        self.state = kwargs["state"]
+        try:
+            turn, _ = await self.client.reply_within(prompt, tools)
+        except ContextFull as error:
+            raise errors.OverlongPromptError(str(error)) from error
+        except Failed as error:
+            raise errors.ModelError(str(error)) from error
+        return turn
+
+    async def raise_from_native_response(self, response: Turn) -> None:
+        """An empty reply is the model's own."""
+
+    async def from_native_response(self, response: Turn) -> Any:
+        name = str(len(self.turns))
+        self.turns[name] = response
+        sent, sampled = len(response.prompt_ids), len(response.completion_ids)
+        tokens = types.ResponseTokens(
+            prompt_ids=response.prompt_ids,
+            prompt_mask=[0] * sent,
+            completion_ids=response.completion_ids,
+            completion_mask=[1] * sampled,
+            completion_logprobs=response.logprobs,
+        )
+        calls = [
+            types.ToolCall(id=call.id, name=call.name, arguments=talk.arguments_of(call))
+            for call in response.tool_calls
+            if call.name
+        ]
+        message = types.ResponseMessage(
+            content=response.text,
+            reasoning_content=response.reasoning or None,
+            tool_calls=calls or None,
+            finish_reason="length" if response.is_truncated else "tool_calls" if calls else "stop",
+            is_truncated=response.is_truncated,
+            tokens=tokens,
+        )
+        usage = types.Usage(
+            prompt_tokens=sent, reasoning_tokens=0, completion_tokens=sampled, total_tokens=sent + sampled
+        )
+        return types.Response(id=name, created=0, model="", usage=usage, message=message)
+
+    async def close(self) -> None:
+        """The connections are the environment's."""
+
+
+def _message(message: Any) -> Message:
+    """A message of verifiers' as renderers take it."""
+    data: Message = message.model_dump(exclude_none=True)
+    if calls := data.get("tool_calls"):
+        data["tool_calls"] = [
+            {"id": call["id"], "type": "function", "function": {"name": call["name"], "arguments": call["arguments"]}}
+            for call in calls
+        ]
+    if data["role"] == "text":
+        data["role"] = "user"
+    return data
+
+
+def _text(messages: Any) -> str:
+    dumped = [one if isinstance(one, dict) else one.model_dump() for one in messages or []]
+    return text_of(dumped)
+
+
+def _with_signals(make: Callable[[], Any]) -> Any:
+    """Make an environment and keep our own signal handlers: a classic one takes SIGINT and SIGTERM for itself."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return make()
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
+
+
+def _members(env: Any) -> Iterator[Any]:
+    """An environment, and those that it is a group of."""
+    yield env
+    for member in vars(env).get("envs", ()):
+        yield from _members(member)
+
+
+def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
+    """Leave out what scores groups, and have the rest say when it raises. Returns the weights of the reward functions.
+
+    Raises:
+        LoadError: a function that scores a group counts.
+    """
+    weights: dict[str, float] = {}
+    for member in _members(env):
+        for rubric in _rubrics(member.rubric):
+            weighed = list(zip(rubric.funcs, rubric.weights, strict=True))
+            for func, weight in weighed:
+                if rubric._is_group_func(func) and weight:
+                    raise LoadError(
+                        f"environment {env_id!r}: its reward function {func.__name__!r} scores a group of episodes together, which cannot be had "
+                        "here: score each episode alone, or let an algorithm compare those of a group"
+                    )
+            kept = [(func, weight) for func, weight in weighed if not rubric._is_group_func(func)]
+            rubric.funcs, rubric.weights = [_watched(func) for func, _ in kept], [weight for _, weight in kept]
+            weights |= {func.__name__: weight for func, weight in kept}
+            if "rubrics" in vars(rubric):  # one without functions refuses to score
+                rubric.rubrics = [one for one in rubric.rubrics if "rubrics" in vars(one) or any(_single(one))]
+    return weights
+
+
+def _single(rubric: Any) -> list[bool]:
+    return [not rubric._is_group_func(func) for func in rubric.funcs]
+
+
+def _rubrics(rubric: Any) -> Iterator[Any]:
+    yield rubric
+    for one in list(vars(rubric).get("rubrics", ())):
+        yield from _rubrics(one)
+
+
+def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function; what it raises is noted before verifiers takes it for a 0."""
+
+    @functools.wraps(func)
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = func(*args, **kwargs)
+            return float(await value if inspect.isawaitable(value) else value)  # bounded: by the episode's deadline
+        except Exception as error:
+            told = f"reward function {func.__name__!r}: {describe(error)}"
+            _RAISED.get().append(told)  # bounded: of the context, waits for nothing
+            raise
+
+    return watched
+
+
+def _takes_any(load: Callable[..., Any]) -> bool:
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(load).parameters.values())

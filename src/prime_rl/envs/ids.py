@@ -1,0 +1,144 @@
+"""What an environment's id says: its module, its version, and, by a look at its source, what it is written for.
+
+Standard library only, and nothing of the package is imported: what is written for another verifiers fails at its import.
+"""
+
+import ast
+import importlib.metadata
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Literal
+
+import prime_rl
+
+Kind = Literal["verifiers", "classic", "python"]
+
+
+class WrongVersion(Exception):
+    """The version that an id names is not the one that is installed."""
+
+
+def module_name(environment_id: str) -> str:
+    """`owner/my-env@1.0` → `my_env`, as verifiers finds it; of `package.module:Class` the package."""
+    return _bare(environment_id).partition(":")[0].partition(".")[0].replace("-", "_").lower()
+
+
+def find(environment_id: str) -> ModuleSpec | None:
+    """Where the package of an environment is; None if it is not installed."""
+    try:
+        return importlib.util.find_spec(module_name(environment_id))
+    except (ImportError, ValueError):  # a name that cannot be one
+        return None
+
+
+def check_version(environment_id: str) -> None:
+    """The version after the `@` of an id, if there is one, is the installed one. `latest` is any.
+
+    Raises:
+        WrongVersion: it is not, or it cannot be told; the message names both.
+    """
+    _, given, wanted = environment_id.rpartition("/")[2].partition("@")
+    if not given or wanted == "latest":
+        return
+    installed = _installed_version(environment_id)
+    if installed is None:
+        raise WrongVersion(
+            f"environment {environment_id} asks for version {wanted}, but no installed package says which version it is: "
+            "leave the version out, or install it as a package"
+        )
+    if _release(installed) != _release(wanted):
+        raise WrongVersion(
+            f"environment {environment_id} asks for version {wanted}, and {installed} is installed: "
+            f"`uv run prime env install {environment_id}`, or leave the version out"
+        )
+
+
+def _installed_version(environment_id: str) -> str | None:
+    try:
+        return importlib.metadata.version(_bare(environment_id).partition(":")[0].partition(".")[0])
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    module, spec = module_name(environment_id), find(environment_id)
+    for name in importlib.metadata.packages_distributions().get(module, ()):
+        return importlib.metadata.version(name)
+    bundled = Path(prime_rl.__file__).parents[1]
+    if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(bundled):
+        return importlib.metadata.version("prime-rl")
+    return None
+
+
+def _release(version: str) -> str:
+    """Of a version as people write it: `v1.0` is `1.0.0` (PEP 440)."""
+    plain = version.strip().lower().removeprefix("v")
+    return re.sub(r"(\.0)+$", "", plain)
+
+
+def _bare(environment_id: str) -> str:
+    return environment_id.rpartition("/")[2].partition("@")[0]
+
+
+def kind_of(environment_id: str) -> Kind:
+    """What a package is written for, by the top-level names of its module.
+
+    A plain Python environment has `tasks` and `rollout`, or a class `Environment`; a classic one has `load_environment`. Either exports
+    nothing else. All others, and what is not found here, are verifiers'.
+    """
+    spec = find(environment_id)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return "verifiers"
+    names, exported = _names(Path(spec.origin))
+    kind: Kind
+    if {"tasks", "rollout"} <= names and exported <= {"tasks", "rollout", "tools"}:
+        return "python"
+    for name, kind in (("load_environment", "classic"), ("Environment", "python")):
+        if name in names and exported <= {name}:
+            return kind
+    return "verifiers"
+
+
+def _names(source: Path) -> tuple[set[str], set[str]]:
+    """What a module defines or imports, and what is in its `__all__`; nothing of one that cannot be read."""
+    try:
+        body = ast.parse(source.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return set(), set()
+    names: set[str] = set()
+    exported: set[str] = set()
+    for node in body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.ImportFrom(names=aliases):
+                names |= {alias.asname or alias.name for alias in aliases}
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ):
+                names.add(name)
+                if name == "__all__" and isinstance(value, ast.List | ast.Tuple):
+                    exported = {str(item.value) for item in value.elts if isinstance(item, ast.Constant)}
+    return names, exported
+
+
+def unique(keys: Iterable[str]) -> list[str]:
+    """Keys as ids; repeated ones get a number, so that an id names one task."""
+    seen: Counter[str] = Counter()
+    ids = []
+    for key in keys:
+        seen[key] += 1
+        ids.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+    return ids
+
+
+def describe(error: BaseException) -> str:
+    """`Type: message at file:line` of the code that raised, on one line."""
+    message = " ".join(str(error).split())[:500]
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
+    return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"

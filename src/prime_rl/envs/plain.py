@@ -1,0 +1,271 @@
+"""Environments in plain Python (`adapter = "python"`): a module with two names, and no library to learn.
+
+    # guess.py
+    def tasks(count=100):                        # or a list; `args` of the environment are its keyword arguments
+        for number in range(count):
+            yield {"id": f"guess/{number}", "prompt": "Guess my number.", "number": number}
+
+    async def rollout(task, chat):               # once per episode, with a copy of the task
+        reply = await chat()                     # the model's reply to what has been said
+        for _ in range(5):
+            if reply is None or reply.text == str(task["number"]):
+                break
+            reply = await chat("No. Again.")     # say something, and get the reply to it
+        return {"right": float(reply is not None and reply.text == str(task["number"])), "turns": -0.1 * len(chat.replies)}
+
+A task is a dict. `prompt` is what the user says first, or a list of messages; `system_prompt` comes before it; both may be missing where
+`rollout` speaks for itself. `id` names the task for good, in this run and the next; without one it is named by a hash of what it holds. Every
+other key is the environment's own.
+
+`rollout` returns the reward, or a dict of several, whose sum is the reward. What it puts into `chat.metrics` (name → number) is logged and not
+trained on. `await chat(…)` takes text of the user's, a list of messages, or nothing, and gives a `Reply`, or None when the conversation is
+over: its turns are used up (`max_turns`), or the model's context is full. A third name, `tools`, may hold definitions of tools (OpenAI's form): calls
+are in `reply.tool_calls`, and `rollout` answers them with messages of role "tool".
+
+An environment with something to hold on to is a class instead, named `Environment`: it is made once per worker, with `args`, has `tasks` and
+`rollout`, and may be an asynchronous context manager.
+
+Whatever `rollout` raises is the outcome of that episode. It runs in the worker's event loop: what blocks belongs into `asyncio.to_thread`.
+"""
+
+import contextlib
+import copy
+import hashlib
+import inspect
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+from prime_rl.envs.adapter import LoadError
+from prime_rl.envs.ids import describe, module_name, unique
+from prime_rl.envs.loading import check_arguments, import_module, keywords
+from prime_rl.envs.messages import Message, text_of
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
+from prime_rl.envs.token_client import Client, ContextFull, Conversation, Turn, arguments_of
+
+MAX_TASKS = 5_000_000
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model made. `problem` says what is wrong with its form ("": nothing); then the arguments are empty."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    text: str
+    reasoning: str
+    tool_calls: list[ToolCall]
+    is_truncated: bool  # cut by max_tokens or the end of the context
+
+
+class Chat:
+    """One conversation with the model."""
+
+    def __init__(self, conversation: Conversation, task: Mapping[str, Any], max_turns: int, tools: Any) -> None:
+        """`max_turns`: replies (0: any number)."""
+        self.messages: list[Message] = _opening(task)
+        self.replies: list[Reply] = []
+        self.metrics: dict[str, float] = {}
+        self.tools: list[dict[str, Any]] | None = tools
+        self.over = ""
+        """Why the conversation is over ("": it is not)."""
+        self._conversation = conversation
+        self._max_turns = max_turns
+
+    async def __call__(self, said: str | list[Message] | None = None) -> Reply | None:
+        """The model's reply to the conversation with what is `said`; None when it is over.
+
+        Raises:
+            Failed: the engine does not answer. The episode ends with that, whatever `rollout` makes of it.
+        """
+        new = [] if said is None else [{"role": "user", "content": said}] if isinstance(said, str) else said
+        self.messages = [*self.messages, *new]
+        if not self.messages:
+            raise ValueError("nothing has been said: the task has no prompt, and `chat` was called without text")
+        if self._max_turns and len(self.replies) >= self._max_turns:
+            self.over = f"max_turns ({self._max_turns}) are used up"
+        if self.over:
+            return None
+        try:
+            turn, self.messages = await self._conversation.reply_within(self.messages, self.tools)
+        except ContextFull:
+            self.over = "the model's context is full"
+            return None
+        self.messages = [*self.messages, turn.message()]
+        self.replies.append(_reply(turn))
+        return self.replies[-1]
+
+
+class PlainEnv:
+    """`async with PlainEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        if setup.demonstration:
+            raise LoadError(
+                f"environment {setup.env_id!r}: tasks of plain Python environments cannot be demonstrated to a teacher"
+            )
+        module = import_module(setup.env_id)
+        made, self._rollout, tasks = _parts(module, setup)
+        self._tasks = _load(tasks, setup.env_id)
+        self.task_ids = unique(str(task["id"]) if "id" in task else _key(setup.env_id, task) for task in self._tasks)
+        self._tools = getattr(made, "tools", None)
+        self._client = Client(setup, tools=bool(self._tools))
+        self.renderer = self._client.renderer_name
+        self.arguments = _accepted(_factory(module))
+        self._made = made
+        self._serving = contextlib.AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        if isinstance(self._made, contextlib.AbstractAsyncContextManager):
+            await self._serving.enter_async_context(self._made)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._client.close()
+        await self._serving.aclose()
+
+    async def run(
+        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
+    ) -> EpisodeResult:
+        """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
+        setup = self._setup
+        conversation = Conversation(self._client, base_url, sampling, policy_version, setup)
+        task = copy.deepcopy(self._tasks[task_index])
+        chat = Chat(conversation, task, setup.max_turns, self._tools)
+        result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
+        begun = time.monotonic()
+        try:
+            returned = await self._rollout(task, chat)
+        except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
+            after = f" (after the conversation was over: {chat.over})" if chat.over else ""
+            result.outcome, result.message = Outcome.ERRORED, f"{describe(error)}{after}"
+        else:
+            _judge(result, returned, chat.metrics)
+        result.timing = {"agent": time.monotonic() - begun}
+        conversation.describe(result)
+        result.is_truncated = result.is_truncated or bool(chat.over)
+        opening = len(_opening(self._tasks[task_index]))
+        result.prompt, result.completion = text_of(chat.messages[:opening]), text_of(chat.messages[opening:])
+        if result.ok:
+            result.samples = conversation.samples()
+            for sample in result.samples:
+                sample.reward = result.reward
+            if not result.samples:
+                result.outcome, result.message = Outcome.INVALID, "no sampled tokens"
+        return result
+
+
+def _judge(result: EpisodeResult, returned: Any, metrics: Mapping[str, Any]) -> None:
+    """What `rollout` returned, as rewards; a doubt about it is the outcome."""
+    rewards = dict(returned) if isinstance(returned, Mapping) else {"reward": returned}
+    for what, numbers in (("reward", rewards), ("metric", metrics)):
+        for name, value in numbers.items():
+            if not isinstance(name, str) or not isinstance(value, Real):
+                result.outcome = Outcome.ERRORED
+                result.message = f"{what} {name!r} is a {type(value).__name__}, not a number"
+                return
+    result.rewards = {name: float(value) for name, value in rewards.items()}
+    result.metrics = {name: float(value) for name, value in metrics.items()}
+    result.reward = sum(result.rewards.values())
+    if not rewards:
+        result.outcome, result.message = Outcome.ERRORED, "rollout returned no reward"
+    elif not math.isfinite(result.reward):
+        result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
+
+
+def _factory(module: ModuleType) -> Any:
+    """What takes the environment's arguments."""
+    return vars(module).get("Environment", vars(module).get("tasks"))
+
+
+def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], Any]:
+    """The object that holds the environment, its `rollout`, and what `tasks` gives."""
+    factory, env = _factory(module), f"environment {setup.env_id!r}"
+    check_arguments(setup.env_id, setup.args, _accepted(factory))
+    try:
+        made = factory(**setup.args) if isinstance(factory, type) else module
+        parts = {name: getattr(made, name, None) for name in ("tasks", "rollout")}
+        tasks = parts["tasks"]
+        if callable(tasks):
+            tasks = tasks(**({} if isinstance(factory, type) else setup.args))
+    except Exception as error:
+        raise LoadError(f"{env} failed to load: {describe(error)}") from error
+    if not isinstance(tasks, Iterable):
+        raise LoadError(f"{env}: `tasks` is to be a list of tasks, or a function that gives them")
+    if not inspect.iscoroutinefunction(parts["rollout"]):
+        raise LoadError(f"{env} needs `async def rollout(task, chat)`")
+    return made, parts["rollout"], tasks
+
+
+def _accepted(factory: Any) -> list[str]:
+    """Names of keyword arguments; none of a list."""
+    return keywords(factory) if callable(factory) else []
+
+
+def _load(tasks: Iterable[Any], env_id: str) -> list[dict[str, Any]]:
+    env = f"environment {env_id!r}"
+    try:
+        loaded = list(itertools.islice(tasks, MAX_TASKS + 1))
+    except Exception as error:
+        raise LoadError(f"{env} failed to load: {describe(error)}") from error
+    if not loaded:
+        raise LoadError(f"{env} has no tasks")
+    if len(loaded) > MAX_TASKS:
+        raise LoadError(f"{env} has more than {MAX_TASKS} tasks, or never ends")
+    for number, task in enumerate(loaded):
+        if not isinstance(task, dict):
+            raise LoadError(f"{env}: task {number} is a {type(task).__name__}, not a dict")
+        prompt = task.get("prompt")
+        plain = prompt is None or isinstance(prompt, str)
+        if not plain and not (
+            isinstance(prompt, list) and all(isinstance(one, dict) and "role" in one for one in prompt)
+        ):
+            raise LoadError(f"{env}: the prompt of task {number} is neither text nor a list of messages")
+    return loaded
+
+
+def _key(env_id: str, task: Mapping[str, Any]) -> str:
+    content = json.dumps(task, sort_keys=True, default=str, ensure_ascii=False)
+    return f"{module_name(env_id)}/{hashlib.sha256(content.encode()).hexdigest()[:16]}"
+
+
+def _opening(task: Mapping[str, Any]) -> list[Message]:
+    """What a conversation begins with."""
+    system, prompt = task.get("system_prompt"), task.get("prompt")
+    messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        messages.append({"role": "user", "content": prompt})
+    elif prompt is not None:
+        messages += prompt
+    return messages
+
+
+def _reply(turn: Turn) -> Reply:
+    calls = []
+    for call in turn.tool_calls:
+        arguments: Any = {}
+        problem = "" if call.status == "ok" else str(call.status)
+        if not problem:
+            try:
+                arguments = json.loads(arguments_of(call))
+            except ValueError:
+                problem = "invalid_json"
+            if not isinstance(arguments, dict):
+                arguments, problem = {}, problem or "arguments are no object"
+        calls.append(ToolCall(call.id or "", call.name or "", arguments, problem))
+    return Reply(turn.text, turn.reasoning, calls, turn.is_truncated)

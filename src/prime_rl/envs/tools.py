@@ -1,0 +1,208 @@
+"""The tools of one conversation: the MCP servers that verifiers started for it, and what a model's call comes to.
+
+What a model gets wrong is answered to the model; only a server that is gone is an error of the episode.
+"""
+
+import asyncio
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import anyio
+import httpx2
+import verifiers.v1 as vf
+from jsonschema.exceptions import SchemaError
+from jsonschema.validators import validator_for
+from mcp.shared.exceptions import MCPError
+from verifiers.v1.harnesses.utils.mcp import mcp_client
+
+MALFORMED_CALL = "malformed_call"  # name of what was meant to be a call, its text the arguments
+CALL_SECONDS = 60.0
+CONNECT_SECONDS = 30.0
+ALIVE_SECONDS = 5.0
+CLOSE_SECONDS = 2.0
+ANSWER_LIMIT = 100_000  # characters: a longer one is cut, not sent to fill the model's context
+
+# Of a session whose server hung up, is not there, or answers with something else than MCP.
+_BROKEN = (MCPError, httpx2.HTTPError, OSError, RuntimeError, ValueError, anyio.ClosedResourceError, anyio.BrokenResourceError)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a call came to, for the model to read."""
+
+    text: str
+    malformed: bool = False  # the model's fault: no such tool, no JSON, wrong arguments
+    failed: bool = False  # the tool's: it raised, or took too long
+
+
+class ToolServer:
+    """One session with an MCP server, held by a task of its own: the client's contexts must be left where they were entered."""
+
+    def __init__(self, name: str, url: str) -> None:
+        self._name = name
+        self._url = url
+        self._holder: asyncio.Task[None] | None = None
+        self._client: Any = None
+        self._leave = asyncio.Event()
+
+    async def tools(self) -> list[Any]:
+        """Its tools, as MCP describes them. Raises vf.ToolsetError."""
+        try:
+            async with asyncio.timeout(CONNECT_SECONDS):
+                return list((await (await self._session()).list_tools()).tools)
+        except (*_BROKEN, TimeoutError) as error:
+            raise vf.ToolsetError(f"tool server {self._name!r} does not list its tools: {_cause(error)}") from error
+
+    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> Answer:
+        """Raises vf.ToolsetError when the server is gone, or so busy that it does not answer at all."""
+        try:
+            async with asyncio.timeout(seconds):
+                result = await (await self._session()).call_tool(tool, arguments)
+        except TimeoutError:
+            await self._still_there("a call took too long")
+            return Answer(f"Error: no result within {seconds:g} seconds", failed=True)
+        except _BROKEN as error:
+            await self._still_there(_cause(error))
+            return Answer(f"Error: {_cause(error)}", failed=True)
+        return Answer(_text(result.content)[:ANSWER_LIMIT], failed=result.is_error)
+
+    async def close(self) -> None:
+        holder, self._holder, self._client = self._holder, None, None
+        if holder is None:
+            return
+        self._leave.set()
+        done, _ = await asyncio.wait({holder}, timeout=CLOSE_SECONDS)
+        if not done:
+            holder.cancel()
+            await asyncio.wait({holder}, timeout=CLOSE_SECONDS)
+
+    async def _session(self) -> Any:
+        if self._holder is None or self._holder.done():
+            self._leave = asyncio.Event()
+            opened: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._holder = asyncio.create_task(self._hold(opened))
+            await asyncio.wait({opened, self._holder}, timeout=CONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not opened.done():
+                if self._holder.done() and (error := self._holder.exception()) is not None:
+                    raise ConnectionError(_cause(error)) from error
+                raise ConnectionError(f"no session within {CONNECT_SECONDS:g} seconds")
+            self._client = opened.result()
+        return self._client
+
+    async def _hold(self, opened: "asyncio.Future[Any]") -> None:
+        async with mcp_client({"url": self._url, "timeout": CALL_SECONDS}) as client:
+            opened.set_result(client)
+            await self._leave.wait()  # bounded: by the conversation's end, which closes or cancels it
+
+    async def alive(self) -> None:
+        """Whether it answers anything. Raises vf.ToolsetError."""
+        timeout = aiohttp.ClientTimeout(total=ALIVE_SECONDS)
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url):
+                return
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {_cause(error)}") from error
+
+    async def _still_there(self, cause: str) -> None:
+        """After a failure: a fresh session next time if the server answers, else the end of the episode."""
+        await self.close()
+        try:
+            await self.alive()
+        except vf.ToolsetError as error:
+            raise vf.ToolsetError(f"{error}, after: {cause}") from error
+
+
+@dataclass
+class Tool:
+    """A tool as the model knows it, and where it is."""
+
+    definition: dict[str, Any]
+    server: ToolServer
+    name: str  # at the server
+    schema: Any  # a validator of its arguments
+
+
+@dataclass
+class Toolbox:
+    """All tools of a conversation. Counts what was called."""
+
+    seconds: float = CALL_SECONDS
+    tools: dict[str, Tool] = field(default_factory=dict)
+    servers: list[ToolServer] = field(default_factory=list)
+    calls: int = 0
+    malformed: int = 0
+    failed: int = 0
+
+    async def open(self, urls: dict[str, str]) -> None:
+        """List the tools of the servers, by name and address. Raises vf.ToolsetError."""
+        for prefix, url in urls.items():
+            server = ToolServer(prefix, url)
+            self.servers.append(server)
+            for tool in await server.tools():
+                name = f"{prefix}_{tool.name}" if prefix else tool.name
+                if name in self.tools:
+                    raise vf.ToolsetError(f"two tools are called {name!r}: give one of their servers a TOOL_PREFIX")
+                function = {"name": name, "description": tool.description or "", "parameters": tool.input_schema}
+                self.tools[name] = Tool(
+                    {"type": "function", "function": function}, server, tool.name, _validator(name, tool.input_schema)
+                )
+
+    @property
+    def definitions(self) -> list[dict[str, Any]]:
+        return [tool.definition for tool in self.tools.values()]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        counts = {"tool_calls": self.calls, "malformed_tool_calls": self.malformed, "failed_tool_calls": self.failed}
+        return {name: float(count) for name, count in counts.items()}
+
+    async def call(self, name: str, arguments: str) -> Answer:
+        """Carry out one call of the model, whose arguments are meant to be a JSON object. Raises vf.ToolsetError."""
+        answer = await self._call(name, arguments)
+        self.calls += 1
+        self.malformed += answer.malformed
+        self.failed += answer.failed
+        return answer
+
+    async def close(self) -> None:
+        for server in self.servers:
+            await server.close()
+
+    async def _call(self, name: str, arguments: str) -> Answer:
+        tool = self.tools.get(name)
+        try:
+            values = json.loads(arguments)
+        except ValueError as error:
+            return Answer(f"Error: the call is not valid JSON: {error}", malformed=True)
+        if name == MALFORMED_CALL:
+            return Answer("Error: the call has no name, or no end", malformed=True)
+        if tool is None:
+            return Answer(f"Error: there is no tool {name!r} (tools: {', '.join(self.tools)})", malformed=True)
+        if not isinstance(values, dict):
+            return Answer("Error: the arguments must be a JSON object", malformed=True)
+        if wrong := next(iter(tool.schema.iter_errors(values)), None):
+            where = f"{'.'.join(map(str, wrong.absolute_path))}: " if wrong.absolute_path else ""
+            return Answer(f"Error: wrong arguments: {where}{wrong.message[:1000]}", malformed=True)
+        return await tool.server.call(tool.name, values, self.seconds)
+
+
+def _validator(name: str, schema: dict[str, Any]) -> Any:
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError as error:
+        raise vf.ToolsetError(f"the arguments of tool {name!r} have no valid JSON schema: {error.message}") from error
+    return kind(schema)
+
+
+def _text(blocks: list[Any]) -> str:
+    return "\n".join(block.text if block.type == "text" else f"[{block.type}]" for block in blocks)
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost of a group, on one line: a client's task group wraps whatever happened in it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -1,0 +1,190 @@
+"""Conversations with tools, in the process of a worker, against a scripted engine: exact tokens, faults where they belong."""
+
+import itertools
+import json
+import sys
+from array import array
+from collections.abc import AsyncIterator, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from fake_engine import FakeEngine, make_tokenizer
+from tool_environments import write_tool_environments
+
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEMPLATE = Path(__file__).parents[2] / "assets" / "tiny-reverse" / "chat_template.jinja"
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def script(engine: FakeEngine, replies: Iterable[str]) -> None:
+    """The replies in turn; the last one for ever."""
+    replies = list(replies)
+    left = itertools.chain(replies, itertools.repeat(replies[-1]))
+    engine.reply = lambda prompt: next(left)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeEngine]:
+    root = tmp_path_factory.mktemp("tools")
+    path = str(write_tool_environments(root / "path"))
+    model = make_tokenizer(root / "model", TEMPLATE.read_text())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)  # of the tool servers
+        patch.syspath_prepend(path)
+        async with FakeEngine(model, max_model_len=4096) as engine:
+            yield engine
+
+
+@pytest.fixture(autouse=True)
+def _reset(engine: FakeEngine) -> None:
+    engine.exchanges.clear()
+    engine.delay, engine.max_model_len = 0.0, 4096
+
+
+def setup(engine: FakeEngine, env_id: str, **settings: Any) -> Setup:
+    return Setup(env_id, env_id, {}, str(engine.model), "auto", 8, "info", **settings)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def desk(engine: FakeEngine) -> AsyncIterator[Any]:
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    async with VerifiersEnv(setup(engine, "env-desk")) as env:
+        yield env
+
+
+async def run(env: Any, engine: FakeEngine, task: int = 0, **sampling: Any) -> EpisodeResult:
+    return await env.run(task, {"max_tokens": 200, **sampling}, 0, "e", engine.base_url)
+
+
+async def test_calls_are_answered(desk: Any, engine: FakeEngine) -> None:
+    """Definitions reach the prompt, results come back as tool messages, and the whole is one sample of what the engine saw."""
+    script(engine, [f"Let me see.\n{call('desk_add', a=2, b=3)}\n{call('desk_add', a=5)}", "It is 5."])
+    result = await run(desk, engine)
+    assert result.ok, result.message
+    first, second = engine.exchanges
+    text = engine.tokenizer.decode(second.prompt)
+    assert '"name": "desk_add", "description": "The sum of two numbers."' in text
+    assert text.endswith(
+        "<|im_start|>user\n<tool_response>\n5\n</tool_response>\n<tool_response>\n6\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert second.prompt[: len(first.prompt) + len(first.completion)] == first.prompt + first.completion
+    (sample,) = result.samples
+    assert list(sample.input_ids) == second.prompt + second.completion
+    assert sum(sample.loss_mask) == len(first.completion) + len(second.completion)
+    logprobs = [value for value, mask in zip(sample.logprobs, sample.loss_mask, strict=True) if mask]
+    assert logprobs == list(array("f", first.logprobs + second.logprobs))
+    roles = [ROLES[role] for role, _ in itertools.groupby(sample.roles or b"")]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    assert (result.num_turns, result.reward) == (2, 2.0)
+    assert {name: result.metrics[name] for name in ("tool_calls", "malformed_tool_calls")} == {
+        "tool_calls": 2.0,
+        "malformed_tool_calls": 0.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [
+        ('<tool_call>\n{"name": "desk_add", "arguments": {"a": 1,}}\n</tool_call>', "not valid JSON"),
+        ('<tool_call>\n{"arguments": {"a": 1}}\n</tool_call>', "the call has no name, or no end"),
+        ('<tool_call>\n{"name": "desk_clear", "arguments": {}}', "the call has no name, or no end"),
+        ("<tool_call>\nadd 1 and 2", "not valid JSON"),
+        (call("desk_subtract", a=1), "there is no tool 'desk_subtract' (tools: desk_add, desk_divide"),
+        (call("desk_add", a="two"), "wrong arguments: a: 'two' is not of type 'integer'"),
+        (call("desk_add", b=1), "wrong arguments: 'a' is a required property"),
+        ('<tool_call>\n{"name": "desk_add", "arguments": [1]}\n</tool_call>', "must be a JSON object"),
+        ("<tool_call>\n7\n</tool_call>", "the call has no name, or no end"),
+    ],
+)
+async def test_malformed_calls_are_the_models_fault(desk: Any, engine: FakeEngine, said: str, answer: str) -> None:
+    """The model is told, the conversation goes on, and it is counted; what it sampled is trained on as it is."""
+    script(engine, [said, "Sorry."])
+    result = await run(desk, engine)
+    assert result.ok, result.message
+    assert f"tool: Error: {answer}" in result.completion.replace("the call is not", "not").replace(
+        "the arguments must", "must"
+    )
+    assert (result.num_turns, result.metrics["malformed_tool_calls"]) == (2, 1.0)
+    first, second = engine.exchanges
+    assert second.prompt[: len(first.prompt) + len(first.completion)] == first.prompt + first.completion
+    assert len(result.samples) == 1
+
+
+async def test_a_tool_that_raises_tells_the_model(desk: Any, engine: FakeEngine) -> None:
+    """Its error is the result of the call."""
+    script(engine, [call("desk_divide", a=1, b=0), "Oh."])
+    result = await run(desk, engine)
+    assert result.ok, result.message
+    assert "division by zero" in result.completion
+    assert (result.metrics["malformed_tool_calls"], result.metrics["failed_tool_calls"]) == (0.0, 1.0)
+
+
+async def test_what_hangs_or_dies(engine: FakeEngine) -> None:
+    """A call that takes too long is told to the model; a server that blocks or dies costs the episode, and no later one."""
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    async with VerifiersEnv(setup(engine, "env-desk", turn_timeout=1.0)) as env:
+        script(engine, [call("desk_wait", seconds=300), "Too slow."])
+        result = await run(env, engine)
+        assert result.ok, result.message
+        assert "Error: no result within 1 seconds" in result.completion
+        for deadly in ("desk_quit", "desk_stall"):
+            script(engine, [call(deadly), "Never said."])
+            result = await run(env, engine)
+            assert (result.outcome, result.samples) == (Outcome.ERRORED, [])
+            assert "tool server 'desk' does not answer" in result.message
+            script(engine, [call("desk_add", a=1), "2."])
+            result = await run(env, engine)
+            assert (result.ok, result.reward) == (True, 1.0), result.message
+
+
+async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
+    """A task's own tools know the task, and have no prefix if they want none."""
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    async with VerifiersEnv(setup(engine, "env-pad")) as env:
+        script(engine, [call("word") + call("shout", text="a"), "Done."])
+        result = await run(env, engine)
+    assert result.ok, result.message
+    assert result.completion.splitlines() == [
+        "assistant: word({})",
+        'shout({"text": "a"})',
+        "tool: hello",
+        "tool: A",
+        "assistant: Done.",
+    ]
+
+
+async def test_tools_that_do_not_start_are_named(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before any episode, with the environment."""
+    from prime_rl.envs import verifiers_v1
+    from prime_rl.envs.adapter import LoadError
+
+    monkeypatch.setattr(verifiers_v1, "SERVER_SECONDS", 3.0)
+    with pytest.raises(LoadError, match="environment 'env-no-desk': its tools failed to start"):
+        async with verifiers_v1.VerifiersEnv(setup(engine, "env-no-desk")):
+            pass
+
+
+async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path: Path) -> None:
+    """A renderer that would show tools in another way than the model's template is not chosen; by name it is."""
+    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    plain = make_tokenizer(tmp_path / "plain")
+    for renderer, message in (("auto", "no renderer shows tools"), ("default", "'default' has no tools")):
+        with pytest.raises(LoadError, match=message):
+            VerifiersEnv(Setup("e", "env-desk", {}, str(plain), renderer, 8, "info"))
+    assert VerifiersEnv(Setup("e", "env-desk", {}, str(plain), "chatml", 8, "info")).renderer == "chatml"

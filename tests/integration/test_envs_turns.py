@@ -1,0 +1,221 @@
+"""Conversations of several turns, in the process of a worker, against a scripted engine: limits, a full context, samples."""
+
+import asyncio
+import itertools
+import sys
+from array import array
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from fake_engine import FakeEngine, make_tokenizer
+from turn_environments import write_turn_environments
+
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, SampleTokens, Setup
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def _environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(write_turn_environments(tmp_path)))
+
+
+@asynccontextmanager
+async def world(
+    model: Path, env_id: str = "env-words", args: dict[str, Any] | None = None, context: int = 512, **settings: Any
+) -> AsyncIterator[tuple[FakeEngine, Any]]:
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+
+    setup = Setup(env_id, env_id, args or {}, str(model), "auto", 8, "info", **settings)
+    async with FakeEngine(model, max_model_len=context) as engine, VerifiersEnv(setup) as env:
+        engine.reply = lambda prompt: f"reply {len(engine.exchanges)}"
+        yield engine, env
+
+
+async def run(engine: FakeEngine, env: Any, max_tokens: int | None = 64) -> EpisodeResult:
+    return await env.run(0, {"max_tokens": max_tokens}, 0, "e", engine.base_url)
+
+
+def trained(samples: list[SampleTokens]) -> list[list[tuple[int, float]]]:
+    """The tokens with loss of each sample, with their log-probabilities."""
+    streams = [zip(one.input_ids, one.loss_mask, one.logprobs, strict=True) for one in samples]
+    return [[(token, logprob) for token, mask, logprob in stream if mask] for stream in streams]
+
+
+def joined(lists: list[list[Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def sampled(engine: FakeEngine) -> list[list[tuple[int, float]]]:
+    return [list(zip(one.completion, array("f", one.logprobs), strict=True)) for one in engine.exchanges]
+
+
+async def test_branched_gives_a_sample_a_reply(model: Path) -> None:
+    """Every reply is a sample with the prompt that the engine had, and the loss on that reply alone."""
+    async with world(model, trajectories="branched") as (engine, env):
+        result = await run(engine, env)
+    assert result.ok, result.message
+    assert [list(one.input_ids) for one in result.samples] == [one.prompt + one.completion for one in engine.exchanges]
+    assert trained(result.samples) == sampled(engine)
+    assert result.samples[0].prompt_len == len(engine.exchanges[0].prompt)
+    told = [{ROLES[role] for role in one.roles or b""} - {""} for one in result.samples]
+    assert told == [{"system", "user", "assistant"}, {"user", "assistant"}, {"user", "assistant"}]
+
+
+async def test_branched_prompts_are_the_templates(model: Path) -> None:
+    """Rendered anew: bytes that are no text come back as the template writes what they decode to, and still each token is trained once."""
+    async with world(model, trajectories="branched") as (engine, env):
+        engine.reply = lambda prompt: "caf\u00e9"
+        result = await run(engine, env, max_tokens=4)  # ends within a letter
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}]
+        said = engine.tokenizer.decode(engine.exchanges[0].completion, skip_special_tokens=True)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "two"}]
+        expected = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert engine.exchanges[1].prompt == expected
+    assert trained(result.samples) == sampled(engine)
+    assert sum(sum(role == ROLES.index("user") for role in one.roles or b"") > 0 for one in result.samples) == 3
+    users = [sum(role == ROLES.index("user") for role in one.roles or b"") for one in result.samples]
+    assert max(users) <= users[0] + 2  # none tells again what an earlier one told
+
+
+async def test_max_turns(model: Path) -> None:
+    """The conversation ends with as many replies, is judged, and is marked."""
+    async with world(model, max_turns=2) as (engine, env):
+        result = await run(engine, env)
+    assert (result.ok, result.num_turns, result.reward, result.is_truncated) == (True, 2, 2.0, True), result.message
+    assert len(engine.exchanges) == 2
+
+
+async def test_turn_timeout_names_the_turn(model: Path) -> None:
+    """A reply that does not end costs the episode, says which, and is given up at the engine."""
+    async with world(model, turn_timeout=1.0) as (engine, env):
+
+        def reply(prompt: str) -> str:
+            engine.delay = 300.0  # from the next on
+            return "a"
+
+        engine.reply = reply
+        result = await run(engine, env)
+        assert (result.outcome, result.message) == (Outcome.TIMEOUT, "turn 2: no reply within 1 s")
+        async with asyncio.timeout(20):
+            while engine.running:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_full_context_stops(model: Path) -> None:
+    """The last replies get the room that is left; where there is none the conversation ends, is judged and marked."""
+    async with world(model, args={"words": ["word " * 8] * 9}, context=128) as (engine, env):
+        engine.reply = lambda prompt: "long " * 4
+        result = await run(engine, env)
+    assert (result.ok, result.is_truncated) == (True, True), result.message
+    assert 1 < result.num_turns < 9
+    assert result.reward == result.num_turns
+    for exchange in engine.exchanges:
+        assert exchange.body["sampling_params"]["max_tokens"] == min(64, 128 - len(exchange.prompt)) > 0
+    (sample,) = result.samples
+    assert trained([sample]) == [joined(sampled(engine))]
+    assert len(sample.input_ids) <= 128
+
+
+async def test_a_full_context_refuses(model: Path) -> None:
+    """As asked: the episode fails, with its task and numbers, and the engine is not asked in vain."""
+    async with world(model, args={"words": ["word " * 8] * 9}, context=128, overflow="refuse") as (engine, env):
+        result = await run(engine, env)
+    assert (result.outcome, result.samples) == (Outcome.PROMPT_TOO_LONG, [])
+    assert result.message.startswith(f"task {result.task_id}: ")
+    assert "128" in result.message
+    assert engine.started == len(engine.exchanges)
+
+
+@pytest.mark.parametrize("trajectories", ["interleaved", "branched"])
+async def test_a_full_context_forgets(model: Path, trajectories: str) -> None:
+    """The oldest turns go, the system message and the last question stay, and every reply has its whole room."""
+    words = [f"{number} " + "word " * 6 for number in range(8)]
+    async with world(model, args={"words": words}, context=160, overflow="truncate", trajectories=trajectories) as (
+        engine,
+        env,
+    ):
+        result = await run(engine, env, max_tokens=32)
+    assert (result.ok, result.num_turns) == (True, 8), result.message
+    texts = [engine.tokenizer.decode(one.prompt) for one in engine.exchanges]
+    assert all(text.startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\n") for text in texts)
+    assert all(
+        f"user\n{word}<|im_end|>\n<|im_start|>assistant" in text for word, text in zip(words, texts, strict=True)
+    )
+    assert "user\n0 word" not in texts[-1]
+    assert all(one.body["sampling_params"]["max_tokens"] == 32 for one in engine.exchanges)
+    assert joined(trained(result.samples)) == joined(sampled(engine))
+    prompts = {tuple(one.prompt + one.completion) for one in engine.exchanges}
+    assert all(tuple(one.input_ids) in prompts for one in result.samples)
+    assert len(result.samples) == (8 if trajectories == "branched" else len(result.samples))
+    # What was said before is not told again by a sample that begins in the middle.
+    told = "".join(
+        engine.tokenizer.decode(
+            [t for t, role in zip(one.input_ids, one.roles or b"", strict=True) if ROLES[role] == "user"]
+        )
+        for one in result.samples
+    )
+    assert [told.count(f"user\n{number} word") for number in range(8)] == [1] * 8
+
+
+@pytest.mark.parametrize("overflow", ["stop", "truncate", "refuse"])
+async def test_a_task_longer_than_the_context(model: Path, overflow: str) -> None:
+    """Always `prompt_too_long`, with the task, its tokens and the context; also where it fills it to the last token."""
+    async with world(model, args={"words": ["x" * 300]}, context=128, overflow=overflow) as (engine, env):
+        result = await run(engine, env)
+        assert (result.outcome, engine.started) == (Outcome.PROMPT_TOO_LONG, 0)
+        assert result.task_id in result.message
+        assert "128" in result.message
+        length = len(
+            engine.tokenizer.apply_chat_template(
+                [{"role": "system", "content": "s"}, {"role": "user", "content": "x" * 300}],
+                add_generation_prompt=True,
+                return_dict=False,
+            )
+        )
+        assert str(length) in result.message
+    async with world(model, args={"words": ["x" * 300]}, context=length, overflow=overflow) as (engine, env):
+        assert (await run(engine, env, max_tokens=None)).outcome is Outcome.PROMPT_TOO_LONG
+    async with world(model, args={"words": ["x" * 300]}, context=length + 1, overflow=overflow) as (engine, env):
+        result = await run(engine, env, max_tokens=None)
+        assert (result.ok, len(engine.exchanges[0].completion)) == (True, 1), result.message
+
+
+@pytest.mark.parametrize("settings", [{}, {"trajectories": "branched"}, {"max_turns": 1}])
+async def test_two_agents(model: Path, settings: dict[str, Any]) -> None:
+    """A game of the model against itself: each side is a part with its own reward and samples, exact as any."""
+    async with world(model, "env-duel", **settings) as (engine, env):
+        result = await run(engine, env)
+    assert result.ok, result.message
+    assert sorted((part.agent, part.reward) for part in result.parts) == [("black", -1.0), ("white", 1.0)]
+    assert all(
+        one.agent == result.parts[one.part].agent and one.reward == result.parts[one.part].reward
+        for one in result.samples
+    )
+    moves = 2 if "max_turns" not in settings else 1
+    assert all(part.num_turns == moves for part in result.parts)
+    assert sorted(joined(trained(result.samples))) == sorted(joined(sampled(engine)))
+    assert len(result.samples) == (4 if settings.get("trajectories") else 2)
+
+
+async def test_a_reply_that_never_ends_is_contained(model: Path) -> None:
+    """The deadline of the episode cancels it at any turn: nothing goes on at the engine, and the environment is as before."""
+    async with world(model) as (engine, env):
+        engine.delay = 300.0
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await run(engine, env)
+        async with asyncio.timeout(20):
+            while engine.running:
+                await asyncio.sleep(0.05)
+        engine.delay = 0.0
+        assert (await run(engine, env)).ok

@@ -1,0 +1,58 @@
+"""A classic environment: reverse a word, in one turn, in two, with a tool, or going wrong."""
+
+import asyncio
+from difflib import SequenceMatcher
+from typing import Any
+
+import verifiers as vf
+from datasets import Dataset
+
+WORDS = ["hello", "world", "prime"]
+
+
+class TwoTurns(vf.MultiTurnEnv):
+    async def env_response(self, messages: Any, state: Any, **_: Any) -> list[dict[str, str]]:
+        return [{"role": "user", "content": "Again."}]
+
+
+class Forgetful(TwoTurns):
+    """Its second prompt does not go on from the first reply."""
+
+    async def get_prompt_messages(self, state: Any) -> Any:
+        asked = state["prompt"]
+        return [asked[0], {"role": "user", "content": "Something else."}] if state["trajectory"] else asked
+
+
+class Slow(vf.SingleTurnEnv):
+    async def setup_state(self, state: Any, **_: Any) -> Any:
+        await asyncio.sleep(600)
+        return state
+
+
+def load_environment(kind: str = "one", group_weight: float = 0.0, reward: str = "good") -> vf.Environment:
+    def likeness(completion: Any, answer: str, **_: Any) -> float:
+        if reward == "raises":
+            raise ValueError("no reward today")
+        return (
+            float("nan") if reward == "nan" else SequenceMatcher(None, completion[-1]["content"] or "", answer).ratio()
+        )
+
+    async def length(completion: Any, **_: Any) -> float:
+        return float(len(completion))
+
+    async def rank(states: list[Any], **_: Any) -> list[float]:
+        return [float(place) for place, _ in enumerate(states)]
+
+    rubric = vf.Rubric(funcs=[likeness, length, rank], weights=[2.0, 0.0, group_weight])
+    rows = [{"question": f"Reverse: {word}", "answer": word[::-1], "info": {"word": word}} for word in WORDS]
+    shared: dict[str, Any] = {
+        "dataset": Dataset.from_list(rows),
+        "eval_dataset": Dataset.from_list([{"question": "Reverse: reward", "answer": "drawer"}]),
+        "system_prompt": "Reverse the text.",
+        "rubric": rubric,
+    }
+    if kind == "one":
+        return vf.SingleTurnEnv(**shared)
+    if kind == "slow":
+        return Slow(**shared)
+    return {"two": TwoTurns, "forgetful": Forgetful}[kind](max_turns=2, **shared)

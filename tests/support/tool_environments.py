@@ -1,0 +1,132 @@
+"""verifiers packages with tools, written into a directory for a worker's path: a server per worker, and one per episode."""
+
+from pathlib import Path
+
+TOOLS = """
+import os, time
+import verifiers.v1 as vf
+
+class Count(vf.State):
+    total: int = 0
+
+class Desk(vf.Toolset[vf.SharedToolsetConfig, Count]):
+    @vf.tool
+    def add(self, a: int, b: int = 1) -> int:
+        \"\"\"The sum of two numbers.\"\"\"
+        self.state.total += 1
+        return a + b
+
+    @vf.tool
+    def divide(self, a: int, b: int) -> float:
+        \"\"\"A quotient.\"\"\"
+        return a / b
+
+    @vf.tool
+    async def wait(self, seconds: float) -> str:
+        \"\"\"Waits.\"\"\"
+        import asyncio
+        await asyncio.sleep(seconds)
+        return "waited"
+
+    @vf.tool
+    def stall(self) -> str:
+        \"\"\"Blocks the server.\"\"\"
+        time.sleep(600)
+
+    @vf.tool
+    def quit(self) -> str:
+        \"\"\"The end of the server.\"\"\"
+        os._exit(1)
+
+class Pad(vf.Toolset[vf.ToolsetConfig, vf.State]):
+    TOOL_PREFIX = None
+
+    async def setup_task(self, task) -> None:
+        self.text = task.prompt
+
+    @vf.tool
+    def word(self) -> str:
+        \"\"\"The task.\"\"\"
+        return self.text
+
+    @vf.tool
+    def shout(self, text: str) -> str:
+        \"\"\"In capitals.\"\"\"
+        return text.upper()
+
+if __name__ == "__main__":
+    (Pad if os.environ.get("VF_STATE_URL") else Desk).run()
+"""
+
+SHARED = """
+import verifiers.v1 as vf
+from desk_tools import Count, Desk
+
+class Data(vf.TaskData):
+    pass
+
+class Task(vf.Task[Data, Count]):
+    @vf.reward(weight=1.0)
+    async def added(self, trace: vf.Trace) -> float:
+        return float(trace.state.total)
+
+class Config(vf.TasksetConfig):
+    prompt: str = "What is 2 + 3?"
+
+class DeskTaskset(vf.Taskset[Task, Config]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Desk(vf.SharedToolsetConfig())]
+
+    def load(self):
+        for number in range(4):
+            yield Task(Data(prompt=self.config.prompt, name=str(number)), self.config.task)
+
+__all__ = ["DeskTaskset"]
+"""
+
+OWN = """
+import verifiers.v1 as vf
+from desk_tools import Pad
+
+class Data(vf.TaskData):
+    pass
+
+class Task(vf.Task[Data]):
+    @classmethod
+    def toolsets(cls, config):
+        return [Pad(vf.ToolsetConfig())]
+
+    @vf.reward(weight=1.0)
+    async def marks(self, trace: vf.Trace) -> float:
+        return 1.0
+
+class PadTaskset(vf.Taskset[Task, vf.TasksetConfig]):
+    def load(self):
+        yield Task(Data(prompt="hello", system_prompt="s"), self.config.task)
+
+__all__ = ["PadTaskset"]
+"""
+
+BROKEN = SHARED.replace(
+    "from desk_tools import Count, Desk",
+    """
+from desk_tools import Count
+import desk_tools
+
+class Desk(desk_tools.Desk):
+    pass
+
+Desk.__module__ = "no_such_module"
+""",
+)
+
+SOURCES = {"env_no_desk": BROKEN, "desk_tools": TOOLS, "env_desk": SHARED, "env_pad": OWN}
+
+
+def write_tool_environments(directory: Path) -> Path:
+    """Every module in `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, source in SOURCES.items():
+        (directory / f"{name}.py").write_text(source)
+    return directory

@@ -1,0 +1,110 @@
+"""What an id says: the module, the version that must be the installed one, and what the package is written for."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import EvalConfig, OrchestratorConfig, parse
+from prime_rl.envs.adapter import LoadError, load
+from prime_rl.envs.ids import WrongVersion, check_version, kind_of, module_name
+from prime_rl.envs.protocol import Setup
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], None]:
+    """Stands in for the hub: a distribution whose name, version and module are on the path, as an installer leaves them."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, version: str, source: str = "") -> None:
+        module = module_name(name)
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "RECORD").write_text(f"{module}.py,,\n")
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("a-b", "a_b"), ("o/a-b@1.0", "a_b"), ("pkg.mod:Class", "pkg"), ("Wiki-Search", "wiki_search")]
+)
+def test_module_names(name: str, module: str) -> None:
+    """Ids become module names as verifiers makes them."""
+    assert module_name(name) == module
+
+
+@pytest.mark.parametrize("given", ["", "@1.2.0", "@1.2", "@v1.2.0", "@latest"])
+def test_installed_version(given: str, install: Callable[..., None]) -> None:
+    """The installed version, however it is written, or none in particular."""
+    install("hub-env", "1.2.0")
+    check_version(f"owner/hub-env{given}")
+
+
+def test_another_version(install: Callable[..., None]) -> None:
+    """The error names both versions and what installs the one that was asked for."""
+    install("hub-env", "1.2.0")
+    with pytest.raises(WrongVersion, match=r"asks for version 1\.3\.0, and 1\.2\.0 is installed.*prime env install owner/hub-env@1\.3\.0"):  # fmt: skip
+        check_version("owner/hub-env@1.3.0")
+
+
+def test_version_in_the_worker(install: Callable[..., None]) -> None:
+    """A worker, whose Python environment may be another, refuses it too."""
+    install("hub-env", "1.2.0", "tasks = [{'prompt': 'a'}]\nasync def rollout(task, chat): pass")
+    with pytest.raises(LoadError, match=r"asks for version 2, and 1\.2\.0 is installed"):
+        load(Setup("hub-env", "owner/hub-env@2", {}, "model", "auto", 1, "info"))
+
+
+def test_version_of_what_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that no package brought has no version: asking for one is an error, not ignored."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "loose_env.py").touch()
+    check_version("loose-env")
+    with pytest.raises(WrongVersion, match="no installed package says which version"):
+        check_version("loose-env@1.0")
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("tasks = []\nasync def rollout(task, chat): pass", "python"),
+        ("from x import tasks, rollout", "python"),
+        ("class Environment: pass", "python"),
+        ("def load_environment(): pass", "classic"),
+        ("from x.y import load_environment\n__all__ = ['load_environment']", "classic"),
+        ("import surely_not_there as vf\ndef load_environment(): pass", "classic"),
+        ("from x import T\n__all__ = ['T']", "verifiers"),
+        ("from x import T\n__all__ = ['T']\ndef load_environment(config): pass", "verifiers"),
+        ("from x import T\n__all__: list[str] = ['T']\ntasks = 1\nrollout = 2", "verifiers"),
+        ("def broken(", "verifiers"),
+        ("", "verifiers"),
+    ],
+)
+def test_kinds(source: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told from the source alone: a package for another verifiers cannot be imported here."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "some_kind.py").write_text(source)
+    assert kind_of("owner/some-kind@1.0") == kind
+
+
+def test_what_is_not_installed_is_left_to_verifiers() -> None:
+    assert kind_of("surely-not-there") == "verifiers"
+
+
+def test_classic_without_its_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside verifiers 0.4 a classic environment is refused with what it needs."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "old_env.py").write_text("import verifiers as vf\ndef load_environment(): return vf.SingleTurnEnv()")
+    for adapter in ("auto", "classic"):
+        with pytest.raises(LoadError, match="classic verifiers API .*requirements"):
+            load(Setup("old-env", "old-env", {}, "model", "auto", 1, "info", adapter=adapter))
+
+
+@pytest.mark.parametrize("given", [["a,owner/b@1.0"], ["a", "owner/b@1.0"], ["a,", "owner/b@1.0"]])
+def test_ids_on_the_command_line(given: list[str]) -> None:
+    """Lists with commas or blanks; an `@` within an id is not a config file's."""
+    config = parse(EvalConfig, ["--environment-ids", *given], {})
+    assert [env.id for env in config.environments] == ["a", "owner/b@1.0"]
+    orchestrator = parse(OrchestratorConfig, ["--environment.id", "owner/b@1.0"], {})
+    assert orchestrator.environments[0].id == "owner/b@1.0"

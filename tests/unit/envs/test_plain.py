@@ -1,0 +1,314 @@
+"""Environments in plain Python: tokens are the engine's, rewards are what `rollout` returned, faults are outcomes."""
+
+import subprocess
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+from fake_engine import FakeEngine, make_tokenizer
+
+from prime_rl.envs.adapter import LoadError, load
+from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Setup
+
+GUESS = Path(__file__).parents[2] / "support" / "envs" / "guess"
+HEAD = "tasks = [{'id': 'one', 'prompt': 'Say a.', 'system_prompt': 's', 'answer': 'a'}]\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Writes a module; returns its name."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.syspath_prepend(str(GUESS))
+
+    def write(name: str, source: str) -> str:
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return name
+
+    return write
+
+
+def setup(
+    env_id: str, model: Path, args: dict[str, Any] | None = None, renderer: str = "auto", **settings: Any
+) -> Setup:
+    return Setup(env_id, env_id, args or {}, str(model), renderer, 4, "info", **settings)
+
+
+async def play(engine: FakeEngine, one: Setup, **sampling: Any) -> EpisodeResult:
+    async with load(one) as env:
+        return await env.run(0, {"max_tokens": 64, **sampling}, 3, "1.2", engine.base_url)
+
+
+async def test_one_turn_is_exact(model: Path, package: Callable[[str, str], str]) -> None:
+    """Prompt ids as sent, sampled ids and logprobs as answered; the prompt is the model's own template."""
+    name = package(
+        "plain_one", HEAD + "async def rollout(task, chat): return float((await chat()).text == task['answer'])"
+    )
+    async with FakeEngine(model, reply=lambda prompt: "a") as engine:
+        result = await play(engine, setup(name, model), seed=7, min_tokens=None)
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "Say a."}]
+        expected = engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    (exchange,) = engine.exchanges
+    (sample,) = result.samples
+    assert (result.outcome, result.reward, result.rewards, result.task_id) == (Outcome.OK, 1.0, {"reward": 1.0}, "one")
+    assert exchange.prompt == expected
+    assert list(sample.input_ids) == exchange.prompt + exchange.completion
+    assert list(sample.loss_mask) == [0] * len(exchange.prompt) + [1] * len(exchange.completion)
+    assert sample.logprobs == array("f", [0.0] * len(exchange.prompt) + exchange.logprobs)
+    assert (sample.prompt_len, sample.reward) == (len(exchange.prompt), 1.0)
+    assert (result.input_tokens, result.output_tokens) == (len(exchange.prompt), len(exchange.completion))
+    sent = exchange.body["sampling_params"]
+    assert {key: sent[key] for key in ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "logprobs")} == {
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "max_tokens": 64, "seed": 7, "logprobs": 1,
+    }  # fmt: skip
+    assert "min_tokens" not in sent
+    assert exchange.body["cache_salt"] == "v3"
+
+
+async def test_turns_are_one_sequence(model: Path, package: Callable[[str, str], str]) -> None:
+    """A conversation extends the ids already there, also after a reply that was cut and is no text; every token has its speaker."""
+    package("unused", "")
+    async with FakeEngine(model, reply=lambda prompt: "Sure Ġ �") as engine:
+        result = await play(engine, setup("guess", model), max_tokens=6)
+    last = engine.exchanges[-1]
+    (sample,) = result.samples
+    assert (len(engine.exchanges), result.num_turns, result.is_truncated) == (3, 3, True)
+    assert list(sample.input_ids) == last.prompt + last.completion
+    sampled = [token for exchange in engine.exchanges for token in exchange.completion]
+    assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == sampled
+    logprobs = [value for exchange in engine.exchanges for value in exchange.logprobs]
+    assert array("f", [v for v, on in zip(sample.logprobs, sample.loss_mask, strict=True) if on]) == array(
+        "f", logprobs
+    )
+    assert result.rewards == {"right": 0.0, "short": pytest.approx(-0.3)}
+    assert result.reward == sample.reward == pytest.approx(-0.3)
+    assert "letters" in result.metrics
+    assert sample.roles is not None
+    spoken = {ROLES[role] for role, on in zip(sample.roles, sample.loss_mask, strict=True) if on}
+    assert spoken == {"assistant"}
+    assert {ROLES[role] for role in sample.roles} == {"system", "user", "assistant"}
+
+
+CALLS = """
+tools = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object", "properties": {}}}}]
+tasks = [{"prompt": "What is 1 + 2?"}]
+
+async def rollout(task, chat):
+    reply = await chat()
+    while reply.tool_calls:
+        answers = [call.problem or str(sum(call.arguments["of"])) for call in reply.tool_calls]
+        told = zip(reply.tool_calls, answers)
+        reply = await chat([{"role": "tool", "tool_call_id": call.id, "content": answer} for call, answer in told])
+    return float(reply.text == "3")
+"""
+
+
+async def test_tools(model: Path, package: Callable[[str, str], str]) -> None:
+    """Definitions reach the model, its calls the environment, the answers the model again: one sequence. A broken call is told, not raised."""
+    name = package("plain_tools", CALLS)
+
+    def reply(prompt: str) -> str:
+        if "<tool_response>\n3" in prompt:
+            return "3"
+        arguments = '{"of": [1, 2]}' if "invalid_json" in prompt else '{"of": [1, 2'
+        return f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+
+    async with FakeEngine(model, reply=reply, max_model_len=2048) as engine:
+        result = await play(engine, setup(name, model, renderer="chatml"), max_tokens=200)
+        assert '"name": "add"' in engine.tokenizer.decode(engine.exchanges[0].prompt)
+    assert (result.outcome, result.reward, result.num_turns) == (Outcome.OK, 1.0, 3), result.message
+    (sample,) = result.samples
+    sampled = [token for exchange in engine.exchanges for token in exchange.completion]
+    assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == sampled
+
+
+def test_tools_need_a_renderer_that_shows_them(model: Path, package: Callable[[str, str], str]) -> None:
+    with pytest.raises(LoadError, match="environment 'plain_tools'.*tools"):
+        load(setup(package("plain_tools", CALLS), model))
+
+
+async def test_branched(model: Path, package: Callable[[str, str], str]) -> None:
+    """Each reply is a sample of its own, trained on once."""
+    package("unused", "")
+    async with FakeEngine(model, reply=lambda prompt: "no") as engine:
+        result = await play(engine, setup("guess", model, trajectories="branched"))
+    assert [list(sample.input_ids) for sample in result.samples] == [e.prompt + e.completion for e in engine.exchanges]
+    assert [sum(sample.loss_mask) for sample in result.samples] == [len(e.completion) for e in engine.exchanges]
+
+
+async def test_what_is_rendered_again_is_another_sample(model: Path, package: Callable[[str, str], str]) -> None:
+    """A conversation that does not go on from an earlier reply shares nothing with it that is trained on twice."""
+    source = (
+        HEAD
+        + "async def rollout(task, chat):\n await chat()\n chat.messages = [{'role': 'user', 'content': 'b'}]\n await chat()\n return 1"
+    )
+    name = package("plain_fork", source)
+    async with FakeEngine(model) as engine:
+        result = await play(engine, setup(name, model))
+    assert [list(sample.input_ids) for sample in result.samples] == [e.prompt + e.completion for e in engine.exchanges]
+    assert sum(sum(sample.loss_mask) for sample in result.samples) == result.output_tokens
+
+
+async def test_max_turns(model: Path, package: Callable[[str, str], str]) -> None:
+    """When its turns are used up the conversation is over; the environment judges what there is."""
+    package("unused", "")
+    async with FakeEngine(model, reply=lambda prompt: "no") as engine:
+        result = await play(engine, setup("guess", model, max_turns=2))
+    assert (result.outcome, result.num_turns, result.is_truncated) == (Outcome.OK, 2, True)
+
+
+@pytest.mark.parametrize(
+    ("overflow", "outcome", "turns"), [("stop", Outcome.OK, 3), ("refuse", Outcome.PROMPT_TOO_LONG, 3), ("truncate", Outcome.OK, 8)]
+)  # fmt: skip
+async def test_context_is_full(
+    overflow: str, outcome: Outcome, turns: int, model: Path, package: Callable[[str, str], str]
+) -> None:
+    """As the settings say: judged as it is, failed, or gone on with without the oldest turns."""
+    talks = (
+        HEAD
+        + "async def rollout(task, chat):\n while len(chat.replies) < 8 and await chat('go on, please') is not None: pass\n return 1"
+    )
+    name = package("plain_talks", talks)
+    async with FakeEngine(model, reply=lambda prompt: "word " * 8, max_model_len=180) as engine:
+        result = await play(engine, setup(name, model, overflow=overflow))
+    assert (result.outcome, result.num_turns) == (outcome, turns), result.message
+    assert bool(result.samples) == (outcome is Outcome.OK)
+    assert sum(sum(sample.loss_mask) for sample in result.samples) == (result.output_tokens if result.ok else 0)
+
+
+async def test_first_prompt_too_long(model: Path, package: Callable[[str, str], str]) -> None:
+    """A task longer than the context is an outcome of its own, whatever is done about overflow."""
+    name = package(
+        "plain_long", "tasks = [{'prompt': 'x' * 900}]\nasync def rollout(task, chat):\n await chat()\n return 1"
+    )
+    async with FakeEngine(model) as engine:
+        for overflow in ("stop", "truncate", "refuse"):
+            assert (await play(engine, setup(name, model, overflow=overflow))).outcome is Outcome.PROMPT_TOO_LONG
+
+
+async def test_engine_failures_are_the_cause(model: Path, package: Callable[[str, str], str]) -> None:
+    """An engine that is down, refuses or answers rubbish is the outcome, also where the environment catches everything."""
+    name = package(
+        "plain_catches", HEAD + "async def rollout(task, chat):\n try: await chat()\n except Exception: pass\n return 1"
+    )
+    async with FakeEngine(model) as engine:
+        for status, malformed, outcome in (
+            (503, False, Outcome.ENGINE_UNAVAILABLE),
+            (429, False, Outcome.ENGINE_UNAVAILABLE),
+            (400, False, Outcome.ENGINE_REFUSED),
+            (200, True, Outcome.ENGINE_REFUSED),
+        ):
+            engine.status, engine.malformed = status, malformed
+            assert (await play(engine, setup(name, model))).outcome is outcome
+    assert (await play(engine, setup(name, model))).outcome is Outcome.ENGINE_UNAVAILABLE  # it is gone
+
+
+async def test_turn_timeout(model: Path, package: Callable[[str, str], str]) -> None:
+    """A reply that takes too long ends the episode."""
+    name = package("plain_waits", HEAD + "async def rollout(task, chat):\n await chat()\n return 1")
+    async with FakeEngine(model, delay=30.0) as engine:
+        result = await play(engine, setup(name, model, turn_timeout=0.05))
+    assert result.outcome is Outcome.TIMEOUT
+    assert "turn 1: no reply within 0.05 s" in result.message
+
+
+@pytest.mark.parametrize(
+    ("body", "outcome", "message"),
+    [
+        ("return 1 / 0", Outcome.ERRORED, "ZeroDivisionError: division by zero"),
+        ("return 'good'", Outcome.ERRORED, "reward 'reward' is a str, not a number"),
+        ("return None", Outcome.ERRORED, "reward 'reward' is a NoneType"),
+        ("return {}", Outcome.ERRORED, "rollout returned no reward"),
+        ("return float('nan')", Outcome.INVALID, "reward is nan"),
+        ("chat.metrics['m'] = 'x'; return 1", Outcome.ERRORED, "metric 'm' is a str"),
+        ("chat.messages.clear(); await chat()", Outcome.ERRORED, "nothing has been said"),
+        ("return 1", Outcome.INVALID, "no sampled tokens"),
+    ],
+)
+async def test_faults_of_the_environment(
+    body: str, outcome: Outcome, message: str, model: Path, package: Callable[[str, str], str]
+) -> None:
+    """Outcomes of the episode, with the reason; nothing to train on."""
+    name = package("plain_faulty", f"{HEAD}async def rollout(task, chat):\n {body}")
+    async with FakeEngine(model) as engine:
+        result = await play(engine, setup(name, model))
+    assert result.outcome is outcome
+    assert message in result.message
+    assert not result.samples
+
+
+async def test_class_with_resources(model: Path, package: Callable[[str, str], str]) -> None:
+    """A class is made once with the arguments, entered and left."""
+    source = """
+class Environment:
+    closed = 0
+    def __init__(self, word='a'): self.word, self.open = word, False
+    def tasks(self): return [{'prompt': [{'role': 'user', 'content': self.word}]}]
+    async def __aenter__(self): self.open = True
+    async def __aexit__(self, *_): Environment.closed += 1
+    async def rollout(self, task, chat):
+        await chat()
+        return float(self.open)
+"""
+    name = package("plain_class", source)
+    async with FakeEngine(model) as engine:
+        result = await play(engine, setup(name, model, {"word": "b"}))
+    assert (result.reward, result.prompt) == (1.0, "user: b")
+    assert sys.modules[name].Environment.closed == 1
+    assert load(setup(name, model)).arguments == ["word"]
+
+
+@pytest.mark.parametrize(
+    ("source", "args", "message"),
+    [
+        ("tasks = []\nasync def rollout(task, chat): pass", {}, "has no tasks"),
+        ("tasks = [1]\nasync def rollout(task, chat): pass", {}, "task 0 is a int, not a dict"),
+        ("tasks = [{'prompt': 3}]\nasync def rollout(task, chat): pass", {}, "the prompt of task 0 is neither text"),
+        ("tasks = 3\nasync def rollout(task, chat): pass", {}, "`tasks` is to be a list"),
+        (HEAD + "def rollout(task, chat): pass", {}, "needs `async def rollout(task, chat)`"),
+        ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "failed to load: ZeroDivisionError"),
+        ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "failed to import: ModuleNotFound"),
+        ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"cuont": 2}, "no argument 'cuont'; did you mean 'count'?"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(
+    source: str, args: dict[str, Any], message: str, model: Path, package: Callable[[str, str], str]
+) -> None:
+    """One line that names the environment and what to mend."""
+    name = package("plain_wrong", source)
+    with pytest.raises(LoadError) as caught:
+        load(setup(name, model, args))
+    assert message in str(caught.value)
+    assert name in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_without_names_are_durable(model: Path, package: Callable[[str, str], str]) -> None:
+    """A task without an id is named by what it holds, and twice the same are told apart."""
+    source = "tasks = [{'prompt': 'a'}, {'prompt': 'b'}, {'prompt': 'a'}]\nasync def rollout(task, chat): pass"
+    first = load(setup(package("plain_ids", source), model)).task_ids
+    assert load(setup("plain_ids", model)).task_ids == first
+    assert len(set(first)) == 3
+    assert first[2] == f"{first[0]}#2"
+
+
+def test_imports_little(model: Path) -> None:
+    """A worker of a plain environment holds neither verifiers nor torch nor transformers."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(GUESS)!r})\n"
+        "from prime_rl.envs.adapter import load\nfrom prime_rl.envs.protocol import Setup\n"
+        f"load(Setup('guess', 'guess', {{}}, {str(model)!r}, 'auto', 4, 'info'))\n"
+        "print(sorted({'verifiers', 'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,172 @@
+"""Python environments of an environment's own: made once, found again, made anew when anything in them changed; uv's reasons are told."""
+
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.config.shared import EnvConfig
+from prime_rl.envs import venv
+from prime_rl.errors import UserError
+
+FAKE_UV = """#!/bin/sh
+echo "$@" >> "$UV_CALLS"
+if [ -n "$UV_FAILS" ] && [ "$1" = pip ]; then printf '%s\\n' "$UV_FAILS" >&2; exit 1; fi
+if [ "$1" = venv ]; then for last; do :; done; mkdir -p "$last/bin"; ln -s /bin/true "$last/bin/python"; fi
+"""
+
+
+@pytest.fixture
+def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A uv that makes an empty environment, and the file in which it notes what it was asked."""
+    uv = tmp_path / "bin" / "uv"
+    uv.parent.mkdir()
+    uv.write_text(FAKE_UV)
+    uv.chmod(uv.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", str(uv.parent), prepend=":")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("UV_CALLS", str(tmp_path / "calls"))
+    monkeypatch.setenv("UV_FAILS", "")
+    (tmp_path / "calls").touch()
+    return tmp_path / "calls"
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A local package, below the working directory."""
+    directory = tmp_path / "my_env"
+    directory.mkdir()
+    (directory / "pyproject.toml").write_text('[project]\nname = "my-env"\nversion = "0.1"\n')
+    (directory / "my_env.py").write_text("tasks = []\n")
+    monkeypatch.chdir(tmp_path)
+    return directory
+
+
+def prepared(*requirements: str, **settings: Any) -> str:
+    (env,) = venv.prepare([EnvConfig(id="my-env", requirements=list(requirements), **settings)])
+    assert env.python is not None
+    return env.python
+
+
+def test_made_once(calls: Path) -> None:
+    """The second time, and for another environment with the same requirements, uv is not asked: it works offline."""
+    first = prepared("wordle==0.3", "numpy")
+    made = calls.read_text()
+    assert Path(first).exists()
+    assert prepared("numpy", "wordle==0.3", name="another") == first
+    assert calls.read_text() == made
+    assert not list(Path(first).parents[2].glob(".making-*"))
+
+
+def test_kinds_need_their_own(calls: Path) -> None:
+    """Classic ones get verifiers 0.3.1, plain ones none; all get the wire and the same renderers."""
+    places = {adapter: prepared("x", adapter=adapter) for adapter in ("auto", "verifiers", "classic", "python")}
+    asked = [line for line in calls.read_text().splitlines() if line.startswith("pip")]
+    assert places["auto"] == places["verifiers"]
+    assert len(set(places.values())) == len(asked) == 3
+    assert ["verifiers==0.4.0" in line for line in asked] == [True, False, False]
+    assert ["verifiers==0.3.1" in line for line in asked] == [False, True, False]
+    assert all("pyzmq==" in line and "msgpack==" in line and "renderers==" in line for line in asked)
+
+
+def test_local_package(calls: Path, package: Path) -> None:
+    """It is installed from where it is, and an edit of any of its files makes another environment; a cache beside them does not."""
+    first = prepared("./my_env[extra]")
+    assert f" {package}[extra]" in calls.read_text()
+    assert "--refresh-package=my-env" in calls.read_text()
+    (package / "__pycache__").mkdir()
+    (package / "__pycache__" / "my_env.pyc").touch()
+    assert prepared("./my_env[extra]") == first
+    (package / "my_env.py").write_text("tasks = [1]\n")
+    assert prepared("./my_env[extra]") != first
+
+
+def test_no_environment_without_requirements(calls: Path) -> None:
+    env = EnvConfig(id="a", python="/usr/bin/python3")
+    assert venv.prepare([env]) == [env]
+    assert not calls.read_text()
+
+
+def test_uv_tells_why(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reason in a few lines, with the environment's name; nothing is left behind, and the next try tries again."""
+    told = "Using Python 3.11 environment at: x\n  × No solution found when resolving dependencies:\n  ╰─▶ Because nope was not found"
+    monkeypatch.setenv("UV_FAILS", told)
+    with pytest.raises(UserError) as caught:
+        prepared("nope", name="mine")
+    assert "environment mine: its requirements ['nope'] cannot be installed\n" in str(caught.value)
+    assert "× No solution found" in str(caught.value)
+    assert "Using Python" not in str(caught.value)
+    assert not list(venv._cache().iterdir())
+    monkeypatch.setenv("UV_FAILS", "")
+    assert Path(prepared("nope")).exists()
+
+
+def test_two_runs_at_once(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever is second finds it there, and uses it."""
+    real, others = venv._uv, []
+
+    def slower(env: EnvConfig, directory: Path, *arguments: object) -> None:
+        real(env, directory, *arguments)
+        if arguments[0] == "pip" and not others:
+            others.append("")
+            others[0] = prepared("x")  # the other run, which is done before us
+
+    monkeypatch.setattr(venv, "_uv", slower)
+    assert prepared("x") == others[0]
+    assert Path(others[0]).exists()
+    assert [path.name for path in venv._cache().iterdir()] == [Path(others[0]).parents[1].name]
+
+
+def test_interpreter_that_is_gone(calls: Path) -> None:
+    """An environment whose interpreter was removed is made again."""
+    python = Path(prepared("x"))
+    python.unlink()
+    python.symlink_to("/nonexistent/python")
+    assert Path(prepared("x")).exists()
+
+
+def test_what_a_killed_build_left_is_removed(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = venv._cache() / ".making-dead"
+    left.mkdir(parents=True)
+    prepared("x")
+    assert left.exists()  # it may be another run's
+    monkeypatch.setattr(venv, "ABANDONED_SECONDS", -1.0)
+    prepared("y")
+    assert not left.exists()
+
+
+@pytest.mark.parametrize(
+    ("requirement", "message"),
+    [
+        ("./not_there", "./not_there does not exist"),
+        ("--index-url=x", "'--index-url=x' is not a package"),
+        ("./empty", "neither pyproject.toml nor setup.py"),
+        ("./broken", "pyproject.toml that cannot be read"),
+    ],
+)
+def test_bad_requirements(requirement: str, message: str, calls: Path, package: Path) -> None:
+    """Found before uv is asked, and so in a dry run too."""
+    (package.parent / "empty").mkdir()
+    (package.parent / "broken").mkdir()
+    (package.parent / "broken" / "pyproject.toml").write_text("[")
+    with pytest.raises(UserError, match=r"environment my-env: requirements") as caught:
+        venv.check(EnvConfig(id="my-env", requirements=[requirement]))
+    assert message in str(caught.value)
+    assert not calls.read_text()
+
+
+def test_without_uv(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match="pip install uv"):
+        venv.check(EnvConfig(id="a", requirements=["x"]))
+
+
+def test_uv_that_hangs(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hangs(*arguments: Any, **_: Any) -> None:
+        raise subprocess.TimeoutExpired("uv", 1)
+
+    monkeypatch.setattr(subprocess, "run", hangs)
+    with pytest.raises(UserError, match="uv was not done after"):
+        prepared("x")
