@@ -157,11 +157,17 @@ async def _loop() -> None:
 
 
 async def _stray(directory: Path) -> None:
-    """A daemon: in a session of its own, its parent gone."""
-    script = "import os,sys,time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1],'w').write(str(os.getpid())); time.sleep(1000)"
-    await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", script, str(directory / "stray")], check=True, timeout=60
+    """A daemon: in a session of its own, its parent gone, its number in a file."""
+    told = directory / "stray"
+    script = (
+        "import os,sys,time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1] + '.new','w').write(str(os.getpid()));"
+        "os.replace(sys.argv[1] + '.new', sys.argv[1]); time.sleep(1000)"
     )
+    told.unlink(missing_ok=True)
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", script, str(told)], check=True, timeout=60)
+    async with asyncio.timeout(60):
+        while not told.exists():
+            await asyncio.sleep(0.02)
 
 
 def worker_socket() -> Any:
