@@ -139,9 +139,9 @@ class ConversationClient(TrainClient):
     `branched`: every prompt is rendered anew by the renderer, none extends the tokens that are there.
     """
 
-    def __init__(self, config: TrainClientConfig, renderer: Any, branched: bool) -> None:
+    def __init__(self, config: TrainClientConfig, connection: Any, renderer: Any, branched: bool) -> None:
         super().__init__(config)
-        self.client = EngineConnection(config.base_url, resolve_api_key(config))
+        self.client = connection
         self._renderer = renderer
         self._branched = branched
 
@@ -183,4 +183,5 @@ def _call(number: int, call: ParsedToolCall) -> ToolCall:
 
 def lean_client(config: TrainClientConfig, renderer: Any, branched: bool = False) -> TrainClient:
     """verifiers' train client as we want it. Needs a running event loop."""
-    return ConversationClient(config, renderer, branched)
+    connection = EngineConnection(config.base_url, resolve_api_key(config))
+    return ConversationClient(config, connection, renderer, branched)
