@@ -1,5 +1,7 @@
 """Functions of the user's own, named in a config by import path, with their arguments in TOML."""
 
+import ast
+import difflib
 import functools
 import hashlib
 import importlib
@@ -52,7 +54,7 @@ def find_module(path: str, key: str) -> tuple[str, str]:
     """The parts of `path`, whose module is not imported yet: it may need torch, or a GPU.
 
     Raises:
-        UserError: there is no such module.
+        UserError: there is no such module, or its text defines no such name.
     """
     where, colon, name = path.rpartition(":")
     if not colon or not where or not name:
@@ -60,6 +62,7 @@ def find_module(path: str, key: str) -> tuple[str, str]:
     if where.endswith(".py"):
         if not Path(where).is_file():
             raise UserError(f"{key}: there is no file {where}")
+        _check_defined(Path(where), name, path, key)
         return where, name
     # `python -m …`, as `rl` starts its processes, finds modules in the working directory; a console script such as `rl` itself does not.
     if not {"", str(Path.cwd())} & set(sys.path):
@@ -70,7 +73,37 @@ def find_module(path: str, key: str) -> tuple[str, str]:
         found = None
     if found is None:
         raise UserError(f"{key}: there is no module {where}")
+    if found.origin is not None and found.origin.endswith(".py"):
+        _check_defined(Path(found.origin), name, path, key)
     return where, name
+
+
+def _check_defined(file: Path, name: str, path: str, key: str) -> None:
+    """As far as the text of a module tells, which is not run.
+
+    Raises:
+        UserError: it is no Python, or defines no such name.
+    """
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError) as error:
+        raise UserError(f"{key}: {file} is no Python: {error}") from error
+    names = {bound for node in ast.walk(tree) for bound in _bound(node)}
+    if names.isdisjoint({name, "*", "__getattr__"}):
+        near = difflib.get_close_matches(name, names, 1)
+        raise UserError(f"{key}: {path!r}: {file} defines no {name}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """Names that a piece of a module may give a meaning."""
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return [node.name]
+        case ast.Import() | ast.ImportFrom():
+            return [(alias.asname or alias.name).partition(".")[0] for alias in node.names]
+        case ast.Name(ctx=ast.Store()):
+            return [node.id]
+    return []
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

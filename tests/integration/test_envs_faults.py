@@ -24,6 +24,7 @@ from fake_engine import FakeEngine, make_tokenizer
 
 from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
+from prime_rl.envs import crew as crew_module
 from prime_rl.envs import pool as pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
@@ -121,14 +122,16 @@ async def test_killed_worker_fails_its_episodes_and_comes_back(shared: tuple[Env
 
 
 async def test_hung_reward_is_contained(shared: tuple[EnvPool, FakeEngine]) -> None:
-    """A reward that blocks the worker's loop is named, its worker restarted; other environments do not notice."""
+    """A reward that blocks the worker's loop is named and interrupted; neither its worker nor other environments notice."""
     pool, _ = shared
+    worker = pid(pool, "env-blocking")
     hung = asyncio.create_task(run(pool, "env-blocking"))
     assert (await run(pool, "env-good")).ok
     result = await hung
-    assert result.outcome is Outcome.WORKER_DIED
+    assert result.outcome is Outcome.ERRORED
     assert "env_blocking.py" in result.message
     assert "in marks" in result.message
+    assert pid(pool, "env-blocking") == worker
 
 
 async def test_deadline_holds_when_the_worker_is_blocked(
@@ -163,7 +166,7 @@ async def test_every_fault_of_a_worker_is_an_outcome(
 ) -> None:
     """Killed or stopped with an episode or with its result in hand; a result lost, doubled or failed: each costs its own
     episode at most, is counted once, and the next episode runs."""
-    monkeypatch.setattr(pool_module, "BEAT_TIMEOUT", 6.0)
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 6.0)
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.2)
     run_point, result_point = "run:env-good", "result:env-good"
     plan_faults(
@@ -259,9 +262,10 @@ async def test_a_worker_gets_the_secrets_that_it_was_promised(
 
 async def test_crash_loop_ends_the_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that keeps dying without finishing an episode is an error of the run, which quotes the log."""
-    monkeypatch.setattr(pool_module, "MAX_DEATHS", 2)
+    monkeypatch.setattr(crew_module, "MAX_DEATHS", 2)
     async with serving(model, environment("env-exits")) as (pool, _):
-        assert (await run(pool, "env-exits")).outcome is Outcome.WORKER_DIED
+        result = await run(pool, "env-exits")
+        assert (result.outcome, "its worker exited with status 3" in result.message) == (Outcome.ERRORED, True)
         with pytest.raises(UserError, match="died 2 times in a row") as caught:
             await _run_until_it_fails(pool, "env-exits")
         assert "exited with status 3" in str(caught.value)

@@ -230,7 +230,10 @@ def test_eval_reports_avg_at_k_against_a_running_server(inference_server, tmp_pa
     with Command("eval", *arguments, log=tmp_path / "eval.log") as command:
         command.succeed(TIMEOUT)
         assert "reverse-text" in command.tail()
-    rows = [json.loads(line) for line in (tmp_path / "evals" / "reverse-text.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "evals" / "reverse-text" / "step_0" / "results.jsonl").read_text().splitlines()
+    ]
     assert len(rows) == 10
     assert all(row["outcome"] == "ok" and 0 <= row["reward"] <= 1 for row in rows)
     (metrics,) = read_metrics(tmp_path / "metrics" / "eval.jsonl")

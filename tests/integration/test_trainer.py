@@ -6,9 +6,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -23,6 +25,7 @@ from prime_rl.trainer.parallel import init_world
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.lives import read_lives
+from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
 from support.processes import REPOSITORY, Command
@@ -101,6 +104,50 @@ def test_two_ranks(run_training: Callable[[TrainerConfig], None], tied_model: Pa
     run_training(support.make_config(two, tied_model, max_steps=3, async_level=3, ckpt={"resume_step": 2}))
     assert weights_manifest(two / "weights" / "step_3").incarnation == 1
     assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "loss",
+    [
+        {"type": "gspo", "normalization": "group", "kl_coef": 0.1, "entropy_coef": 0.05},
+        {"type": "reinforce", "level": "sequence", "high": 1e6, "normalization": "sequence", "entropy_coef": 0.05},
+        {"type": "grpo", "normalization": "fixed", "fixed_length": 64, "kl_coef": 0.1, "kl_estimator": "k1"},
+    ],
+    ids=lambda loss: loss["type"],
+)
+def test_two_ranks_with_every_kind_of_loss(
+    loss: dict[str, Any], run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path
+) -> None:
+    """Losses of whole sequences, all normalizations, penalties and bonuses: two ranks give the weights of one, also where a rank has no work,
+    or a step has no token that the policy loss is for."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for directory in (one, two):
+        _write_mixed_rollouts(directory / "rollouts")
+    run_training(support.make_config(one, tied_model, max_steps=3, async_level=3, loss=loss))
+    config = write_config(two, tied_model, max_steps=3, async_level=3, loss=loss)
+    with torchrun(2, config, two / "log") as command:
+        command.succeed(SECONDS)
+    assert_close_weights(two / "weights" / "step_3", one / "weights" / "step_3")
+
+
+def _write_mixed_rollouts(directory: Path) -> None:
+    """Samples of several groups with a reference, one of them for cross-entropy alone; a single sample; cross-entropy alone."""
+    rng = np.random.default_rng(7)
+
+    def make(name: str, tokens: int, group: str, by_reward: bool = True) -> Sample:
+        sample = support.make_sample(rng, name, tokens)
+        sample = replace(sample, group_id=group, ref_logprobs=(-rng.uniform(1, 6, tokens)).tolist())
+        if by_reward:
+            return sample
+        return replace(
+            sample, rl_weight=[0.0] * tokens, ce_weight=(rng.uniform(size=tokens) < 0.5).astype(float).tolist()
+        )
+
+    mixed = [make(f"0-{i}", int(rng.integers(2, 60)), f"g{i % 3}", by_reward=i != 2) for i in range(7)]
+    write_batch(directory, 0, mixed)
+    write_batch(directory, 1, [make("1-0", 20, "g")])
+    write_batch(directory, 2, [make(f"2-{i}", 30, "g", by_reward=False) for i in range(3)])
 
 
 @pytest.mark.slow

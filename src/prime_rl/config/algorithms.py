@@ -121,6 +121,9 @@ class ReinforcePP(ByReward):
     group_baseline: bool = Field(
         default=False, description="Take the mean of the group off first (REINFORCE++-baseline)."
     )
+    per_token: bool = Field(
+        default=False, description="Normalize over the batch's sampled tokens, so that long episodes weigh more."
+    )
 
     @property
     def group_relative(self) -> bool:
@@ -149,7 +152,9 @@ class GDPO(ByReward):
     )
 
     @model_validator(mode="after")
-    def _has_no_penalty(self) -> Self:
+    def _has_an_effect(self) -> Self:
+        if self.weights and not any(self.weights.values()):
+            raise Problem("weights are all zero, and so would be every advantage", "weights")
         if self.length_penalty is None:
             return self
         raise Problem("length_penalty has no effect: gdpo reads the rewards of single functions", "length_penalty")

@@ -1,14 +1,16 @@
-"""Settings of evaluations against a running server."""
+"""Settings of evaluations on their own."""
 
-from typing import ClassVar, Self
+from pathlib import Path
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem
+from prime_rl.config.base import BaseConfig, Older, Problem, Section, check
 from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
     Environments,
+    Fraction,
     ModelConfig,
     MonitorConfig,
     SamplingConfig,
@@ -16,8 +18,35 @@ from prime_rl.config.shared import (
 )
 
 
-class EvalConfig(BaseConfig, Environments[EnvConfig]):
-    """Evaluation of a model that a server holds."""
+class EvalClientConfig(ClientConfig):
+    """The server, or the API, to talk to."""
+
+    type: Literal["auto", "tokens", "chat"] = Field(
+        default="auto",
+        description="By tokens, as `inference` is asked, or by the chat route of any OpenAI-compatible API (auto: it tells).",
+    )
+
+
+class EvalEnv(EnvConfig):
+    """An environment that is evaluated."""
+
+    num_examples: int | None = Field(
+        default=None, ge=-1, description="Tasks of this environment (-1: all; None: as above)."
+    )
+    rollouts_per_example: PositiveInt | None = Field(
+        default=None, description="Attempts at one task of this environment (None: as above)."
+    )
+
+
+class PricesConfig(Section):
+    """What an API costs."""
+
+    input: NonNegativeFloat = Field(default=0.0, description="Price of a million tokens of prompts.")
+    output: NonNegativeFloat = Field(default=0.0, description="Price of a million tokens of replies.")
+
+
+class EvalConfig(BaseConfig, Environments[EvalEnv]):
+    """Evaluation of a model that a server holds, or of the versions that it is given."""
 
     older: ClassVar[dict[str, Older]] = {
         **BaseConfig.older,
@@ -25,7 +54,9 @@ class EvalConfig(BaseConfig, Environments[EnvConfig]):
     }
 
     model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    client: ClientConfig = Field(default_factory=ClientConfig, description="The inference server to talk to.")
+    client: EvalClientConfig = Field(
+        default_factory=EvalClientConfig, description="The server, or the API, to talk to."
+    )
     environment_ids: list[str] = Field(
         default_factory=list, description="Environments to evaluate, in short: ids only."
     )
@@ -33,18 +64,74 @@ class EvalConfig(BaseConfig, Environments[EnvConfig]):
     rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
     seq_len: PositiveInt = Field(default=2048, description="Most tokens of prompt and reply.")
-    max_concurrent: PositiveInt = Field(default=64, description="Most episodes in flight.")
+    max_concurrent: PositiveInt = Field(default=64, description="Most episodes in flight, of all environments.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
+    weights_dir: Path | None = Field(
+        default=None, description="Evaluate the versions in this directory, which the server loads one after the other."
+    )
+    steps: list[int] = Field(default_factory=list, description="Versions of weights_dir to evaluate (none given: all).")
+    interval: PositiveInt | None = Field(
+        default=None, description="Evaluate only versions of weights_dir that are multiples of this (None: all)."
+    )
+    eval_base: bool = Field(default=True, description="Evaluate the base model too, before the versions.")
+    follow: bool = Field(
+        default=False, description="Evaluate each version as it is committed, until the run that writes them has ended."
+    )
+    canary: bool = Field(
+        default=True, description="Check after every load that the server computes what the trainer computed."
+    )
+    solved_at: float = Field(default=1.0, description="Reward from which a task counts as solved, for pass@k.")
+    max_error_rate: Fraction = Field(
+        default=0.1, description="Share of failed attempts of an environment beyond which the exit status is 1."
+    )
+    prices: PricesConfig | None = Field(default=None, description="Prices of tokens, to say what it cost.")
+    clean: bool = Field(
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Remove earlier results of what is evaluated, in place of going on with them.",
+    )
     monitor: MonitorConfig = Field(
         default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
     )
 
     @model_validator(mode="after")
     def _add_ids(self) -> Self:
-        self.environments = [*self.environments, *(EnvConfig(id=name) for name in self.environment_ids)]
+        self.environments = [*self.environments, *(EvalEnv(id=name) for name in self.environment_ids)]
         self.environment_ids = []
         if not self.environments:
             raise Problem("no environment: give --environment-ids or [[environments]]", "environment_ids")
         unique_names(self.environments)
         return self
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        check(*self._without_versions(), self._two_choices(), self._known_steps(), self._chat_only())
+        return self
+
+    def _without_versions(self) -> list[Problem]:
+        if self.weights_dir is not None:
+            return []
+        given = {"steps": bool(self.steps), "interval": self.interval is not None, "follow": self.follow, "eval_base": not self.eval_base}  # fmt: skip
+        return [
+            Problem(f"{key} is about versions: give weights_dir too", key, "weights_dir") for key in given if given[key]
+        ]
+
+    def _two_choices(self) -> Problem | None:
+        if self.steps and (self.follow or self.interval is not None):
+            other = "follow" if self.follow else "interval"
+            return Problem(f"steps names the versions and {other} chooses them: give one of them", "steps", other)
+        return None
+
+    def _known_steps(self) -> Problem | None:
+        wrong = next((step for step in self.steps if step < 0), None)
+        return None if wrong is None else Problem(f"steps: {wrong} is no version", "steps")
+
+    def _chat_only(self) -> Problem | None:
+        if self.client.type != "chat":
+            return None
+        if self.weights_dir is not None:
+            return Problem("an API by its chat route takes no weights", "weights_dir", "client.type")
+        if len(self.client.base_urls) != 1 or self.client.admin_base_url is not None:
+            return Problem("the chat route is asked at one address", "client.base_url", "client.type")
+        return None

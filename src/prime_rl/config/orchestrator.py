@@ -150,6 +150,9 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         return [*used, *own]
 
     def _can_compare(self, algorithm: AlgorithmConfig, key: str) -> Problem | None:
+        if algorithm.type == "reinforce_pp" and self.batch_size == 1:
+            message = "reinforce_pp compares the episodes of a batch: with batch_size 1 every advantage would be zero"
+            return Problem(message, f"{key}.type", "batch_size")
         if self.rollouts_per_example > 1 or not algorithm.group_relative:
             return None
         message = (

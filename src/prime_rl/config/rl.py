@@ -103,6 +103,13 @@ class RLConfig(BaseConfig):
         return self
 
     def _has_what_the_loss_needs(self) -> Problem | None:
+        loss = self.trainer.loss
+        if (loss.kl_coef or loss.entropy_coef) and all(
+            one.component != "rl" for one, _ in self.orchestrator.algorithms()
+        ):
+            name = "kl_coef" if loss.kl_coef else "entropy_coef"
+            message = f"{name} has no effect: nothing is trained by reward"
+            return Problem(message, f"trainer.loss.{name}", "orchestrator.algorithm.type")
         if self.trainer.loss.kl_coef == 0 and self.orchestrator.reference is not None:
             message = "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef"
             return Problem(message, "orchestrator.reference", "trainer.loss.kl_coef")

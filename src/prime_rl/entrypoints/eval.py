@@ -1,7 +1,9 @@
-"""`eval`: named environments against a running server."""
+"""`eval`: named environments against a running server, the versions that it is given, or an API."""
 
 import asyncio
+import signal
 import sys
+from collections.abc import Awaitable
 
 from prime_rl import lifeline
 from prime_rl.config import EvalConfig, load, write_toml
@@ -19,7 +21,7 @@ def main() -> None:
         run(config)
     except UserError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
 
 
@@ -27,16 +29,29 @@ def run(config: EvalConfig) -> None:
     """Check, write the resolved config, evaluate."""
     for env in config.environments:
         check_environment(env)
+    from prime_rl.envs.venv import prepare
+    from prime_rl.evals.run import check_key, run_evals
+    from prime_rl.evals.targets import check_versions
+
+    check_key(config.client)
+    check_versions(config)
     path = config.output_dir / "configs" / "eval.toml"
     write_toml(config, path)
     if config.dry_run:
         names = ", ".join(env.name for env in config.environments)
-        print(f"eval: {names} with {config.model.name} at {config.client.servers}")
+        of = "" if config.weights_dir is None else f", versions of {config.weights_dir}"
+        print(f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         print(f"config: {path}")
         return
-    from prime_rl.orchestrator.eval_run import run_evals
+    prepare(config.environments)
+    asyncio.run(_until_asked_to_stop(run_evals(config)))
 
-    asyncio.run(run_evals(config))
+
+async def _until_asked_to_stop(work: Awaitable[object]) -> None:
+    """SIGTERM ends it in order, as Ctrl-C does."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await task  # bounded: every episode has its deadline, and a run that is followed its end
 
 
 if __name__ == "__main__":

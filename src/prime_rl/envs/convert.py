@@ -10,6 +10,7 @@ from typing import Any
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
+_LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
 CONTEXT_FULL = "context_full"  # the stop condition of a conversation that ended for want of room
 TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
 
@@ -18,10 +19,12 @@ class Misaligned(Exception):
     """Tokens, mask, logprobs or the engine's own counts contradict each other: the sample must not be trained on."""
 
 
-def convert(episode: Any, *, episode_id: str, env: str, task_id: str, branched: bool = False) -> EpisodeResult:
+def convert(
+    episode: Any, *, episode_id: str, env: str, task_id: str, tokens: bool = True, branched: bool = False
+) -> EpisodeResult:
     """The result of a finished `Episode`; any doubt about tokens or reward makes it untrainable, with the reason.
 
-    `branched`: every reply is a sample of its own.
+    Without `tokens`, of an API that gives none, there is nothing to train on in any case. `branched`: every reply is a sample of its own.
     """
     result = EpisodeResult(episode_id, env, task_id, Outcome.OK)
     traces = list(episode.traces)
@@ -31,7 +34,7 @@ def convert(episode: Any, *, episode_id: str, env: str, task_id: str, branched: 
     result.outcome, result.message = _verdict(episode, traces, players)
     if result.outcome is Outcome.PROMPT_TOO_LONG:
         result.message = f"task {task_id}: {result.message}"
-    if result.ok:
+    if result.ok and tokens:
         try:
             result.samples = [
                 sample for number, trace in enumerate(players) for sample in samples_of(trace, number, branched)
@@ -156,7 +159,7 @@ def _verdict(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outco
             return Outcome.ERRORED, f"reward {missing[0]!r} was not computed"
         if trace.num_turns == 0:
             return Outcome.INVALID, f"stopped before the first turn ({trace.stop_condition})"
-        if not math.isfinite(trace.reward):
+        if not abs(trace.reward) <= _LARGEST_REWARD:  # nor one that is no number
             return Outcome.INVALID, f"reward is {trace.reward}"
     return Outcome.OK, ""
 
@@ -173,7 +176,9 @@ def classify(error: Any, call_error: Any = None) -> tuple[Outcome, str]:
         status = error.status_code or 502
         if status == 400 and TOO_LONG.search(error.message):
             return Outcome.PROMPT_TOO_LONG, message
-        if status >= 500 or status in (408, 429):
+        if status in (401, 402, 403):
+            return Outcome.ENGINE_DENIED, f"{message} (status {status})"
+        if status >= 500 or status in (408, 425, 429):
             return Outcome.ENGINE_UNAVAILABLE, f"{message} (status {status})"
         return Outcome.ENGINE_REFUSED, f"{message} (status {status})"
     if error.type == "MalformedGenerateResponseError":
@@ -195,6 +200,9 @@ def _describe(result: EpisodeResult, traces: list[Any]) -> None:
     result.parts = parts if len(parts) > 1 else []
     result.is_truncated = any(_truncated(trace) for trace in traces)
     result.num_turns = sum(trace.num_turns for trace in traces)
+    usages = [call.usage for trace in traces for call in trace.calls if call.usage is not None]
+    result.input_tokens = sum(usage.prompt_tokens + (usage.cached_input_tokens or 0) for usage in usages)
+    result.output_tokens = sum(usage.completion_tokens for usage in usages)
     result.timing = {
         stage: sum(float(span.duration) for span in spans)
         for stage, spans in {

@@ -1,6 +1,6 @@
 """A lean stand-in for the OpenAI SDK where renderers ask an engine for tokens: the two requests they make, over aiohttp.
 
-It does without verifiers, which not every worker has (`train_client` is verifiers' own over it). The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`).
+The SDK and httpx took 37 % of a worker's CPU time per single-turn episode (`benchmarks/env_worker.py`). Imports no verifiers.
 It knows the model's context: a reply gets the room that is left, and a prompt that leaves none is not sent.
 """
 
@@ -27,8 +27,8 @@ _SAMPLE_PARAMS = {
     *("ignore_eos", "skip_special_tokens", "routed_experts_prompt_start"),
 }
 
-# Set by whoever wants a prompt refused that leaves no room for a whole reply, rather than the reply shortened.
 whole_reply: ContextVar[bool] = ContextVar("whole_reply", default=False)
+"""Whether a prompt that leaves no room for a whole reply is refused, rather than the reply made shorter."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,9 @@ class EngineConnection:
             return body
         prompt, asked = len(body["token_ids"]), body["sampling_params"].get("max_tokens")
         room = self._context - prompt
-        wanted = min(asked or self._context // 4, self._context // 2) if whole_reply.get() else 1
+        wanted = (
+            min(asked or self._context // 4, self._context // 2) if whole_reply.get() else 1
+        )  # bounded: of the context, waits for nothing
         if room < wanted:
             message = f"the prompt of {prompt} tokens leaves no room for a reply in the maximum context length of {self._context} tokens"
             answer = httpx.Response(400, request=httpx.Request("POST", url))

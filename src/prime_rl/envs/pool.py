@@ -1,8 +1,8 @@
 """Orchestrator side of the environment workers: start them, send episodes, survive what they do.
 
-An environment's faults are outcomes of its episodes, never exceptions here. A dead or hung worker fails the episodes
-it had with `worker_died` and is started again with backoff; one that keeps dying without finishing a single episode
-ends the pool with a UserError that quotes its log.
+The wire and the pool's callers are here; the workers of each environment are its `crew`'s. An environment's faults are outcomes of its
+episodes, never exceptions here. A dead or hung worker fails the episodes it had with `worker_died` and is started again; one that keeps dying
+while its environment finishes no episode ends the pool with a UserError that quotes its log.
 """
 
 import asyncio
@@ -23,8 +23,12 @@ import zmq.asyncio
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import process
+from prime_rl.envs.crew import BEAT_TIMEOUT, Crew, WorkerGone
+from prime_rl.envs.output import Log
 from prime_rl.envs.process import Life
 from prime_rl.envs.protocol import (
+    MOST_BYTES,
+    MOST_TASKS_BYTES,
     VERSION,
     Cancel,
     EpisodeResult,
@@ -45,17 +49,14 @@ from prime_rl.envs.protocol import (
     encode,
 )
 from prime_rl.envs.variables import check_promised, passed_on, worker_variables
+from prime_rl.envs.vetting import vetted
 from prime_rl.errors import UserError
 from prime_rl.lifeline import Lifeline
-from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
+from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
 logger = logging.getLogger("prime_rl.envs")
 
-WATCH_SECONDS = 0.5
-BEAT_TIMEOUT = 30.0
-BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 15.0)
-MAX_DEATHS = 5  # in a row, of one worker, without one finished episode
-LAST_WORDS_SECONDS = 5.0
+CLOSE_SECONDS = 3 * process.TERM_SECONDS
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
 
 
@@ -74,23 +75,6 @@ class Demonstration:
 
     field: str
     template: str
-
-
-class _Env:
-    """An environment and its workers. `lives[i]` is None while worker i is down."""
-
-    def __init__(self, config: EnvConfig, log: Path) -> None:
-        self.config = config
-        self.log = log
-        self.lives: list[Life | None] = [None] * config.workers
-        self.tasks: list[TaskInfo] = []
-        self.info: Ready | None = None
-        self.withheld: list[str] = []  # names of variables that its workers do not get
-
-    def free_life(self) -> Life | None:
-        """The ready worker with the fewest episodes."""
-        ready = [life for life in self.lives if life is not None and life.tasks is not None and not life.lost.done()]
-        return min(ready, key=lambda life: len(life.pending), default=None)
 
 
 class EnvPool:
@@ -116,11 +100,14 @@ class EnvPool:
         hang_timeout: float = 120.0,
         samplers: Mapping[str, Sampler] | None = None,
         demonstrations: Mapping[str, Demonstration] | None = None,
+        chat_timeout: float | None = None,
     ) -> None:
         """`model`: hub name or directory, also the name the engine serves; `base_url`: with or without /v1, the first of
         several is asked where `run` names none;
-        `hang_timeout`: seconds that environment code may block a worker's event loop before it is restarted;
-        `samplers`, `demonstrations`: of the environments that have one."""
+        `hang_timeout`: seconds that environment code may block a worker's event loop before it is interrupted, and if that does not help,
+        its worker restarted;
+        `samplers`, `demonstrations`: of the environments that have one;
+        `chat_timeout`: seconds without a byte of an answer, of an API that is asked by its chat route (None: by tokens)."""
         logs = Path(output_dir) / "logs" / "envs"
         names = [config.name for config in envs]
         if twice := {name for name in names if names.count(name) > 1}:
@@ -128,22 +115,23 @@ class EnvPool:
         for config in envs:
             check_promised(config.name, config.secrets)
         self._configs = {config.name: config for config in envs}
-        self._logs = {name: logs / f"{name.replace('/', '--')}.log" for name in names}
-        self._envs: dict[str, _Env] = {}
+        self._logs = {name: Log(logs / f"{name.replace('/', '--')}.log") for name in names}
+        self._envs: dict[str, Crew] = {}
         self._model = model
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._api_key = api_key
         self._samplers, self._demonstrations = samplers or {}, demonstrations or {}
-        self._renderer = renderer
+        self._renderer, self._chat_timeout = renderer, chat_timeout
         self._log_level = log_level
-        self._hang_timeout = hang_timeout
-        self._start_timeout = 0.0
+        self.hang_timeout = hang_timeout
+        self.start_timeout = 0.0
         self._token = secrets.token_urlsafe(16)
-        self._requests = itertools.count(1)
+        self._pages = itertools.count()
         self._lives: dict[str, Life] = {}
-        self._setups: dict[str, Setup] = {}
-        self._tasks: list[asyncio.Task[None]] = []
-        self._failure: UserError | None = None
+        self._crews: dict[str, Crew] = {}  # by the identities of their lives
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self.failure: UserError | None = None
         self._lifeline: Lifeline | None = None
         self._directory: Path | None = None
         self._socket: Any = None
@@ -154,22 +142,23 @@ class EnvPool:
 
         Raises UserError: not found, failing to import or load, bad arguments, no chat template, not ready in time.
         """
-        self._start_timeout = timeout
+        self.start_timeout = timeout
         self._lifeline = Lifeline()
         self._directory = Path(tempfile.mkdtemp(prefix="prime-envs-"))  # short: socket paths are limited to 107 bytes
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_TASKS_BYTES)
         self._socket.bind(self._address)
-        self._start_task(self._receive())
-        self._envs = {name: _Env(config, self._logs[name]) for name, config in self._configs.items()}
-        for env in self._envs.values():
-            for seat in range(env.config.workers):
-                self._start_task(self._supervise(env, seat))
+        self.start_task(self._receive())
+        self._envs = {name: Crew(config, self._logs[name], self) for name, config in self._configs.items()}
+        for crew in self._envs.values():
+            crew.start()
         try:
-            for env in self._envs.values():
-                await self._await_ready(env)
+            for crew in self._envs.values():
+                await self._await_ready(crew)
+                await crew.check_limit()
         except BaseException:
             await self.close()
             raise
@@ -205,20 +194,19 @@ class EnvPool:
         `server`: the address of the one that samples it, with or without /v1.
         Cancelling the call cancels the episode and its engine requests. Raises UserError once the pool has failed.
         """
-        state = self._envs[env]
-        task = state.tasks[task_index]
+        crew = self._envs[env]
+        task = crew.tasks[task_index]
 
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
             return EpisodeResult(episode_id, env, task.task_id, outcome, message)
 
-        life = await self._free_life(state, deadline)
-        if life is None:
+        if (placed := await crew.place(deadline)) is None:
+            if crew.someone_serves:
+                return failed(Outcome.TIMEOUT, f"all workers of {env!r} were full until the deadline")
             return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
+        life, request = placed
         sampler = self._samplers.get(env)
         base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
-        request = next(self._requests)
-        future: asyncio.Future[EpisodeResult] = asyncio.get_running_loop().create_future()
-        life.pending[request] = future
         timeout = max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(timeout + GRACE_SECONDS):
@@ -226,26 +214,31 @@ class EnvPool:
                     life,
                     Run(request, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout),
                 )
-                # Owed by the worker; `_supervise` fails it when the worker is gone.
-                return await future
-        except _WorkerGone as gone:
-            return failed(Outcome.WORKER_DIED, str(gone))
+                # Owed by the worker; its crew fails it when the worker is gone.
+                result = await life.pending[request]
+            return vetted(result, episode_id=episode_id, env=env, task_id=task.task_id)
+        except WorkerGone as gone:
+            return failed(gone.outcome, str(gone))
         except TimeoutError:
             await self._send(life, Cancel(request))
+            if life.blocked and life.culprit() not in (0, request):
+                return failed(Outcome.WORKER_DIED, "another episode's code blocks its worker")
             return failed(Outcome.TIMEOUT, f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline")
         except asyncio.CancelledError:
             await self._send(life, Cancel(request))
             raise
         finally:
-            life.pending.pop(request, None)
+            crew.leave(life, request)
 
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=3 * process.TERM_SECONDS)
+            await asyncio.wait(self._tasks, timeout=CLOSE_SECONDS)
         self._tasks.clear()
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=CLOSE_SECONDS)
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -256,80 +249,67 @@ class EnvPool:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    # ---- supervision
+    # ---- what the crews need: see `crew.Employer`
 
-    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
+    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
         """A task that the pool cannot do without: should it fail, the pool fails, and says so."""
 
         def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("the environment pool failed", exc_info=error)
-                self._fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
+                self.fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
         task = asyncio.create_task(work)
+        self._tasks.add(task)
         task.add_done_callback(ended)
-        self._tasks.append(task)
 
-    async def _supervise(self, env: _Env, seat: int) -> None:
-        """Keep worker `seat` of `env` alive: start, watch, fail its episodes when it is gone, start again."""
-        deaths = 0
-        for generation in itertools.count():  # bounded: `close` cancels it; MAX_DEATHS in a row end it
-            identity = f"{env.config.name}/{seat}/{generation}"
-            try:
-                life = await self._spawn(env, identity)
-            except OSError as error:
-                self._fail(UserError(f"cannot start a worker of {env.config.name!r}: {error}"))
-                return
-            env.lives[seat] = life
-            why, hopeless = "the pool was closed", False
-            try:
-                why, hopeless = await self._watch(life)
-            finally:
-                env.lives[seat] = None
-                self._forget(life, why)
-                await process.end(life.process)
-            if self._failure is not None:
-                return
-            deaths = 1 if life.finished else deaths + 1
-            if (hopeless and generation == 0) or deaths >= MAX_DEATHS:
-                times = (
-                    f" {deaths} times in a row without finishing an episode" if deaths > 1 else " before it was ready"
+    def fail(self, error: UserError) -> None:
+        """The pool cannot go on: every caller, waiting or coming, gets this error."""
+        if self.failure is None:
+            self.failure = error
+            for crew in self._envs.values():
+                crew.fail(error)
+
+    def forget(self, life: Life) -> None:
+        """It is over: what still comes from it is ignored."""
+        self._lives.pop(life.identity, None)
+        self._crews.pop(life.identity, None)
+
+    def end(self, life: Life, deaf: bool) -> "asyncio.Task[None]":
+        """See `process.end`. The task is not cancelled when the pool is closed, but awaited."""
+
+        async def end() -> None:
+            if strays := await process.end(life, deaf):
+                logger.warning(
+                    "worker %s had left %d processes outside its group; they are ended", life.identity, strays
                 )
-                log = process.tail(env.log)
-                self._fail(UserError(f"worker of environment {env.config.name!r} died{times}: {why}\n{log}"))
-                return
-            logger.warning("worker %s: %s; starting it again (log: %s)", identity, why, env.log)
-            self.restarts += 1
-            await asyncio.sleep(BACKOFF_SECONDS[min(deaths, len(BACKOFF_SECONDS)) - 1])
 
-    async def _watch(self, life: Life) -> tuple[str, bool]:
-        """Why the life is over, and whether another one can be expected to end the same way: it ended by itself before it was ready."""
-        exited = asyncio.create_task(life.process.wait())
-        try:
-            while True:  # bounded: by the life of the process; one that is stuck is `unhealthy`
-                before = time.monotonic()
-                either: set[asyncio.Future[Any]] = {exited, life.lost}
-                await asyncio.wait(either, timeout=WATCH_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if life.lost.done():
-                    return life.lost.result(), life.ready is None
-                if exited.done():
-                    if life.ready is None and exited.result() == 0:  # it has said why, and we may not have read it yet
-                        await asyncio.wait({life.lost}, timeout=LAST_WORDS_SECONDS)
-                        if life.lost.done():
-                            continue
-                    return process.describe_exit(exited.result()), life.ready is None and exited.result() >= 0
-                now = time.monotonic()
-                if now - before > 4 * WATCH_SECONDS:
-                    life.heard = now  # it was we who did not listen
-                elif why := life.unhealthy(now, self._start_timeout, BEAT_TIMEOUT, self._hang_timeout):
-                    return why, not life.silent(now, BEAT_TIMEOUT) and life.tasks is None
-        finally:
-            exited.cancel()
+        task = asyncio.create_task(end())
+        self._endings.add(task)
+        task.add_done_callback(self._endings.discard)
+        return task
 
-    async def _spawn(self, env: _Env, identity: str) -> Life:
-        config = env.config
+    async def hire(self, crew: Crew, identity: str) -> Life:
+        """A new worker process. Raises OSError."""
+        assert self._lifeline is not None
+        assert self._directory is not None
+        life = await process.spawn(
+            identity,
+            self._address,
+            crew.config.python,
+            self._variables(crew),
+            pass_fds=self._lifeline.pass_fds,
+            log=crew.log,
+            page=self._directory / f"{next(self._pages)}.page",
+            hang_timeout=self.hang_timeout,
+        )
+        self._crews[identity], self._lives[identity] = crew, life
+        return life
+
+    def _setup(self, config: EnvConfig) -> Setup:
         sampler, shown = self._samplers.get(config.name), self._demonstrations.get(config.name)
-        self._setups[identity] = Setup(
+        return Setup(
             name=config.name,
             env_id=config.id,
             args=config.args,
@@ -345,45 +325,29 @@ class EnvPool:
             turn_timeout=config.turn_timeout or 0.0,
             overflow=config.overflow,
             trajectories=config.trajectories,
+            chat=self._chat_timeout is not None,
+            request_timeout=self._chat_timeout or 0.0,
         )
-        assert self._lifeline is not None
-        variables = self._variables(env)
-        life = await process.spawn(identity, self._address, config.python, variables, self._lifeline.pass_fds, env.log)
-        self._lives[identity] = life
-        return life
 
-    def _variables(self, env: _Env) -> dict[str, str]:
+    def _variables(self, crew: Crew) -> dict[str, str]:
         assert self._lifeline is not None
         assert self._directory is not None
-        passed, withheld = passed_on(os.environ, env.config.secrets)
-        if withheld and withheld != env.withheld:
-            process.note(
-                env.log, f"variables withheld from this environment (`secrets` passes them): {', '.join(withheld)}"
-            )
-        env.withheld = withheld
-        sampler = self._samplers.get(env.config.name)
-        own_python = env.config.python is not None
+        passed, withheld = passed_on(os.environ, crew.config.secrets)
+        if withheld and withheld != crew.withheld:
+            crew.log.note(f"variables withheld from this environment (`secrets` passes them): {', '.join(withheld)}")
+        crew.withheld = withheld
+        sampler = self._samplers.get(crew.config.name)
+        own_python = crew.config.python is not None
+        # Others' servers are reached as the user's proxy has it.
+        servers = [] if self._chat_timeout is not None else self._base_urls
         return worker_variables(
             passed,
             lifeline=self._lifeline.env,
             token=self._token,
-            base_urls=self._base_urls if sampler is None else [_v1(sampler.base_url)],
+            base_urls=servers if sampler is None else [_v1(sampler.base_url)],
             api_key=self._api_key if sampler is None else sampler.api_key,
             path=process.expose_package(self._directory / "path") if own_python else None,
         )
-
-    def _forget(self, life: Life, why: str) -> None:
-        self._lives.pop(life.identity, None)
-        self._setups.pop(life.identity, None)
-        life.lose(why)
-        for future in life.pending.values():
-            if not future.done():
-                future.set_exception(_WorkerGone(why))
-
-    def _fail(self, error: UserError) -> None:
-        """The pool cannot go on: every caller, waiting or coming, gets this error."""
-        if self._failure is None:
-            self._failure = error
 
     # ---- messages
 
@@ -392,8 +356,11 @@ class EnvPool:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
             identity, frame = frames[0], frames[-1]
             life = self._lives.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
-            if life is None:
+            if life is None or life.lost.done():
                 continue  # of a life that is over
+            if len(frame) > (MOST_BYTES if life.tasks is not None else MOST_TASKS_BYTES):
+                life.lose(f"sent a message of {len(frame) >> 20} MiB")
+                continue
             try:
                 message = decode(frame)
             except ProtocolError as error:
@@ -407,48 +374,68 @@ class EnvPool:
             await self._greet(life, message)
         elif isinstance(message, Heartbeat):
             life.beat = message
+            self._crews[life.identity].fill()
         elif not life.hello:
             life.lose(f"sent {message.kind!r} before its hello")
         elif isinstance(message, Result):
-            future = life.pending.get(message.request)
-            if future is not None and not future.done():  # else it comes too late, or twice
-                life.finished += 1
-                future.set_result(message.episode)
+            self._take(life, message)
         elif isinstance(message, Ready):
             life.ready = message
             await self._send(life, ListTasks())
         elif isinstance(message, Tasks):
             self._welcome(life, message)
         elif isinstance(message, LoadFailed):
-            env = self._envs[self._setups[life.identity].name]
-            if env.info is None:  # it never loaded: no use trying again
-                withheld = f"; not passed to it: {', '.join(env.withheld)} (see its `secrets`)" if env.withheld else ""
-                self._fail(UserError(f"{message.message} (log: {env.log}){withheld}"))
-            life.lose(message.message)
+            self._not_loaded(life, message.message)
         else:
             life.lose(f"sent an unexpected {message.kind!r}")
 
     async def _greet(self, life: Life, hello: Hello) -> None:
-        if not secrets.compare_digest(hello.token, self._token):
+        config = self._crews[life.identity].config
+        if not secrets.compare_digest(hello.token.encode(), self._token.encode()):
             life.lose("sent a wrong token")
         elif hello.version != VERSION:
-            self._fail(
+            self.fail(
                 UserError(
-                    f"the worker of {self._setups[life.identity].name!r} speaks protocol {hello.version}, this is "
+                    f"the worker of {config.name!r} speaks protocol {hello.version}, this is "
                     f"{VERSION}: its Python environment holds another prime-rl"
                 )
             )
             life.lose("protocol version")
         else:
             life.hello = True
-            await self._send(life, self._setups[life.identity])
+            await self._send(life, self._setup(config))
+
+    def _take(self, life: Life, message: Result) -> None:
+        if not 0 < message.request <= life.requests:
+            life.lose(f"sent a result of request {message.request}, which it never had")
+            return
+        future = life.pending.get(message.request)
+        if future is not None and not future.done():  # else it comes too late, or twice
+            self._crews[life.identity].finish(life)
+            future.set_result(message.episode)
+
+    def _not_loaded(self, life: Life, why: str) -> None:
+        crew = self._crews[life.identity]
+        if (python := crew.config.python) is not None:
+            why += f"; its Python is {python} (`uv pip install --python {python} …`)"
+        if crew.info is None:  # it never loaded: no use trying again
+            withheld = f"; not passed to it: {', '.join(crew.withheld)} (see its `secrets`)" if crew.withheld else ""
+            self.fail(UserError(f"{why} (log: {crew.log.path}){withheld}"))
+        life.lose(why)
 
     def _welcome(self, life: Life, message: Tasks) -> None:
-        env = self._envs[self._setups[life.identity].name]
+        crew = self._crews[life.identity]
+        if life.ready is None or life.tasks is not None:
+            life.lose("sent tasks that it was not asked for")
+            return
+        if wrong := [task_id for task_id in message.task_ids if not isinstance(task_id, str)]:
+            life.lose(f"named a task {wrong[0]!r}, which is no text")
+            return
         life.tasks = message.task_ids
-        if env.info is None:
-            env.info = life.ready
-            env.tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+        if crew.info is None:
+            crew.info = life.ready
+            crew.tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+        crew.welcome(life)
 
     async def _send(self, life: Life, message: Message) -> None:
         if life.lost.done() or self._socket is None:
@@ -461,38 +448,21 @@ class EnvPool:
 
     # ---- waiting
 
-    async def _await_ready(self, env: _Env) -> None:
-        """All workers of `env` are ready, or the reason why not, which `_watch` finds first as a rule."""
+    async def _await_ready(self, crew: Crew) -> None:
+        """All workers of an environment are ready, or the reason why not, which its crew finds first as a rule."""
 
         def all_ready() -> bool:
-            self._raise_failure()
-            return all(life is not None and life.tasks is not None for life in env.lives)
+            if self.failure is not None:
+                raise self.failure
+            return crew.ready
 
         await wait_async(
             all_ready,
             subject="ready worker",
-            owner=f"environment {env.config.name!r}",
-            seconds=self._start_timeout + BEAT_TIMEOUT,
+            owner=f"environment {crew.config.name!r}",
+            seconds=self.start_timeout + BEAT_TIMEOUT,
             poll=LEAST_POLL_SECONDS,
         )
-
-    async def _free_life(self, env: _Env, deadline: float) -> Life | None:
-        """A worker for an episode, None when there is none by the deadline (a `time.monotonic()` value)."""
-
-        def free() -> Life | None:
-            self._raise_failure()
-            return env.free_life()
-
-        owner = f"environment {env.config.name!r}"
-        seconds = deadline - time.monotonic()
-        try:
-            return await wait_async(free, subject="free worker", owner=owner, seconds=seconds, poll=LEAST_POLL_SECONDS)
-        except WaitTimeout:
-            return None
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
 
     @property
     def _address(self) -> str:
@@ -502,7 +472,3 @@ class EnvPool:
 
 def _v1(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1") + "/v1"
-
-
-class _WorkerGone(Exception):
-    """The worker that ran the episode is dead or was given up."""

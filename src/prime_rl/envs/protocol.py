@@ -22,6 +22,8 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 import msgpack
 
 VERSION = 6
+MOST_BYTES = 128 << 20  # of a message but the list of tasks: ten million tokens
+MOST_TASKS_BYTES = 1 << 30
 ROLES = ("", "system", "user", "assistant", "tool")
 """Whose message a token belongs to, as `SampleTokens.roles` counts them; the first: another one's."""
 TOKEN_VAR = "PRIMERL_ENV_TOKEN"
@@ -44,6 +46,9 @@ class Outcome(StrEnum):
     ENGINE_UNAVAILABLE = "engine_unavailable"  # connection refused, 5xx, 429: worth another attempt
     TEACHER_UNAVAILABLE = "teacher_unavailable"  # what it was to be scored by does not answer
     ENGINE_REFUSED = "engine_refused"  # 4xx or an unusable answer: another attempt gives the same
+    ENGINE_DENIED = (
+        "engine_denied"  # 401, 402, 403 of an API: its key or its budget, which fails every other episode too
+    )
     INVALID = "invalid"  # ran to its end but gave nothing to train on: no tokens, no finite reward, misaligned
     WORKER_DIED = "worker_died"
 
@@ -169,6 +174,7 @@ class Setup:
     chat: bool = (
         False  # the model is asked by its chat route, as any OpenAI-compatible API: no tokens, nothing to train on
     )
+    request_timeout: float = 0.0  # seconds without a byte of an answer by that route
 
 
 @dataclass
@@ -277,7 +283,7 @@ def decode(frame: bytes) -> Message:
     try:
         data = msgpack.unpackb(frame)
     except (ValueError, msgpack.exceptions.UnpackException) as error:
-        raise ProtocolError(f"not msgpack: {error}") from error
+        raise ProtocolError(f"not msgpack: {error or type(error).__name__}") from error
     if not isinstance(data, dict):
         raise ProtocolError(f"a message is a map, not {type(data).__name__}")
     kind = data.pop("kind", None)
@@ -327,9 +333,11 @@ def _build(cls: type[Any], data: Any) -> Any:
 
 def _check(cls: type[Any], data: Any) -> None:
     expected = _TYPES[cls]
-    if not isinstance(data, dict) or set(data) != set(expected):
-        got = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise ProtocolError(f"{cls.__name__} needs fields {sorted(expected)}, got {got}")
+    if not isinstance(data, dict):
+        raise ProtocolError(f"{cls.__name__} is a map, not {type(data).__name__}")
+    if set(data) != set(expected):
+        lacks, unknown = sorted(set(expected) - set(data)), sorted(map(str, set(data) - set(expected)))
+        raise ProtocolError(f"{cls.__name__} lacks the fields {lacks} and has {unknown[:10]}, which it does not know")
     for name, wanted in expected.items():
         value = data[name]
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):

@@ -1,4 +1,4 @@
-"""verifiers' train client, as a conversation needs it: over our own connection, and with the calls that a model got wrong."""
+"""verifiers' train client as we want it: over our own connection, and with what a model got wrong about its tools."""
 
 import json
 from typing import Any
@@ -14,7 +14,7 @@ from prime_rl.envs.tools import MALFORMED_CALL
 
 
 class ConversationClient(TrainClient):
-    """verifiers' own train client over an `EngineConnection`.
+    """Over an `EngineConnection`; needs a running event loop.
 
     `branched`: every prompt is rendered anew by the renderer, none extends the tokens that are there.
     """
@@ -59,8 +59,3 @@ def _call(number: int, call: ParsedToolCall) -> ToolCall:
         return ToolCall(id=name, name=MALFORMED_CALL, arguments=call.raw)
     arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
     return ToolCall(id=name, name=call.name, arguments=arguments)
-
-
-def lean_client(config: TrainClientConfig, renderer: Any, branched: bool = False) -> TrainClient:
-    """verifiers' train client as we want it. Needs a running event loop."""
-    return ConversationClient(config, renderer, branched)

@@ -19,13 +19,14 @@ from verifiers.v1.utils.loaders import default_harness_id, import_taskset, tasks
 
 from prime_rl.envs import renderer
 from prime_rl.envs.adapter import LoadError
+from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.convert import convert
 from prime_rl.envs.harness import HARNESS_ID, close_session
 from prime_rl.envs.ids import describe, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
 from prime_rl.envs.shared_tools import SERVER_SECONDS, SharedTools
 from prime_rl.envs.tools import CALL_SECONDS
-from prime_rl.envs.train_client import lean_client
+from prime_rl.envs.train_client import ConversationClient
 
 MAX_TASKS = 5_000_000
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
@@ -45,23 +46,13 @@ class VerifiersEnv:
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
         self.arguments = _arguments(setup.env_id)
-        try:
-            choice = renderer.choose(setup.model, setup.renderer, tools=_has_tools(setup.env_id, config))
-        except renderer.RendererError as error:
-            raise LoadError(f"environment {setup.env_id!r}: {error}") from error
-        self.renderer = choice.name
-        self._renderer = choice.renderer
+        choice = None if setup.chat else _renderer(setup, tools=_has_tools(setup.env_id, config))
+        self.renderer = "none: the chat route" if choice is None else choice.name
+        self._renderer = None if choice is None else choice.renderer
         self._branched = setup.trajectories == "branched"
-        self._client = vf.TrainClientConfig(  # `_client_of` says of which server
-            api_key_var=API_KEY_VAR,
-            renderer=choice.config,
-            renderer_model_name=setup.model,
-            multiplex=max(256, setup.max_concurrent),
-        )
-        self._clients: dict[str, vf.TrainClientConfig] = {}  # by the server's address
-        # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
-        shared = ElasticRendererPool(setup.model, choice.config, multiplex=self._client.multiplex)
-        shared.renderers.append(RendererSlot(choice.renderer))
+        self._chat = choice is None
+        self._client = chat_config(setup.request_timeout) if choice is None else _by_tokens(setup, choice)
+        self._clients: dict[str, vf.TrainClientConfig | vf.EvalClientConfig] = {}  # by the server's address
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
@@ -69,7 +60,7 @@ class VerifiersEnv:
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
         self.task_ids = unique(keys)
-        self._show = partial(_hint, choice.renderer, setup) if setup.demonstration else None
+        self._show = partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
         if self._show is not None:
             try:
                 self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
@@ -107,19 +98,17 @@ class VerifiersEnv:
             return EpisodeResult(episode_id, self._name, self.task_ids[task_index], Outcome.INVALID, str(error))
         (slot,) = self._env.slots(self._tasks[task_index])
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
-        values = {**_PINNED_SAMPLING, **sampling, "cache_salt": f"v{policy_version}"}
+        ours = {} if self._chat else {**_PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
+        values = {**ours, **sampling}
         context = vf.ModelContext(
             model=self._model,
             client=self._client_of(base_url),
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
         episode = await self._env.run_slot(slot, context)
+        task_id, tokens = self.task_ids[task_index], not self._chat
         result = convert(
-            episode,
-            episode_id=episode_id,
-            env=self._name,
-            task_id=self.task_ids[task_index],
-            branched=self._branched,
+            episode, episode_id=episode_id, env=self._name, task_id=task_id, tokens=tokens, branched=self._branched
         )
         for sample in result.samples:
             sample.hint = hint
@@ -127,17 +116,42 @@ class VerifiersEnv:
             await self._tools.revive()
         return result
 
-    def _client_of(self, base_url: str) -> vf.TrainClientConfig:
+    def _client_of(self, base_url: str) -> vf.TrainClientConfig | vf.EvalClientConfig:
         """verifiers' name of the client of a server. Its interception server makes the clients it does not have; this one is made for it, and it
         closes it."""
         config = self._clients.get(base_url)
         if config is None:
             config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
             interception = self._env._interception
-            client = lean_client(config, self._renderer, self._branched)
+            client: ConversationClient | PatientClient
+            if isinstance(config, vf.TrainClientConfig):
+                client = ConversationClient(config, self._renderer, self._branched)
+            else:
+                client = PatientClient(config)
             interception.clients[config.model_dump_json()] = client
             interception.stack.push_async_callback(client.close)
         return config
+
+
+def _renderer(setup: Setup, tools: bool) -> renderer.Choice:
+    try:
+        return renderer.choose(setup.model, setup.renderer, tools=tools)
+    except renderer.RendererError as error:
+        raise LoadError(f"environment {setup.env_id!r}: {error}") from error
+
+
+def _by_tokens(setup: Setup, choice: renderer.Choice) -> vf.TrainClientConfig:
+    """Settings of the client that sends and gets tokens; `_client_of` says of which server."""
+    config = vf.TrainClientConfig(
+        api_key_var=API_KEY_VAR,
+        renderer=choice.config,
+        renderer_model_name=setup.model,
+        multiplex=max(256, setup.max_concurrent),
+    )
+    # verifiers would load the tokenizer again, through transformers and torch: it gets the one made here.
+    shared = ElasticRendererPool(setup.model, choice.config, multiplex=config.multiplex)
+    shared.renderers.append(RendererSlot(choice.renderer))
+    return config
 
 
 def _env_config(setup: Setup) -> Any:

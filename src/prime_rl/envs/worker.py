@@ -7,6 +7,7 @@ not taken for a dead process. Imports the standard library, pyzmq and msgpack un
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -14,13 +15,19 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
 
 import zmq
 import zmq.asyncio
 
 from prime_rl import faults, lifeline
+from prime_rl.envs import families
 from prime_rl.envs.adapter import Adapter, LoadError, load
+from prime_rl.envs.blame import FATAL, Blame, Page, describe, explain
 from prime_rl.envs.protocol import (
+    MOST_BYTES,
     TOKEN_VAR,
     VERSION,
     Cancel,
@@ -39,19 +46,22 @@ from prime_rl.envs.protocol import (
     decode,
     encode,
 )
+from prime_rl.envs.threads import Threads
 
 HEARTBEAT_SECONDS = 1.0
 TICK_SECONDS = 0.2
 LAG_SECONDS = 2.0  # below this a heartbeat does not look at where the loop is
 SETUP_SECONDS = 60.0
 CLOSE_SECONDS = 3.0
+LATE_SECONDS = 2.0  # that an episode may block the loop beyond its deadline
 
 logger = logging.getLogger("prime_rl.envs.worker")
 
 
 class Worker:
-    def __init__(self, address: str, identity: str, token: str) -> None:
+    def __init__(self, address: str, identity: str, token: str, blame: Blame, hang_timeout: float) -> None:
         self._address = address
+        self._blame, self._hang_timeout = blame, hang_timeout
         self._identity = identity
         self._token = token
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -62,6 +72,8 @@ class Worker:
         self._stop = asyncio.Event()
         self._stopped = threading.Event()
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._deadlines: dict[int, float] = {}
+        self._threads = Threads()
         self._finished = 0
 
     async def serve(self) -> None:
@@ -93,10 +105,12 @@ class Worker:
         # verifiers and its dependencies take seconds to import: only after the hello.
         try:
             env = await serving.enter_async_context(load(setup))
-        except LoadError as error:
+        except (LoadError, ModuleNotFoundError) as error:
             traceback.print_exc()
-            await self._send(LoadFailed(str(error)))
+            await self._send(LoadFailed(_not_loaded(setup, error)))
             return
+        self._blame.watch(self._overdue)
+        asyncio.get_running_loop().set_default_executor(self._threads)
         async with serving:
             self._ticked = time.monotonic()
             self._loaded = True
@@ -118,8 +132,7 @@ class Worker:
             frame = await self._socket.recv()  # bounded: the next command is the pool's to give; SIGTERM ends it
             match decode(frame):
                 case Run() as run:
-                    task = asyncio.create_task(self._episode(env, name, run, slots))
-                    self._running[run.request] = task
+                    self._begin(run, self._episode(env, name, run, slots))
                 case Cancel(request=request):
                     if request in self._running:
                         self._running[request].cancel()
@@ -127,6 +140,15 @@ class Worker:
                     await self._send(Tasks(env.task_ids))
                 case other:
                     raise RuntimeError(f"unexpected message {other.kind!r}")
+
+    def _begin(self, run: Run, episode: Coroutine[Any, Any, None]) -> None:
+        def ended(task: asyncio.Task[None]) -> None:  # also one that was cancelled before it began
+            self._running.pop(run.request, None)
+            self._deadlines.pop(run.request, None)
+
+        self._deadlines[run.request] = time.monotonic() + run.timeout
+        self._running[run.request] = self._blame.start(episode, run.request)
+        self._running[run.request].add_done_callback(ended)
 
     async def _episode(self, env: Adapter, name: str, run: Run, slots: asyncio.Semaphore) -> None:
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
@@ -147,19 +169,27 @@ class Worker:
                 result = failed(Outcome.TIMEOUT, f"not finished within {run.timeout:.0f} s")
             except asyncio.CancelledError:
                 result = failed(Outcome.CANCELLED, "cancelled")
-            except Exception as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
+            except (*FATAL, Exception) as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
                 traceback.print_exc()
-                result = failed(Outcome.ERRORED, f"{type(error).__name__}: {error}")
-        self._running.pop(run.request, None)
+                result = failed(Outcome.ERRORED, explain(error))
         self._finished += 1
         fault = faults.point(f"result:{name}")
         if fault == "error":
             result = failed(Outcome.ERRORED, "fault injection")
         for _ in range({"drop": 0, "duplicate": 2}.get(fault or "", 1)):
-            await self._send(Result(run.request, result))
+            await self._socket.send(
+                _frame(run, name, result)
+            )  # bounded: the pool reads, or the lifeline ends this process
 
     async def _send(self, message: Message) -> None:
         await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
+
+    def _overdue(self, request: int) -> str:
+        """See `Blame.watch`."""
+        now = time.monotonic()
+        lag = now - self._ticked
+        late = min(lag, now - self._deadlines.get(request, now)) > LATE_SECONDS
+        return f"{lag:.0f} s" if lag > self._hang_timeout or late else ""
 
     async def _tick(self) -> None:
         while True:  # bounded: cancelled at the end of `serve`
@@ -174,7 +204,10 @@ class Worker:
         socket.connect(self._address)
         while not self._stopped.wait(HEARTBEAT_SECONDS):  # bounded: a daemon thread; `serve` sets it at its end
             lag = time.monotonic() - self._ticked if self._loaded else 0.0
-            where = _innermost(main_thread) if lag > LAG_SECONDS else ""
+            where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
+            if self._loaded:
+                self._blame.interrupt(main_thread)
+                self._threads.interrupt(lambda request: request not in self._running)
             try:
                 socket.send(encode(Heartbeat(lag, where, len(self._running), self._finished)), zmq.NOBLOCK)
             except zmq.Again:  # the pool does not read: it will judge by what it gets
@@ -182,31 +215,49 @@ class Worker:
         socket.close()
 
 
-def _innermost(thread: int) -> str:
-    """`file:line in function` that a thread is executing."""
-    frame = sys._current_frames().get(thread)
-    if frame is None:
-        return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+def _frame(run: Run, name: str, result: EpisodeResult) -> bytes:
+    """What is sent of a result: an environment may have put anything into it."""
+    fault = ""
+    try:
+        frame = encode(Result(run.request, result))
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        traceback.print_exc()
+        fault = f"cannot be sent: {type(error).__name__}: {error}"
+    else:
+        if len(frame) <= MOST_BYTES:
+            return frame
+        fault = f"is of {len(frame) >> 20} MiB, {MOST_BYTES >> 20} are allowed"
+    message = f"the environment's result {fault}"
+    return encode(Result(run.request, EpisodeResult(run.episode_id, name, run.task_id, Outcome.INVALID, message)))
+
+
+def _not_loaded(setup: Setup, error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"environment {setup.env_id!r} needs the module {error.name!r}, which {sys.executable} does not have"
+    return str(error)
 
 
 def main() -> None:
     lifeline.watch()
+    faulthandler.enable()  # the last words of one that an extension kills
+    families.offer_to_the_kernel()
     faults.arm("environment")
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)
     parser.add_argument("--identity", required=True)
+    parser.add_argument("--page", type=Path, required=True, help="file that says whose code runs")
+    parser.add_argument("--hang-timeout", type=float, required=True, help="seconds that code may block the event loop")
     args = parser.parse_args()
     token = os.environ.pop(TOKEN_VAR, "")  # not for the programs that an environment starts
-    asyncio.run(_serve(args.address, args.identity, token))
+    asyncio.run(_serve(args, token))
     # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
-async def _serve(address: str, identity: str, token: str) -> None:
-    await Worker(address, identity, token).serve()
+async def _serve(args: argparse.Namespace, token: str) -> None:
+    await Worker(args.address, args.identity, token, Blame(Page(args.page)), args.hang_timeout).serve()
 
 
 if __name__ == "__main__":

@@ -194,6 +194,21 @@ class Engine:
             )
         return served
 
+    async def reload(self) -> Served:
+        """Have the server load its base weights again and say so.
+
+        Raises:
+            EngineTrouble: it failed, or did not answer.
+            UserError: it refused, or says afterwards that it serves something else.
+        """
+        await self._call("POST", "/reload_weights")
+        served = await self.served()
+        if served.version != 0:
+            raise UserError(
+                f"the server at {self.root} was to load its base weights and says it serves version {served.version}"
+            )
+        return served
+
     async def score(self, tokens: Sequence[int], engine: int | None = None) -> list[float]:
         """Ask, by the route that episodes use, for the log-probabilities of a prompt's tokens but the first: at temperature 1, computed anew.
 

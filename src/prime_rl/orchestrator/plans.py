@@ -42,7 +42,7 @@ def most_in_flight(config: "OrchestratorConfig") -> int:
 
 def seats(config: "OrchestratorConfig") -> int:
     """Episodes that the workers run at once. More would wait in a worker's queue, growing old and using up their time."""
-    return sum(env.workers * env.max_concurrent for env in config.environments)
+    return sum((env.max_workers or env.workers) * env.max_concurrent for env in config.environments)
 
 
 def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":

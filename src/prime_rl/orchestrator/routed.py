@@ -117,6 +117,14 @@ class Routed:
             raise min(errors, key=_weight_of)
         return _joined([outcome for outcome in outcomes if isinstance(outcome, Served)])
 
+    async def reload(self) -> Served:
+        """Have all parts load their base weights again.
+
+        Raises:
+            UserError: as a single server's.
+        """
+        return _joined(await _all(part.reload() for part in self._parts))
+
     def _say_different(self, answers: Sequence[Served]) -> None:
         each = zip(self._parts, answers, strict=True)
         listed = ", ".join(f"{part.root} version {one.version} ({one.hash[:12]})" for part, one in each)

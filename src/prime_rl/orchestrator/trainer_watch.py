@@ -13,10 +13,16 @@ WAITS_FOR_US_SECONDS = 10.0  # a trainer that was asked to stop as well looks up
 
 
 class TrainerWatch:
-    """Follows the trainer's status file. Times are our own clock's: heartbeats are compared with each other only."""
+    """Follows the trainer's status file. Times are our own clock's: heartbeats are compared with each other only.
 
-    def __init__(self, output_dir: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._output_dir, self._monotonic = output_dir, monotonic
+    Args:
+        process: The name of its status; `sft` has one of its own.
+    """
+
+    def __init__(
+        self, output_dir: Path, monotonic: Callable[[], float] = time.monotonic, process: str = "trainer"
+    ) -> None:
+        self._output_dir, self._monotonic, self._process = output_dir, monotonic, process
         self._sign: object = None
         self._sign_at = self._idle_at = monotonic()
 
@@ -26,7 +32,7 @@ class TrainerWatch:
         No status at all is no end: the launcher removes it when it starts a trainer again. One that failed may be started again, too, but not where
         all is being stopped.
         """
-        trainer, now = read_status(self._output_dir).get("trainer"), self._monotonic()
+        trainer, now = read_status(self._output_dir).get(self._process), self._monotonic()
         sign = None if trainer is None else (trainer.pid, trainer.heartbeat)
         if sign != self._sign:
             self._sign, self._sign_at = sign, now

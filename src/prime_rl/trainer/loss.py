@@ -73,7 +73,9 @@ def make_loss(config: "LossConfig") -> "TokenLoss | SequenceLoss":
             rl = rl + config.kl_coef * divergence(logprob, there, config.estimator)
         if config.entropy_coef:
             rl = rl - config.entropy_coef * entropy
-        loss = (rl * rl_scale - logprob * ce_scale + ref_kl(logprob, old, reference) * ref_kl_scale).sum()
+        # Taken out of what is weighted with 0: the ratio of a token that the policy loss bounds may overflow here, and 0 · inf is not 0.
+        pull = ref_kl(logprob, torch.where(ref_kl_scale != 0, old, logprob.detach()), reference)
+        loss = (rl * rl_scale - logprob * ce_scale + pull * ref_kl_scale).sum()
         with torch.no_grad():
             pulled = (ref_kl_scale != 0) | (rl_scale != 0) if config.kl_coef else ref_kl_scale != 0
             # Not bounded as the penalty is: what is reported is an estimate without bias.

@@ -32,10 +32,12 @@ _MIDDLES = _LINEAR * np.sinh(np.arange(-_LAST, _LAST + 1) / _PER_E)  # [_BUCKETS
 # What is added up of tokens off the loss mask, too, each over the tokens of its own component.
 _COMPONENTS = ("ref_kl_tokens", "ref_kl", "nll_tokens", "nll")
 # Sets of tokens, beside one of the loss mask for every slot: of those in the policy loss, and of those in the loss towards a reference.
-_GROUPS = ("kept", "dropped_low", "dropped_high", "dropped_positive", "dropped_negative", "ref_kept", "ref_dropped")
+_GROUPS = ("kept", "dropped", "ref_kept", "ref_dropped")
 _VALUES = ("entropy", "mismatch_kl", "mismatch_kl_k1", "importance_ratio")
-# Each set has a row of the table: its number of tokens, sums of values, sums of squares, how many are in the policy loss, how many of these it drops.
-_TABLE = (SLOTS + len(_GROUPS), 1 + 2 * len(_VALUES) + 2)
+# How many tokens are in the policy loss, and how many of these it drops: less probable than to their sampler, or not; of positive or negative advantage.
+_COUNTS = ("acting", "low", "high", "positive", "negative")
+# Each set has a row of the table: its number of tokens, sums of values, sums of squares, counts.
+_TABLE = (SLOTS + len(_GROUPS), 1 + 2 * len(_VALUES) + len(_COUNTS))
 # Of each slot's entropy, of each slot's log ratio, and of the log ratio of tokens that the policy loss keeps, and drops.
 _HISTOGRAMS = (2 * SLOTS + 2, _BUCKETS)
 
@@ -79,10 +81,12 @@ def token_sums(
     acting, gone = policy[0] * mask, policy[0] * policy[1] * mask
     parts = [gone * part for part in (log_ratio < 0, log_ratio >= 0, advantage > 0, advantage < 0)]
     pulled = [(reference[0] & ~reference[1]).to(mask.dtype), (reference[0] & reference[1]).to(mask.dtype)]
-    groups = torch.cat([of_slot, torch.stack([acting - gone, *parts, *pulled])])
+    groups = torch.cat([of_slot, torch.stack([acting - gone, gone, *pulled])])
     # The ratio is near 1, so its squares would cancel: its distance from 1 is added up.
     values = torch.stack([entropy, mismatch_kl(log_ratio), -log_ratio, torch.expm1(log_ratio)])
-    table = groups @ torch.cat([torch.ones_like(mask)[None], values, values.square(), torch.stack([acting, gone])]).t()
+    table = (
+        groups @ torch.cat([torch.ones_like(mask)[None], values, values.square(), torch.stack([acting, *parts])]).t()
+    )
     of_entropy, of_ratio = _bucket(entropy), _bucket(log_ratio)
     rows = [slot, SLOTS + slot, 2 * SLOTS + (gone != 0).long()]
     places = [row * _BUCKETS + of for row, of in zip(rows, (of_entropy, of_ratio, of_ratio), strict=True)]
@@ -123,22 +127,22 @@ def describe(environments: Sequence[str], sums: Sequence[float]) -> dict[str, fl
     entropy, log_ratio, kept, dropped = counts[:SLOTS], counts[SLOTS:-2], counts[-2], counts[-1]
     whole = rows[:SLOTS].sum(0)
     group = dict(zip(_GROUPS, rows[SLOTS:], strict=True))
-    gone = group["dropped_low"] + group["dropped_high"]
 
     found = {"loss/mean": float(numbers[0])}  # divided by the global count already
     found |= _distribution("entropy/all", "entropy", whole, entropy.sum(0))
     found |= _distribution("mismatch_kl/all", "mismatch_kl", whole, log_ratio.sum(0))
     found |= _distribution("mismatch_kl_k1", "mismatch_kl_k1", whole, log_ratio.sum(0))
     found |= _distribution("importance_ratio", "importance_ratio", whole, log_ratio.sum(0))
-    found |= _distribution("masked_mismatch_kl", "mismatch_kl", gone, dropped)
+    found |= _distribution("masked_mismatch_kl", "mismatch_kl", group["dropped"], dropped)
     found |= _distribution("unmasked_mismatch_kl", "mismatch_kl", group["kept"], kept)
     if len(environments) > 1:
         for slot, name in enumerate(environments[: SLOTS if len(environments) <= SLOTS else SLOTS - 1]):
             found |= _distribution(f"entropy/{name}", "entropy", rows[slot], entropy[slot])
             found |= _distribution(f"mismatch_kl/{name}", "mismatch_kl", rows[slot], log_ratio[slot])
+            found |= _distribution(f"mismatch_kl_k1/{name}", "mismatch_kl_k1", rows[slot], log_ratio[slot])
             found |= _distribution(f"importance_ratio/{name}", "importance_ratio", rows[slot], log_ratio[slot])
-            found |= _share(f"is_masked/{name}", rows[slot][-1], rows[slot][-2])
-    return found | _shares(gone, group) | _of_reference(group) | _components(components) | _short_names(found)
+            found |= _shares(rows[slot], f"/{name}")
+    return found | _shares(whole) | _of_reference(group) | _components(components) | _short_names(found)
 
 
 _PERCENTILES = {"min": 0, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
@@ -166,15 +170,20 @@ def _share(name: str, part: float, whole: float) -> dict[str, float]:
     return {f"{name}/mean": float(part / whole)} if whole > 0 else {}
 
 
-def _shares(gone: Floats, group: Mapping[str, Floats]) -> dict[str, float]:
-    """Shares of dropped tokens: of all in the policy loss, those whose probability fell and those whose rose; and what advantages dropped tokens have."""
-    acting, dropped = group["kept"][0] + gone[0], gone[0]
+def _shares(row: Floats, of: str = "") -> dict[str, float]:
+    """Shares of dropped tokens: of all in the policy loss, those whose probability fell and those whose rose; and what advantages dropped tokens have.
+
+    Args:
+        of: What is appended to the names.
+    """
+    by = dict(zip(_COUNTS, row[-len(_COUNTS) :].tolist(), strict=True))
+    dropped = by["low"] + by["high"]
     return (
-        _share("is_masked", dropped, acting)
-        | _share("is_masked_low", group["dropped_low"][0], acting)
-        | _share("is_masked_high", group["dropped_high"][0], acting)
-        | _share("masked_advantage_positive", group["dropped_positive"][0], dropped)
-        | _share("masked_advantage_negative", group["dropped_negative"][0], dropped)
+        _share(f"is_masked{of}", dropped, by["acting"])
+        | _share(f"is_masked_low{of}", by["low"], by["acting"])
+        | _share(f"is_masked_high{of}", by["high"], by["acting"])
+        | _share(f"masked_advantage_positive{of}", by["positive"], dropped)
+        | _share(f"masked_advantage_negative{of}", by["negative"], dropped)
     )
 
 

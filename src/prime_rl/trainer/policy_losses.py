@@ -3,7 +3,7 @@
     r = exp(logprob - old)      the ratio
 
 Each returns (loss [N], dropped [N] bool): the loss of every token, not yet weighted, and which tokens get no gradient from it. A ratio that
-overflows must do no harm where its token is dropped, so it is taken out before the exponential: 0 · inf is not 0.
+overflows must do no harm where its token is dropped or has no advantage, so it is taken out before the exponential: 0 · inf is not 0.
 
 Those that take `sequences` couple the tokens of a sequence. They are evaluated on all tokens of a micro-batch at once (sequences are never split).
 """
@@ -80,7 +80,7 @@ def ipo(logprob: Tensor, old: Tensor, advantage: Tensor, config: "IPOLoss") -> P
 
 
 def _masked_ratio(log_ratio: Tensor, advantage: Tensor, dropped: Tensor, adv_tau: float, kl_tau: float) -> Tensor:
-    ratio = torch.where(dropped, 0.0, log_ratio).exp()
+    ratio = torch.where(dropped | (advantage == 0), 0.0, log_ratio).exp()
     return kl_tau * log_ratio.square() - torch.where(dropped, 0.0, adv_tau * advantage) * ratio
 
 
@@ -119,7 +119,7 @@ def _clipped(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: f
         ratio = log_ratio.exp()
         held = ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
         clipped = ratio * advantage > held
-    free = torch.where(clipped, 0.0, log_ratio).exp() * advantage
+    free = torch.where(clipped | (advantage == 0), 0.0, log_ratio).exp() * advantage
     return -torch.where(clipped, held, free), clipped
 
 

@@ -32,11 +32,11 @@ from prime_rl.transport.lives import (
     next_life,
     open_life,
     read_foundations,
-    read_lease,
     read_lives,
     read_versions,
     run_id,
     sparing_lives,
+    strictest_lease,
 )
 from prime_rl.transport.memory import (
     check_room,
@@ -363,7 +363,7 @@ class Versions:
             if not _is_committed(under_way):
                 return
         versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
-        lease, needed, built = read_lease(self.output_dir), checkpoints(), read_foundations(self.root, self._seen)
+        lease, needed, built = strictest_lease(self.output_dir), checkpoints(), read_foundations(self.root, self._seen)
         for version in prunable(
             versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed, builds_on=built
         ):
@@ -434,7 +434,7 @@ class Versions:
         versions, lives, lease = (
             read_versions(self.root, self._seen),
             read_lives(self.output_dir),
-            read_lease(self.output_dir),
+            strictest_lease(self.output_dir),
         )
         needed = checkpoints()
         dropped = prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)

@@ -324,12 +324,13 @@ def give_up(directory: Path, life: int) -> Path | None:
     return aside
 
 
-def clean_stages(parent: Path) -> None:
-    """Remove what dead writers and prunes left under `parent`. Only for the producer of `parent`, while no other writer is alive."""
+def clean_stages(parent: Path, name: str = "") -> None:
+    """Remove what dead writers and prunes left under `parent`, of `name` alone where it is given. Only for the producer of what is cleaned, while no
+    other writer of it is alive."""
     if not parent.is_dir():
         return
     for path in parent.iterdir():
-        if path.name.startswith(".") and (".tmp-" in path.name or ".old-" in path.name):
+        if path.name.startswith(f".{name}") and (".tmp-" in path.name or ".old-" in path.name):
             _remove(path)
 
 

@@ -1,6 +1,7 @@
 """What stands in the run directory about the trainer's lives, in the words of `protocol.py`: life files, versions and who made them, the lease.
 
-The trainer opens a life by committing `incarnations/<life>.json`; the orchestrator says in `leases/orchestrator.json` what it may still read.
+The trainer opens a life by committing `incarnations/<life>.json`; the orchestrator says in `leases/orchestrator.json` what it may still read, and so
+does an evaluation that follows a run, in `leases/eval.json`.
 """
 
 import json
@@ -63,8 +64,7 @@ def next_life(output_dir: Path, saved_by: Collection[int] = ()) -> int:
         saved_by: The lives that saved the training states.
     """
     made_by = {life for version, life in read_versions(output_dir / "weights").items() if version != BASE}
-    lease = read_lease(output_dir)
-    held = set() if lease is None else {lease.life}
+    held = {lease.life for lease in leases(output_dir)}
     return 1 + max({*read_lives(output_dir), *made_by, *held, *saved_by}, default=-1)
 
 
@@ -136,18 +136,22 @@ def lost_versions(weights_dir: Path) -> list[int]:
     return [version for version, memory in held.items() if memory is not None and not Path(memory.directory).is_dir()]
 
 
-def lease_path(output_dir: Path) -> Path:
-    """The place of the orchestrator's lease."""
-    return output_dir / "leases" / "orchestrator.json"
+ORCHESTRATOR, EVAL = "orchestrator", "eval"
+"""Who reads versions, each with a lease of its own."""
 
 
-def read_lease(output_dir: Path) -> Lease | None:
-    """What the orchestrator may still read; None where it holds no lease.
+def lease_path(output_dir: Path, reader: str = ORCHESTRATOR) -> Path:
+    """The place of a reader's lease."""
+    return output_dir / "leases" / f"{reader}.json"
+
+
+def read_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> Lease | None:
+    """What a reader may still read; None where it holds no lease.
 
     Raises:
         CommitError: the file is damaged.
     """
-    path = lease_path(output_dir)
+    path = lease_path(output_dir, reader)
     try:
         return Lease(**json.loads(path.read_bytes()))
     except FileNotFoundError:
@@ -156,14 +160,30 @@ def read_lease(output_dir: Path) -> Lease | None:
         raise CommitError(f"{path} cannot be read: {error}") from error
 
 
-def write_lease(output_dir: Path, lease: Lease) -> None:
-    """Replace the lease durably. Only the orchestrator does so."""
-    path = lease_path(output_dir)
+def leases(output_dir: Path) -> list[Lease]:
+    """Those that are held.
+
+    Raises:
+        CommitError: a file is damaged.
+    """
+    return [lease for reader in (ORCHESTRATOR, EVAL) if (lease := read_lease(output_dir, reader)) is not None]
+
+
+def strictest_lease(output_dir: Path) -> Lease | None:
+    """What any reader may still read; None where nobody holds a lease. Raises CommitError: a file is damaged."""
+    if not (held := leases(output_dir)):
+        return None
+    return Lease(min(lease.life for lease in held), min(lease.version for lease in held))
+
+
+def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> None:
+    """Replace a reader's lease durably. Only it does so."""
+    path = lease_path(output_dir, reader)
     path.parent.mkdir(parents=True, exist_ok=True)
-    clean_stages(path.parent)
+    clean_stages(path.parent, path.name)
     write_atomically(path, json.dumps({"life": lease.life, "version": lease.version}).encode())
 
 
-def drop_lease(output_dir: Path) -> None:
-    """Give the lease back: nothing is read any more."""
-    lease_path(output_dir).unlink(missing_ok=True)
+def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
+    """Give a lease back: nothing is read any more."""
+    lease_path(output_dir, reader).unlink(missing_ok=True)

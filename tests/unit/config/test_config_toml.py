@@ -137,7 +137,8 @@ def admissible(cls: type[BaseConfig], table: dict[str, Any]) -> dict[str, Any]:
     if "environment" not in settings_of(cls):
         return table
     environments = table.get("environments") or [{"id": "x"}]
-    rest = {key: value for key, value in table.items() if key != "environment"}
+    of_versions = ("weights_dir", "steps", "interval", "follow", "eval_base") if cls is EvalConfig else ()
+    rest = {key: value for key, value in table.items() if key not in ("environment", *of_versions)}
     if isinstance(rest.get("eval"), dict):
         rest["eval"] = {key: value for key, value in rest["eval"].items() if key != "environment"}
     return {**rest, "environments": environments}
@@ -194,7 +195,7 @@ def test_a_whole_run_written_and_fed_back_is_equal(table: dict[str, Any]) -> Non
 
 
 def assert_same_when_fed_back(config: BaseConfig) -> None:
-    one_time = ("dry_run", "recover")  # meant for one start alone: never written
+    one_time = ("dry_run", "recover", "clean")  # meant for one start alone: never written
     expected = config.model_copy(update={name: False for name in one_time if name in type(config).model_fields})
     if isinstance(expected, InferenceConfig):
         expected.api_key = None

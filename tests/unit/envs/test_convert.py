@@ -31,7 +31,7 @@ def sampled_node(scaffold: list[int], ids: list[int], content: str = "yo") -> Si
 
 
 def call(node: int, prompt: int, completion: int) -> SimpleNamespace:
-    usage = SimpleNamespace(prompt_tokens=prompt, completion_tokens=completion)
+    usage = SimpleNamespace(prompt_tokens=prompt, completion_tokens=completion, cached_input_tokens=None)
     return SimpleNamespace(node=node, error=None, usage=usage)
 
 
@@ -203,6 +203,7 @@ def test_misaligned_tokens_are_invalid(damage: Any) -> None:
         (episode(trace(ok=False), ok=False), Outcome.ERRORED),
         (episode(trace(reward=math.nan)), Outcome.INVALID),
         (episode(trace(reward=math.inf)), Outcome.INVALID),
+        (episode(trace(reward=-1e39)), Outcome.INVALID),  # finite here, and not in the 32 bits that the trainer gets
         (episode(trace(num_turns=0, stop_condition="max_turns")), Outcome.INVALID),
         (episode(trace(branches=[])), Outcome.INVALID),
         (episode(), Outcome.INVALID),
@@ -222,7 +223,7 @@ def test_what_is_not_trainable(ep: SimpleNamespace, outcome: Outcome) -> None:
         (error("ProviderError", "Connection error.", 503), Outcome.ENGINE_UNAVAILABLE),
         (error("ProviderError", "busy", 429), Outcome.ENGINE_UNAVAILABLE),
         (error("ProviderError", "died", 500), Outcome.ENGINE_UNAVAILABLE),
-        (error("ProviderError", "Scale-out endpoints are disabled", 403), Outcome.ENGINE_REFUSED),
+        (error("ProviderError", "Scale-out endpoints are disabled", 403), Outcome.ENGINE_DENIED),
         (error("ProviderError", "no such model", 404), Outcome.ENGINE_REFUSED),
         (
             error("ProviderError", "Prompt length (9) exceeds maximum context length (8).", 400),

@@ -91,6 +91,16 @@ def test_reinforce_pp() -> None:
     assert advantages(ReinforcePP(group_baseline=True), groups, {})[0] == [[0.0, 0.0], [0.0, 0.0]]
 
 
+def test_reinforce_pp_per_token() -> None:
+    """Reward 1 of 30 tokens and 0 of 10: of 40 tokens the mean is 3/4 and the variance 3/16. A second group of equal rewards stays at zero."""
+    groups = [[Attempt(1.0, output_tokens=30), Attempt(0.0, output_tokens=10)]]
+    deviation = math.sqrt(3 / 16)
+    wanted = [0.25 / deviation, -0.75 / deviation]
+    assert advantages(ReinforcePP(per_token=True), groups, {})[0][0] == pytest.approx(wanted, rel=1e-5)
+    groups.append([Attempt(0.3, output_tokens=5)] * 2)
+    assert advantages(ReinforcePP(per_token=True, group_baseline=True), groups, {})[0][1] == [0.0, 0.0]
+
+
 def test_rae() -> None:
     """Decay 1/2, rewards 1, 1, 0: averages before them 0, 1/2, 3/4. Each agent has its own; the next batch goes on with them."""
     values, state = advantages(RAE(decay=0.5), [rewarded(1.0, 1.0), rewarded(0.0)], {})
@@ -194,7 +204,16 @@ def straightforward(config: AlgorithmConfig, groups: Groups) -> list[list[float]
                     values[g][i] += weight * gap / (statistics.pstdev(each) + 1e-6)
     if config.type == "reinforce_pp" or (config.type == "gdpo" and config.batch_normalize):
         flat = [value for group in values for value in group]
+        if config.type == "reinforce_pp" and config.per_token:  # one entry for every token
+            flat = [
+                v
+                for row, group in zip(values, groups, strict=True)
+                for v, one in zip(row, group, strict=True)
+                for _ in range(one.output_tokens)
+            ]
         mean, std = statistics.fmean(flat), statistics.pstdev(flat) + 1e-6
+        if config.type == "reinforce_pp" and config.group_baseline:
+            mean, std = 0.0, math.sqrt(statistics.fmean(value * value for value in flat)) + 1e-6
         values = [[(value - mean) / std for value in group] for group in values]
     return values
 
@@ -207,6 +226,8 @@ CONFIGS: list[AlgorithmConfig] = [
     MaxRL(),
     ReinforcePP(),
     ReinforcePP(group_baseline=True),
+    ReinforcePP(per_token=True),
+    ReinforcePP(group_baseline=True, per_token=True),
     RAE(decay=0.7),
     GDPO(),
     GDPO(weights={"a": 2.0, "b": -0.5}, batch_normalize=False),
@@ -281,8 +302,8 @@ def best_alone(group: list[Attempt], *, margin: float = 0.0) -> list[float]:
     return [1.0 if attempt.reward >= best else 0.0 for attempt in group]
 
 
-def nonsense(group: list[Attempt]) -> list[float]:
-    return [math.nan] * len(group)
+def nonsense(group: list[Attempt], value: float = math.nan) -> list[float]:
+    return [value] * len(group)
 
 
 def test_an_algorithm_of_ones_own() -> None:
@@ -350,6 +371,8 @@ def test_what_gdpo_needs() -> None:
 def test_an_algorithm_that_gives_no_numbers() -> None:
     with pytest.raises(UserError, match=r"gave \[nan, nan\] for 2 attempts"):
         of_one(CustomAlgorithm(path=f"{__file__}:nonsense"), rewarded(0.0, 1.0))
+    with pytest.raises(UserError, match=r"gave \[1e\+39\] for 1 attempts"):
+        of_one(CustomAlgorithm(path=f"{__file__}:nonsense", args={"value": 1e39}), rewarded(0.0))
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "opo", "max_rl", "gdpo"])
@@ -369,6 +392,8 @@ def test_a_baseline_of_one() -> None:
     with pytest.raises(ValidationError, match="reinforce_pp compares attempts at one task"):
         OrchestratorConfig(algorithm={"type": "reinforce_pp", "group_baseline": True}, **alone)
     OrchestratorConfig(algorithm={"type": "reinforce_pp"}, **alone)
+    with pytest.raises(ValidationError, match="compares the episodes of a batch: with batch_size 1"):
+        OrchestratorConfig(algorithm={"type": "reinforce_pp"}, **{**alone, "batch_size": 1})
 
 
 def test_a_cache_beyond_the_room() -> None:

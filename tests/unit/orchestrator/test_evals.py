@@ -9,7 +9,6 @@ import pytest
 
 from prime_rl.config.shared import SamplingConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.orchestrator.eval_run import confidence
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate, wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 
@@ -37,8 +36,9 @@ def test_an_evaluation_in_which_everything_failed_reports_no_reward():
 
 def test_the_confidence_interval_is_the_normal_one_over_tasks():
     """Means 0, 1: s = 0.7071, 1.96 · s / sqrt(2) = 0.98."""
-    assert confidence(EvalReport("env", 0, 1.0, [[result(0.0)], [result(1.0)]])) == pytest.approx(0.98)
-    assert confidence(EvalReport("env", 0, 1.0, [[result(0.0)]])) is None
+    metrics = EvalReport("env", 0, 1.0, [[result(0.0)], [result(1.0)]]).metrics()
+    assert metrics["eval/env/avg@1/ci95"] == pytest.approx(0.98, abs=1e-4)
+    assert "eval/env/avg@1/ci95" not in EvalReport("env", 0, 1.0, [[result(0.0)]]).metrics()
 
 
 class SlowPool:

@@ -196,6 +196,7 @@ def test_a_filter_of_ones_own_says_yes_or_no() -> None:
         ({"async_level": 2, "filters": {"off_policy": {"max_steps": 1}}}, "max_steps 1 is below async_level 2"),
         ({"filters": {"off_policy": {"max_steps": 8}}}, "off_policy has no effect: max_off_policy_steps 8"),
         ({"algorithm": {"type": "gdpo", "length_penalty": {"type": "linear"}}}, "length_penalty has no effect"),
+        ({"algorithm": {"type": "gdpo", "weights": {"a": 0.0}}}, "weights are all zero, and so would be every"),
     ],
 )
 def test_what_has_no_effect_is_refused(settings: dict, message: str) -> None:

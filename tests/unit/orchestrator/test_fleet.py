@@ -9,8 +9,8 @@ import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
+from prime_rl.evals import servers as eval_servers
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator import eval_run
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.orchestrator import Orchestrator
@@ -302,9 +302,9 @@ async def test_servers_of_different_weights_are_not_evaluated_together():
     fleet = Fleet([Server("http://0"), Server("http://1")])
     fleet.replicas[1].engine.now = Served(3, "f" * 32)
     with pytest.raises(UserError, match="do not serve the same weights: http://0 version 0 .*, http://1 version 3"):
-        await eval_run._admit(fleet, fleet.replicas, "m")
+        await eval_servers.admit(fleet, fleet.replicas, "m")
     fleet.replicas[1].engine.base()
-    assert await eval_run._admit(fleet, fleet.replicas[:1], "m") == 0
+    assert await eval_servers.admit(fleet, fleet.replicas[:1], "m") == 0
     assert [replica.serving for replica in fleet.replicas] == [True, False]
 
 
@@ -313,7 +313,7 @@ async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_anothe
         fleet = Fleet([Server("http://0"), Server("http://1")])
         for number in leaving:
             fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
-        await eval_run._admit(fleet, fleet.replicas, "m")
+        await eval_servers.admit(fleet, fleet.replicas, "m")
         assert [replica.serving for replica in fleet.replicas] == expected
 
 
@@ -322,8 +322,8 @@ async def test_a_server_of_another_model_evaluates_nothing():
     fleet = Fleet([Server("http://0")])
     fleet.replicas[0].engine.now = replace(fleet.replicas[0].engine.now, models=("other", "more"))
     with pytest.raises(UserError, match="the server at http://0 serves other, more, not mine: .* --model.name other"):
-        await eval_run._admit(fleet, fleet.replicas, "mine")
-    assert await eval_run._admit(fleet, fleet.replicas, "more") == 0
+        await eval_servers.admit(fleet, fleet.replicas, "mine")
+    assert await eval_servers.admit(fleet, fleet.replicas, "more") == 0
 
 
 async def test_no_server_at_all_is_one_clear_line(tmp_path):

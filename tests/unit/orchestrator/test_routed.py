@@ -8,8 +8,9 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import FinalError, UserError
+from prime_rl.evals import servers as eval_servers
 from prime_rl.monitor import Monitor, Status, read_status
-from prime_rl.orchestrator import eval_run, process
+from prime_rl.orchestrator import process
 from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, NotOurs, Served
 from prime_rl.orchestrator.fleet import Fleet
@@ -109,7 +110,7 @@ async def test_parts_of_different_weights_prove_nothing(servers, routed, heard):
     ] == [heard.messages[-1]]
     fleet = Fleet([routed])
     with pytest.raises(UserError, match="the servers behind http://router do not serve the same weights"):
-        await eval_run._admit(fleet, fleet.replicas, "m")
+        await eval_servers.admit(fleet, fleet.replicas, "m")
 
 
 async def test_parts_that_serve_other_names_evaluate_nothing(servers, routed):
@@ -119,10 +120,10 @@ async def test_parts_that_serve_other_names_evaluate_nothing(servers, routed):
         servers[0].now, servers[1].now = replace(base, models=("m", "y")), replace(base, models=models)
         fleet = Fleet([routed])
         if problem is None:
-            assert await eval_run._admit(fleet, fleet.replicas, "m") == 0
+            assert await eval_servers.admit(fleet, fleet.replicas, "m") == 0
         else:
             with pytest.raises(UserError, match=problem):
-                await eval_run._admit(fleet, fleet.replicas, "m")
+                await eval_servers.admit(fleet, fleet.replicas, "m")
 
 
 async def test_a_proof_during_an_update_waits_for_its_end(servers, routed):

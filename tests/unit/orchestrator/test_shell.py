@@ -310,6 +310,30 @@ async def test_ten_batches_without_signal_end_the_run(tmp_path):
     assert list_steps(tmp_path / "rollouts") == []
 
 
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        ({"dynamic_sampling": True}, r"since the last batch: dynamic_sampling: \d+.*the task is too easy, too hard"),
+        ({"difficulty": {"low": 0.5}}, r"since the last batch: difficulty: \d+.*the task is too easy, too hard"),
+        ({"custom": {"path": f"{__file__}:everything"}}, r"since the last batch: custom: \d+.*nearly nothing passes"),
+    ],
+)
+async def test_filters_that_leave_nothing_end_the_run(tmp_path, filters, message):
+    """Contract: groups that are turned away are not replaced for ever; the end names the filters."""
+    world = World(tmp_path, filters=filters)
+    world.pool.run = equal_rewards(world.pool.run)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    with pytest.raises(UserError, match=r"groups in a row were turned away .*" + message):
+        async with asyncio.timeout(30):
+            await world.orchestrator().run()
+    assert list_steps(tmp_path / "rollouts") == []
+
+
+def everything(result: EpisodeResult) -> bool:
+    return True
+
+
 def equal_rewards(run):
     async def equal(**arguments) -> EpisodeResult:
         result = await run(**arguments)

@@ -171,6 +171,25 @@ def test_bad_input() -> None:
     RLConfig(orchestrator={**env, "reference": {"base_url": "http://x"}}, trainer={"loss": {"kl_coef": 0.1}})
 
 
+def test_a_frozen_model_has_no_rewards_to_learn_from() -> None:
+    """Contract: only algorithms that learn from a teacher have one."""
+    with pytest.raises(ValidationError, match="teacher"):
+        OrchestratorConfig(environment={"id": "x"}, algorithm={"type": "grpo", "teacher": {"base_url": "http://x"}})
+
+
+@pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": 0.01}])
+def test_penalties_need_something_that_is_trained_by_reward(loss: dict[str, float]) -> None:
+    """Contract: a penalty or bonus belongs to the policy's loss; beside distillation alone it is refused, not passed over."""
+    teacher = {"base_url": "http://x"}
+    reference = {"reference": teacher} if "kl_coef" in loss else {}
+    opd = {"type": "opd", "teacher": teacher}
+    rest = {"filter_zero_advantage": False} | reference
+    with pytest.raises(ValidationError, match=f"{next(iter(loss))} has no effect: nothing is trained by reward"):
+        RLConfig(orchestrator={"environment": {"id": "x"}, "algorithm": opd, **rest}, trainer={"loss": loss})
+    both = [{"id": "x"}, {"id": "y", "algorithm": opd}]
+    assert RLConfig(orchestrator={"environments": both, **rest}, trainer={"loss": loss}).trainer.loss
+
+
 @pytest.mark.parametrize("loss", [{"kl_coef": 0.1}, {"entropy_coef": -0.01}])
 def test_penalties_reach_samples_of_advantage_zero(loss: dict[str, float]) -> None:
     """Contract: a penalty or bonus of all tokens never silently passes over those of advantage zero: their being left out is refused."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from prime_rl.envs.protocol import Outcome
+from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator import orchestrator as loop
 from prime_rl.orchestrator import process, teachers
@@ -125,3 +126,26 @@ async def test_a_signal_while_teachers_are_waited_for(
         for one in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().remove_signal_handler(one)
     assert read_status(tmp_path)["orchestrator"].outcome == "stopped"
+
+
+async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: what it does not score is made again, then dropped and counted; where it stays silent the run ends, and says who is to blame."""
+    asked = []
+
+    async def dying(self: teachers.Teacher, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        asked.append(path)
+        if len(asked) > 5:
+            raise teachers.TeacherTrouble("http://teacher did not answer")
+        if body is None:
+            return {"data": [{"id": "big"}]}
+        return {
+            "choices": [{"prompt_logprobs": [None, *({str(one): {"logprob": -1.0}} for one in body["prompt"][1:])]}]
+        }
+
+    monkeypatch.setattr(teachers.Teacher, "_request", dying)
+    orchestrator = make_world(tmp_path, "opd").orchestrator()
+    with pytest.raises(
+        UserError, match=r"more than max_error_rate .*teacher_unavailable: http://teacher did not answer"
+    ):
+        await asyncio.wait_for(orchestrator.run(), 30.0)
+    await orchestrator.teachers.close()

@@ -160,6 +160,35 @@ def test_overflowing_ratio_is_cut_off() -> None:
         assert torch.autograd.grad(value.sum(), logprob)[0].item() == (-5.0 if config.type == "cispo" else -2.0)
 
 
+OVERFLOWING = {
+    "dropped": (1.0, [DefaultLoss(), IPOLoss(), GRPOLoss(), PPOClipLoss(), GSPOLoss()]),
+    "bounded": (
+        -1.0,
+        [PPOClipLoss(), CISPOLoss(), ReinforceLoss(), ReinforceLoss(importance="mask", level="sequence")],
+    ),
+    "no advantage": (0.0, [DefaultLoss(), IPOLoss(), GRPOLoss(), PPOClipLoss(), GSPOLoss(), CISPOLoss()]),
+}
+
+
+@pytest.mark.parametrize(("kind", "config"), [(kind, one) for kind, (_, many) in OVERFLOWING.items() for one in many])
+def test_overflowing_ratio_in_the_whole_loss(kind: str, config: LossConfig) -> None:
+    """Contract: nor does it harm the components that it feeds nothing to, or a policy loss in which it has no advantage; the other token is trained as
+    ever. (The loss of a negative advantage that nothing bounds is infinite indeed.)"""
+    logprob, entropy = torch.tensor([-0.5, -0.5], requires_grad=True), torch.ones(2)
+    rows = {"mask": 1.0, "logprobs": torch.tensor([-500.0, -0.5]), "rl_scale": 0.5}
+    rows["advantages"] = torch.tensor([OVERFLOWING[kind][0], 1.0])
+    streams = torch.stack([torch.zeros(2) + rows.get(name, 0.0) for name in STREAMS])
+    loss_of = make_loss(config)
+    loss, sums = loss_of(
+        logprob, entropy, streams, *((torch.tensor([0, 1]), 2) if isinstance(loss_of, SequenceLoss) else ())
+    )
+    (slope,) = torch.autograd.grad(loss, logprob)
+    assert loss.isfinite()
+    assert slope.isfinite().all()
+    assert slope[1].item() == -0.5
+    assert sums.isfinite().all()
+
+
 def test_mismatch_kl_by_hand() -> None:
     """k3: r - log r - 1, zero for equal policies."""
     got = mismatch_kl(tensor(0.0, math.log(2), 0.0))

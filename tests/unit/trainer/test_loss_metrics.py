@@ -84,7 +84,13 @@ def test_against_numpy(seed: int) -> None:
         check(got, f"entropy/{name}", on["entropy"][mine])
         check(got, f"mismatch_kl/{name}", k3[mine], x[mine])
         check(got, f"importance_ratio/{name}", np.exp(x)[mine], x[mine])
+        check(got, f"mismatch_kl_k1/{name}", -x[mine])
         assert got[f"is_masked/{name}/mean"] == pytest.approx(dropped[mine & acting].mean())
+        assert got[f"is_masked_low/{name}/mean"] == pytest.approx((dropped & (x < 0))[mine & acting].mean())
+        assert got[f"is_masked_high/{name}/mean"] == pytest.approx((dropped & (x >= 0))[mine & acting].mean())
+        for sign, way in ((1, "positive"), (-1, "negative")):
+            share = (sign * advantage[dropped & mine] > 0).mean()
+            assert got[f"masked_advantage_{way}/{name}/mean"] == pytest.approx(share)
     for name, part in (("masked_mismatch_kl", dropped), ("unmasked_mismatch_kl", acting & ~dropped)):
         assert got[f"{name}/mean"] == pytest.approx(k3[part].mean())
         assert got[f"{name}/std"] == pytest.approx(k3[part].std())
@@ -124,7 +130,7 @@ def test_a_step_without_policy_loss_masks_nothing() -> None:
     half = {**distilled, "rl_scale": np.where(tokens["environment"] == 1, mask, 0)}
     got = describe(ENVIRONMENTS, sums_of(half).tolist())
     assert got["is_masked/mean"] == got["is_masked/b/mean"] > 0
-    assert not {"is_masked/a/mean", "is_masked/c/mean"} & got.keys()
+    assert not {name for name in got if "masked" in name and name.split("/")[1] in "ac"}
 
 
 def approximately(values: dict[str, float]) -> dict[str, Any]:
@@ -242,7 +248,7 @@ def test_what_is_not_finite_stays_where_it_is(bad: float, where: str) -> None:
         spoilt[name][[on, off]] = tokens[name][[on, off]] = 0
     want, got = (describe(ENVIRONMENTS, single(each).tolist()) for each in (tokens, spoilt))
     others = [name for name in want if name.split("/")[1] in "bc"]
-    assert len(others) == 2 * (3 * 8 + 1)
+    assert len(others) == 2 * (4 * 8 + 5)
     assert {name: got[name] for name in others} == {name: pytest.approx(want[name], rel=1e-6) for name in others}
     assert [name for name, value in got.items() if not math.isfinite(value) and name != "loss/mean"] == []
     buckets = [single(each)[1 + 4 + TABLE :].sum() for each in (tokens, spoilt)]

@@ -4,6 +4,7 @@ import pytest
 
 from prime_rl.transport.commit import CommitError, prune, stage
 from prime_rl.transport.lives import (
+    EVAL,
     drop_lease,
     lease_path,
     next_life,
@@ -11,6 +12,7 @@ from prime_rl.transport.lives import (
     read_lease,
     read_lives,
     read_versions,
+    strictest_lease,
     write_lease,
 )
 from prime_rl.transport.protocol import Lease, goes_on_from
@@ -80,3 +82,19 @@ def test_a_number_is_not_given_twice_though_life_files_are_lost(tmp_path):
     write_lease(tmp_path, Lease(6, 1))
     assert next_life(tmp_path) == 7
     assert open_life(tmp_path, 0, saved_by={2, 8}) == 9
+
+
+def test_every_reader_has_a_lease_of_its_own(tmp_path):
+    """The trainer goes by the strictest; a life that any of them heard of is not numbered again; one reader's half-written file is not another's to remove."""
+    assert strictest_lease(tmp_path) is None
+    write_lease(tmp_path, Lease(1, 5))
+    half_written = tmp_path / "leases" / f".{EVAL}.json.tmp-1"
+    half_written.touch()
+    write_lease(tmp_path, Lease(2, 7))
+    assert half_written.exists()
+    write_lease(tmp_path, Lease(1, 9), EVAL)
+    assert not half_written.exists()
+    assert strictest_lease(tmp_path) == Lease(1, 7)
+    drop_lease(tmp_path)
+    assert strictest_lease(tmp_path) == Lease(1, 9)
+    assert next_life(tmp_path) == 2

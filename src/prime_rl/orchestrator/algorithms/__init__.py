@@ -6,7 +6,6 @@ attempts of a group (`attempt.Attempt`) and gives an advantage for each.
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 from prime_rl.config.algorithms import ByReward
@@ -34,6 +33,7 @@ _OF_A_GROUP: dict[str, Callable[..., list[float]]] = {
     "opo": opo,
     "max_rl": max_rl,
 }
+_LARGEST = 3e38  # they are sent with 32 bits
 _OF_A_BATCH: dict[str, Callable[..., list[list[float]]]] = {"reinforce_pp": reinforce_pp, "gdpo": gdpo}
 
 
@@ -111,7 +111,7 @@ def _custom(config: "CustomAlgorithm") -> Callable[[Sequence[Attempt]], list[flo
             found = [float(value) for value in function(list(group), **config.args)]
         except Exception as error:  # whatever the user's function raises
             raise UserError(f"algorithm {config.path} raised {error!r} of {len(group)} attempts") from error
-        if len(found) != len(group) or not all(isfinite(value) for value in found):
+        if len(found) != len(group) or not all(abs(value) <= _LARGEST for value in found):
             raise UserError(
                 f"algorithm {config.path} gave {found} for {len(group)} attempts: one finite number for each is needed"
             )

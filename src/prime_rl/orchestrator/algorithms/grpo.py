@@ -22,15 +22,21 @@ def grpo(group: Sequence[Attempt], config: "GRPO | Echo") -> list[float]:
     return scaled(advantages) if config.std_normalize else advantages
 
 
-def centred(values: Sequence[float]) -> list[float]:
+def centred(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
     """Minus their mean. Equal values give exact zeros, so that "no signal" is recognized without a tolerance."""
     if not values or min(values) == max(values):
         return [0.0] * len(values)
-    mean = sum(values) / len(values)
+    mean = _mean(values, weights)
     return [value - mean for value in values]
 
 
-def scaled(values: Sequence[float]) -> list[float]:
+def scaled(values: Sequence[float], weights: Sequence[float] | None = None) -> list[float]:
     """Values of mean zero, divided by their population standard deviation + 1e-6."""
-    std = sqrt(sum(value * value for value in values) / len(values)) if values else 0.0
+    std = sqrt(_mean([value * value for value in values], weights)) if values else 0.0
     return [value / (std + EPSILON) for value in values]
+
+
+def _mean(values: Sequence[float], weights: Sequence[float] | None) -> float:
+    if weights is None:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in zip(values, weights, strict=True)) / sum(weights)

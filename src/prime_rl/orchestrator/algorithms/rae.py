@@ -15,6 +15,7 @@ def rae(
     """A = R - b[agent], then b[agent] ← decay · b[agent] + (1 - decay) · R, one reward after the other.
 
     The paper moves the average first and subtracts it then; we follow PRIME-RL, whose baseline does not know the reward that it is taken off.
+    It is a matter of scale: the paper's advantages are `decay` times these.
 
     Args:
         baselines: The average of each agent, 0 where there is none yet.

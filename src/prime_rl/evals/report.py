@@ -1,0 +1,147 @@
+"""What evaluations gave: a table on the console, `report.md` for people and `report.json` for programs."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from prime_rl.evals.targets import Target
+from prime_rl.orchestrator.evals import EvalReport
+from prime_rl.transport.commit import write_atomically
+
+if TYPE_CHECKING:
+    from prime_rl.config import EvalConfig
+    from prime_rl.config.eval import PricesConfig
+
+_LOG_WIDTH = 140
+_MILLION = 1e6
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One environment at one target. `spent`: tokens of prompts and replies, of all attempts that were ever made."""
+
+    target: Target
+    report: EvalReport
+    spent: tuple[int, int]
+
+    def cost(self, prices: "PricesConfig | None") -> float | None:
+        """None where no prices are given."""
+        if prices is None:
+            return None
+        return (self.spent[0] * prices.input + self.spent[1] * prices.output) / _MILLION
+
+    def cells(self, prices: "PricesConfig | None") -> dict[str, str]:
+        """A row of the table."""
+        metrics, prefix, k = self.report.metrics(), f"eval/{self.report.env}", self.report.attempts_per_task
+        last = max((1 << k.bit_length()) >> 1, 1)  # the largest power of two
+        return {
+            "environment": self.report.env,
+            "policy": self.target.name,
+            "tasks": str(len(self.report.results)),
+            "k": str(k),
+            "avg@k": number(metrics.get(f"{prefix}/avg@{k}")),
+            "± 95 %": number(metrics.get(f"{prefix}/avg@{k}/ci95")),
+            **({f"pass@{last}": number(metrics.get(f"{prefix}/pass@{last}"))} if last > 1 else {}),
+            **({f"pass^{last}": number(metrics.get(f"{prefix}/pass^{last}"))} if last > 1 else {}),
+            "errors": str(self.report.errors.total()),
+            "truncated": number(metrics.get(f"{prefix}/is_truncated/mean")),
+            "tokens": number(metrics.get(f"{prefix}/num_output_tokens/mean")),
+            "seconds": f"{self.report.seconds:.1f}",
+            **({} if prices is None else {"cost": f"{self.cost(prices):.4f}"}),
+        }
+
+    def as_json(self, prices: "PricesConfig | None") -> dict[str, Any]:
+        """All of it."""
+        prefix = f"eval/{self.report.env}/"
+        return {
+            "environment": self.report.env,
+            "policy": self.target.name,
+            "version": self.target.version,
+            "hash": self.target.hash,
+            "tasks": len(self.report.results),
+            "attempts_per_task": self.report.attempts_per_task,
+            "errors": dict(self.report.errors),
+            "input_tokens": self.spent[0],
+            "output_tokens": self.spent[1],
+            "cost": self.cost(prices),
+            "metrics": {key.removeprefix(prefix): value for key, value in self.report.metrics().items()},
+        }
+
+
+def write_report(entries: Sequence[Entry], skipped: Mapping[int, str], config: "EvalConfig", directory: Path) -> None:
+    """Write `report.md` and `report.json`, each in place of an earlier one."""
+    directory.mkdir(parents=True, exist_ok=True)
+    found = {
+        "model": config.model.name,
+        "solved_at": config.solved_at,
+        "results": [entry.as_json(config.prices) for entry in entries],
+        "skipped": {str(version): why for version, why in sorted(skipped.items())},
+    }
+    write_atomically(directory / "report.json", (json.dumps(found, indent=1) + "\n").encode())
+    write_atomically(directory / "report.md", markdown(entries, skipped, config).encode())
+
+
+def markdown(entries: Sequence[Entry], skipped: Mapping[int, str], config: "EvalConfig") -> str:
+    """The report for people."""
+    lines = [f"# {config.model.name}", ""]
+    rows = [entry.cells(config.prices) for entry in entries]
+    columns = _columns(rows)
+    lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    lines += [f"| {' | '.join(row.get(column, '') for column in columns)} |" for row in rows]
+    lines += ["", f"avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks. Solved: reward ≥ {config.solved_at:g}."]  # fmt: skip
+    lines += ["Failed attempts are left out of every mean, and counted.", ""]
+    for entry in entries:
+        lines += _passes(entry)
+    if failed := [entry for entry in entries if entry.report.errors]:
+        lines += ["## Errors", ""]
+        lines += [f"* {entry.report.env}, {entry.target.name}: {_reasons(entry.report)}" for entry in failed] + [""]
+    if skipped:
+        lines += ["## Versions that were not evaluated", ""]
+        lines += [f"* {version}: {why}" for version, why in sorted(skipped.items())] + [""]
+    return "\n".join(lines)
+
+
+def print_table(entries: Sequence[Entry], config: "EvalConfig") -> None:
+    """The report on the console."""
+    rows = [entry.cells(config.prices) for entry in entries]
+    table = Table(title=config.model.name, title_justify="left")
+    for column in _columns(rows):
+        table.add_column(column, justify="left" if column in ("environment", "policy") else "right")
+    for row in rows:
+        table.add_row(*(row.get(column, "") for column in _columns(rows)))
+    # A log file has no width: rich would cut the columns to 80.
+    Console(width=None if sys.stdout.isatty() else _LOG_WIDTH).print(table)
+
+
+def number(value: float | None) -> str:
+    """Four decimals at most."""
+    return "–" if value is None else f"{value:.4f}".rstrip("0").rstrip(".") or "0"
+
+
+def _columns(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Of all rows, in the order of the first that has them; what is summed up comes last."""
+    names = dict.fromkeys(column for row in rows for column in row)
+    first = [name for name in names if not name.startswith("pass")]
+    place = first.index("errors") if "errors" in first else len(first)
+    return [*first[:place], *(name for name in names if name.startswith("pass")), *first[place:]]
+
+
+def _passes(entry: Entry) -> list[str]:
+    prefix = f"eval/{entry.report.env}/pass"
+    found = {key.removeprefix(f"eval/{entry.report.env}/"): value for key, value in entry.report.metrics().items() if key.startswith(prefix)}  # fmt: skip
+    if len(found) <= 2:  # of one attempt: the share of tasks solved alone
+        return []
+    listed = ", ".join(f"{name} {number(value)}" for name, value in found.items())
+    return [f"{entry.report.env}, {entry.target.name}: {listed}", ""]
+
+
+def _reasons(report: EvalReport) -> str:
+    counted = [f"{reason} {count}" for reason, count in report.errors.most_common()]
+    first = next(result for attempts in report.results for result in attempts if not result.ok)
+    return f"{', '.join(counted)} (the first: {first.task_id}: {first.message})"

@@ -1,0 +1,281 @@
+"""A whole evaluation on its own: environments × policies, against servers of ours or an API; results that a killed one goes on with."""
+
+import asyncio
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prime_rl.config.shared import ClientConfig
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.venv import prepare
+from prime_rl.errors import UserError
+from prime_rl.evals.episodes import Denied, Job, Round
+from prime_rl.evals.progress import Bars
+from prime_rl.evals.report import Entry, number, print_table, write_report
+from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
+from prime_rl.evals.store import Store
+from prime_rl.evals.targets import API, Target, Versions, targets
+from prime_rl.monitor import Monitor, Status, log
+from prime_rl.orchestrator.engine import Misrouted
+from prime_rl.orchestrator.evals import EvalPlan, EvalReport
+from prime_rl.orchestrator.fleet import RoutedPool
+
+if TYPE_CHECKING:
+    from prime_rl.config import EvalConfig
+    from prime_rl.config.eval import EvalEnv
+
+logger = log.get("eval")
+
+_RESTORE_SECONDS = 120.0
+_NUMBERED = re.compile(r"(.+)#[0-9]+")  # how `envs` tells tasks apart that share an id
+
+
+def check_key(client: ClientConfig) -> None:
+    """A key that was asked for is there.
+
+    Raises:
+        UserError: the variable that was named is not set.
+    """
+    default = ClientConfig.model_fields["api_key_var"].default
+    if client.api_key_var != default and not os.environ.get(client.api_key_var):
+        raise UserError(f"client.api_key_var: the variable {client.api_key_var} is not set")
+
+
+async def run_evals(config: "EvalConfig") -> list[Entry]:
+    """Evaluate every environment at every target; results in `evals/<env>/<target>`, `evals/report.md`, metrics, a table.
+
+    Raises:
+        UserError: the server does not answer, an environment cannot be loaded, no attempt of one was scored, or too many failed.
+    """
+    status = Status(config.output_dir, "eval")
+    status.phase("waiting for the server")
+    chat = await way_of_asking(config, status.waiting) == "chat"
+    monitor = Monitor(config.output_dir, "eval", config.monitor, config.model_dump(mode="json"))
+    pool = make_pool(config, chat)
+    run = Evaluation(config, pool, monitor, status, chat)
+    try:
+        async with AsyncExitStack() as stack:
+            servers = None if chat else await connect(config, stack, status)
+            await pool.start(config.client.ready_timeout)
+            for env in config.environments:
+                say_what_is_odd(env, [task.task_id for task in pool.tasks(env.name)], run.wanted(env))
+            await run.all(servers)
+    except Misrouted as error:
+        raise UserError(str(error)) from error
+    except Denied as error:
+        status.done("failed: the key was refused")
+        raise UserError(f"{refused_key(config.client)}: {error}. {run.kept()}") from error
+    except asyncio.CancelledError:
+        logger.warning("interrupted. %s", run.kept())
+        status.done("stopped")
+        raise
+    finally:
+        await pool.close()
+        monitor.close()
+        run.report()
+    if troubles := [trouble for entry in run.entries if (trouble := trouble_of(entry.report, config)) is not None]:
+        status.done("failed: too many attempts failed")
+        raise UserError("; ".join(troubles))
+    status.done("finished")
+    return run.entries
+
+
+def make_pool(config: "EvalConfig", chat: bool) -> EnvPool:
+    """The worker pool of all environments."""
+    return EnvPool(
+        prepare(config.environments),
+        model=config.model.name,
+        base_url=config.client.base_urls,
+        api_key=os.environ.get(config.client.api_key_var),
+        renderer=config.renderer,
+        output_dir=config.output_dir,
+        log_level=config.log.level,
+        chat_timeout=config.client.timeout if chat else None,
+    )
+
+
+class Evaluation:
+    """What one command evaluates. `entries` is what there is so far."""
+
+    def __init__(self, config: "EvalConfig", pool: EnvPool, monitor: Monitor, status: Status, chat: bool) -> None:
+        self._config, self._pool, self._monitor, self._status, self._chat = config, pool, monitor, status, chat
+        self._versions = Versions(config.weights_dir or Path())
+        self._reported: dict[tuple[str, str], Entry] = {}
+
+    @property
+    def entries(self) -> list[Entry]:
+        return list(self._reported.values())
+
+    async def all(self, servers: Servers | None) -> None:
+        """Every target, one after the other. Servers that were given weights serve their base again at the end."""
+        try:
+            async for target in self._targets(servers):
+                if servers is not None and (target.weights is not None or target.base):
+                    served = await self._serve(servers, target)
+                    if served is None:
+                        continue
+                    target = served
+                await self._one(target, servers)
+        finally:
+            if servers is not None and self._config.weights_dir is not None:
+                self._status.phase("restoring the base model")
+                async with asyncio.timeout(_RESTORE_SECONDS):
+                    await servers.restore()
+
+    def _targets(self, servers: Servers | None) -> AsyncIterator[Target]:
+        if self._config.weights_dir is not None:
+            return targets(self._config, self._versions, self._status.waiting)
+        return _only(API if servers is None else servers.as_served())
+
+    async def _serve(self, servers: Servers, target: Target) -> Target | None:
+        """The target, loaded; None where it was removed before that."""
+        self._status.phase(f"loading {target.name}")
+        try:
+            return await servers.serve(target)
+        except UserError:
+            if target.weights is None or target.weights.directory.is_dir():
+                raise
+            self._versions.skip(target.version, "it was removed before the servers had loaded it")
+            return None
+
+    async def _one(self, target: Target, servers: Servers | None) -> None:
+        begin = time.monotonic()
+        with Stores() as stores:
+            jobs = [self._job(env, target, stores) for env in self._config.environments]
+            total = sum(len(job.tasks) * job.plan.rollouts_per_example for job in jobs)
+            with Bars(
+                target.name, {job.plan.env: len(job.tasks) * job.plan.rollouts_per_example for job in jobs}
+            ) as bars:
+                for job in jobs:
+                    for result in (result for attempts in job.kept() for result in attempts if result.ok):
+                        bars.add(job.plan.env, result)
+                if bars.done:
+                    logger.info("%s: %d of %d attempts are there already", target.name, bars.done, total)
+                self._status.phase(f"evaluating {target.name}: {bars.done}/{total}")
+
+                def on_kept(job: Job, result: Any) -> None:
+                    bars.add(job.plan.env, result)
+                    self._status.phase(f"evaluating {target.name}: {bars.done}/{total}")
+
+                pool = self._pool if servers is None else RoutedPool(self._pool, servers.fleet)
+                try:
+                    await Round(self._config, pool, jobs, target.version, servers, on_kept).run()
+                finally:
+                    for job in jobs:
+                        self._conclude(job, target, time.monotonic() - begin)
+            for job in jobs:
+                self._log(self._reported[job.plan.env, target.name])
+        self.report(quiet=True)
+
+    def _job(self, env: "EvalEnv", target: Target, stores: "Stores") -> Job:
+        config = self._config
+        sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
+        attempts = env.rollouts_per_example or config.rollouts_per_example
+        plan = EvalPlan(env.name, env.name, sampling, self.wanted(env), attempts, config.seq_len, self._chat)
+        tasks = self._pool.tasks(env.name)
+        tasks = tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
+        place = config.output_dir / "evals" / env.name.replace("/", "--") / target.name
+        clean = config.clean or self._replaced(target, place)
+        return Job(plan, tasks, stores.open(place, made_with(config, env, plan, target), clean))
+
+    def _replaced(self, target: Target, place: Path) -> bool:
+        """Whether, while versions are followed, another one bore this number that another life of the trainer has replaced since."""
+        before = self._reported.get((place.parent.name, target.name))
+        return self._config.follow and before is not None and before.target.hash != target.hash
+
+    def _conclude(self, job: Job, target: Target, seconds: float) -> None:
+        report = EvalReport(job.plan.env, target.version, seconds, job.kept(), self._config.solved_at)
+        self._reported[job.plan.env, target.name] = Entry(target, report, job.store.spent)
+        job.store.write_table(target.version)
+
+    def _log(self, entry: Entry) -> None:
+        metrics, prefix = entry.report.metrics(), f"eval/{entry.report.env}"
+        self._monitor.log(entry.target.version, metrics)
+        reward, half = (metrics.get(f"{prefix}/avg@{entry.report.attempts_per_task}{end}") for end in ("", "/ci95"))
+        logger.info(
+            "%s, %s: avg@%d %s ± %s | errors %s | %.1f s",
+            entry.target.name, entry.report.env, entry.report.attempts_per_task, number(reward), number(half),
+            dict(entry.report.errors), entry.report.seconds,
+        )  # fmt: skip
+
+    def wanted(self, env: "EvalEnv") -> int:
+        """Tasks of an environment that are to be attempted; -1: all."""
+        return self._config.num_examples if env.num_examples is None else env.num_examples
+
+    def kept(self) -> str:
+        """For people, when it ends early."""
+        count = sum(len(entry.report.scored) for entry in self.entries)
+        return f"{count} scored attempts are kept in {self._config.output_dir / 'evals'}: the same command goes on from there"
+
+    def report(self, quiet: bool = False) -> None:
+        """Write what there is, and print it unless `quiet`."""
+        if self.entries or self._versions.skipped:
+            write_report(self.entries, self._versions.skipped, self._config, self._config.output_dir / "evals")
+            if not quiet:
+                print_table(self.entries, self._config)
+
+
+class Stores:
+    """Stores that are closed together."""
+
+    def __init__(self) -> None:
+        self._open: list[Store] = []
+
+    def __enter__(self) -> "Stores":
+        return self
+
+    def open(self, place: Path, settings: dict[str, Any], clean: bool) -> Store:
+        self._open.append(Store(place, settings, clean=clean))
+        return self._open[-1]
+
+    def __exit__(self, *exc: object) -> None:
+        for store in self._open:
+            store.close()
+
+
+async def _only(target: Target) -> AsyncIterator[Target]:
+    yield target
+
+
+def made_with(config: "EvalConfig", env: "EvalEnv", plan: EvalPlan, target: Target) -> dict[str, Any]:
+    """What the results of an environment depend on. How many tasks and attempts is not of it: more of them go on from those that are there."""
+    names = ("id", "args", "adapter", "python", "requirements", "max_turns", "turn_timeout", "overflow")
+    given = env.model_dump(mode="json", include=set(names))
+    ours = {"client.base_url": config.client.base_urls[0]} if plan.chat else {"seq_len": config.seq_len, "renderer": config.renderer}  # fmt: skip
+    return {
+        "model.name": config.model.name,
+        "environment": given,
+        "sampling": plan.sampling.model_dump(mode="json"),
+        "seed": config.seed,
+        "weights": target.hash,
+        **ours,
+    }
+
+
+def say_what_is_odd(env: "EvalEnv", task_ids: Sequence[str], wanted: int) -> None:
+    """Warn of what may not be what was meant: fewer tasks than asked for, tasks that share an id."""
+    if wanted > len(task_ids):
+        logger.warning("%s has %d tasks, not %d: all of them are evaluated", env.name, len(task_ids), wanted)
+    known = set(task_ids)
+    twice = [found[0] for task in task_ids if (found := _NUMBERED.fullmatch(task)) and found[1] in known]
+    if twice:
+        logger.warning(
+            "%s: %d tasks share their id with an earlier one and count as tasks of their own (the first is %s): are rows repeated?",
+            env.name, len(twice), twice[0],
+        )  # fmt: skip
+
+
+def trouble_of(report: EvalReport, config: "EvalConfig") -> str | None:
+    """Why an environment's evaluation cannot be relied on; None if it can."""
+    if report.error_rate <= config.max_error_rate and report.scored:
+        return None
+    first = next((result for attempts in report.results for result in attempts if not result.ok), None)
+    where = f"{report.env} on version {report.version}"
+    example = "" if first is None else f"; the first one: {first.outcome}: {first.message}"
+    if not report.scored:
+        return f"no episode of {where} succeeded{example}"
+    return f"{report.errors.total()} of {report.rollouts} attempts of {where} failed (max_error_rate {config.max_error_rate:g}){example}"

@@ -1,0 +1,201 @@
+"""The attempts of one environment at one policy, in a directory of its own: what is finished is never lost, nor made twice.
+
+settings.json     what the results depend on; another evaluation does not go on with them
+results.jsonl     a line an attempt, appended as they finish; a failed one that is made again has a later line
+results.arrow     the same by task and attempt, written at the end
+"""
+
+import fcntl
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.evals import reply_tokens
+from prime_rl.transport.commit import disk_errors, sync, write_atomically
+
+RESULTS, TABLE, SETTINGS = "results.jsonl", "results.arrow", "settings.json"
+
+Key = tuple[str, int]  # task id, attempt
+
+
+class Store:
+    """Open until `close`. Raises UserError where other settings made what is there, or another evaluation writes to it.
+
+    Attributes:
+        results: The last result of every attempt that was made.
+        spent: Tokens of prompts and of replies, of failed attempts too.
+    """
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any], *, clean: bool = False) -> None:
+        self.directory = directory
+        if clean and directory.is_dir():
+            shutil.rmtree(directory)
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(directory / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            self._lock()
+            self._check(flat(settings))
+            self.results: dict[Key, EpisodeResult] = {}
+            self.spent = (0, 0)
+            for row in self._read():
+                self._take(row["attempt"], _result(row))
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def scored(self, task_id: str, attempt: int) -> bool:
+        """Whether that attempt need not be made any more. One that failed is made again."""
+        found = self.results.get((task_id, attempt))
+        return found is not None and found.ok
+
+    def add(self, attempt: int, result: EpisodeResult, version: int) -> None:
+        """Append one. Whatever is killed afterwards, it stays; half a line is dropped by the next reader.
+
+        Raises:
+            UserError: the disk is full, or fails.
+        """
+        line = (json.dumps(_row(attempt, result, version)) + "\n").encode()
+        with disk_errors(self.directory / RESULTS, "the results before are kept"):
+            while line:
+                line = line[os.write(self._file, line) :]
+        self._take(attempt, result)
+
+    def write_table(self, version: int) -> None:
+        """Write `results.arrow` from what there is."""
+        import pyarrow as pa
+
+        rows = [_row(attempt, result, version) for (_, attempt), result in sorted(self.results.items())]
+        sink = pa.BufferOutputStream()
+        table = pa.Table.from_pylist(
+            [{**row, "rewards": list(row["rewards"].items()), "metrics": list(row["metrics"].items())} for row in rows],
+            schema=_schema(),
+        )
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+        write_atomically(self.directory / TABLE, sink.getvalue().to_pybytes())
+
+    def close(self) -> None:
+        """Make it durable and let others write."""
+        with disk_errors(self.directory / RESULTS, "a power cut may undo the last results"):
+            sync(self.directory / RESULTS)
+        os.close(self._file)
+
+    def _take(self, attempt: int, result: EpisodeResult) -> None:
+        self.results[result.task_id, attempt] = result
+        self.spent = self.spent[0] + result.input_tokens, self.spent[1] + result.output_tokens
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another evaluation is writing to {self.directory}: wait for it, or give another --output-dir"
+            ) from error
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        path = self.directory / SETTINGS
+        try:
+            before = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            write_atomically(path, json.dumps(settings, indent=1).encode())
+            return
+        except ValueError as error:
+            raise UserError(f"{path} cannot be read ({error}): make the results anew with --clean") from error
+        for key in sorted(before.keys() | settings.keys()):
+            if before.get(key) != settings.get(key):
+                raise UserError(
+                    f"{self.directory} holds results made with {key} = {_shown(before, key)}, and now it is {_shown(settings, key)}: "
+                    "go back to that, give another --output-dir, or make them anew with --clean"
+                )
+
+    def _read(self) -> Iterable[dict[str, Any]]:
+        path = self.directory / RESULTS
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):  # a killed writer's last words
+            os.ftruncate(self._file, whole)
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UserError(f"line {number} of {path} is damaged: mend it, or make the results anew with --clean") from error  # fmt: skip
+
+
+def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
+    """Dotted names: what differs can be named."""
+    found: dict[str, Any] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{before}{key}.")
+        else:
+            found[f"{before}{key}"] = value
+    return found
+
+
+def _shown(settings: Mapping[str, Any], key: str) -> str:
+    return json.dumps(settings[key]) if key in settings else "nothing"
+
+
+def _row(attempt: int, result: EpisodeResult, version: int) -> dict[str, Any]:
+    return {
+        "task_id": result.task_id,
+        "attempt": attempt,
+        "version": version,
+        "outcome": str(result.outcome),
+        "message": result.message,
+        "reward": result.reward if result.ok else None,
+        "rewards": _finite(result.rewards),
+        "metrics": _finite(result.metrics),
+        "is_truncated": result.is_truncated,
+        "num_turns": result.num_turns,
+        "input_tokens": result.input_tokens,
+        "output_tokens": reply_tokens(result),
+        "seconds": sum(result.timing.values()),
+        "prompt": result.prompt,
+        "completion": result.completion,
+    }
+
+
+def _result(row: Mapping[str, Any]) -> EpisodeResult:
+    return EpisodeResult(
+        "",
+        "",
+        row["task_id"],
+        Outcome(row["outcome"]),
+        row["message"],
+        row["reward"] or 0.0,
+        row["rewards"],
+        row["metrics"],
+        is_truncated=row["is_truncated"],
+        num_turns=row["num_turns"],
+        prompt=row["prompt"],
+        completion=row["completion"],
+        timing={"": row["seconds"]},
+        input_tokens=row["input_tokens"],
+        output_tokens=row["output_tokens"],
+    )
+
+
+def _finite(values: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no other numbers."""
+    return {name: value for name, value in values.items() if math.isfinite(value)}
+
+
+def _schema() -> Any:
+    import pyarrow as pa
+
+    numbers = pa.map_(pa.string(), pa.float64())
+    return pa.schema(
+        [
+            ("task_id", pa.string()), ("attempt", pa.int32()), ("version", pa.int64()), ("outcome", pa.string()), ("message", pa.string()),
+            ("reward", pa.float64()), ("rewards", numbers), ("metrics", numbers), ("is_truncated", pa.bool_()), ("num_turns", pa.int32()),
+            ("input_tokens", pa.int64()), ("output_tokens", pa.int64()), ("seconds", pa.float64()), ("prompt", pa.string()), ("completion", pa.string()),
+        ]
+    )  # fmt: skip

@@ -1,0 +1,172 @@
+"""What is evaluated: what a server holds as it is, or the base model and the versions of a directory, one after the other."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prime_rl.errors import UserError
+from prime_rl.monitor import log
+from prime_rl.monitor.status import read_status
+from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, TrainerWatch
+from prime_rl.transport.commit import CommitError, list_steps
+from prime_rl.transport.protocol import BASE
+from prime_rl.transport.weights import WeightsManifest, never_written, version_dir, weights_manifest
+
+if TYPE_CHECKING:
+    from prime_rl.config import EvalConfig
+
+logger = log.get("eval")
+
+LOOK_SECONDS = 1.0  # between two looks at the directory
+_WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
+
+
+@dataclass(frozen=True)
+class Target:
+    """One policy.
+
+    Attributes:
+        name: Of its directory: `step_<version>`, or `api`.
+        hash: Of its weights; empty where nobody says.
+        weights: The committed version that servers are to load; None where they are to serve their base (`base`), or stay as they are.
+    """
+
+    name: str
+    version: int
+    hash: str = ""
+    weights: WeightsManifest | None = None
+    base: bool = False
+
+
+API = Target("api", 0)
+
+
+@dataclass
+class Versions:
+    """The versions of `weights_dir` that are to be evaluated, and why some were not."""
+
+    directory: Path
+    skipped: dict[int, str] = field(default_factory=dict)
+    given: dict[int, str] = field(default_factory=dict)  # hash of each that was
+
+    def base(self) -> Target:
+        """The base model: version 0 where it is committed, else whatever the server was started with."""
+        if BASE not in list_steps(self.directory):
+            return Target(f"step_{BASE}", BASE, base=True)
+        found = self.find(BASE)
+        return found or Target(f"step_{BASE}", BASE, base=True)
+
+    def find(self, version: int) -> Target | None:
+        """A committed version; None, and the reason in `skipped`, where servers cannot load it."""
+        directory = version_dir(self.directory, version)
+        try:
+            manifest = weights_manifest(directory)
+        except CommitError as error:
+            self.skip(version, f"{error}" if directory.is_dir() else "it was removed before it was its turn")
+            return None
+        if manifest.sender is not None:
+            self.skip(version, never_written(directory))
+            return None
+        self.given[version] = manifest.hash
+        return Target(f"step_{version}", version, manifest.hash, manifest)
+
+    def skip(self, version: int, why: str) -> None:
+        """Say and remember that `version` is not evaluated."""
+        logger.warning("version %d is not evaluated: %s", version, why)
+        self.skipped[version] = why
+
+
+def check_versions(config: "EvalConfig") -> None:
+    """What can be known before anything starts: the directory and the named versions are there.
+
+    Raises:
+        UserError: they are not; it lists those that are.
+    """
+    if config.weights_dir is None or config.follow:
+        return
+    found = list_steps(config.weights_dir)
+    there = ", ".join(map(str, found)) or "none"
+    if missing := [step for step in config.steps if step not in found and step != BASE]:
+        named = ", ".join(map(str, missing))
+        raise UserError(f"steps: there is no version {named} in {config.weights_dir} (there: {there})")
+    if not config.steps and not _chosen(config, found):
+        raise UserError(
+            f"weights_dir: there is no version to evaluate in {config.weights_dir} (there: {there}; --follow waits for some)"
+        )
+
+
+async def targets(
+    config: "EvalConfig", versions: Versions, on_wait: Callable[[str, str, float], None]
+) -> AsyncIterator[Target]:
+    """The base and the versions to evaluate, in their order; with `follow` those that are committed meanwhile, too, until who writes them has ended."""
+    named = sorted(set(config.steps) - {BASE})
+    chosen = named if config.steps else _chosen(config, list_steps(versions.directory))
+    if config.eval_base or BASE in config.steps:
+        yield versions.base()
+    if not config.follow:
+        for version in chosen:
+            if (target := versions.find(version)) is not None:
+                yield target
+        return
+    async for target in _follow(config, versions, on_wait):
+        yield target
+
+
+async def _follow(
+    config: "EvalConfig", versions: Versions, on_wait: Callable[[str, str, float], None]
+) -> AsyncIterator[Target]:
+    writer = Writer(versions.directory.parent)
+    while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
+        ended = writer.ended()  # before the look: what was committed before the last word is seen
+        fresh = [version for version in _chosen(config, list_steps(versions.directory)) if _is_new(versions, version)]
+        if fresh:
+            if (target := versions.find(fresh[0])) is not None:
+                yield target
+            continue
+        if ended:
+            break
+        on_wait("the next version", writer.name, GONE_SECONDS)
+        await asyncio.sleep(LOOK_SECONDS)
+    newest = max([*versions.given, *versions.skipped], default=0)
+    for version in range(config.interval or newest + 1, newest, config.interval or 1):
+        if version not in versions.given and version not in versions.skipped:
+            versions.skip(version, "it was never seen: not exported, or removed again while another one was evaluated")
+
+
+def _is_new(versions: Versions, version: int) -> bool:
+    """Not evaluated yet, or made again since, by another life of the trainer."""
+    if version not in versions.given:
+        return version not in versions.skipped
+    try:
+        return weights_manifest(version_dir(versions.directory, version)).hash != versions.given[version]
+    except CommitError:  # removed meanwhile: it was evaluated
+        return False
+
+
+def _chosen(config: "EvalConfig", found: list[int]) -> list[int]:
+    return [version for version in found if version != BASE and version % (config.interval or 1) == 0]
+
+
+class Writer:
+    """Who commits versions into a run directory: the trainer, or `sft`, whichever gave a sign last."""
+
+    def __init__(self, run_dir: Path, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._run_dir, self._monotonic = run_dir, monotonic
+        self._watch: TrainerWatch | None = None
+        self._since = monotonic()
+        self.name = f"the run in {run_dir}"
+
+    def ended(self) -> bool:
+        """Whether no more is to come: it said so, has given no sign for long, or nobody has come at all."""
+        statuses = read_status(self._run_dir)
+        found = max(
+            (name for name in _WRITERS if name in statuses), key=lambda name: statuses[name].heartbeat, default=""
+        )
+        if not found:
+            return self._watch is None and self._monotonic() - self._since > GONE_SECONDS
+        if self._watch is None or found != self.name:
+            self._watch, self.name = TrainerWatch(self._run_dir, self._monotonic, found), found
+        return self._watch.ended(asked_to_stop=False)

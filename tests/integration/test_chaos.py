@@ -1,0 +1,166 @@
+"""Chaos: workers are killed, stopped, hang, leak, flood their log and return rubbish while a run trains. It reaches its end, and every episode is accounted for.
+
+Real are the orchestrator, its ledger and batches, the pool, and the worker processes; scripted are the trainer, the engine and what the
+environments do (`support/stub_worker.py`). Which episode does what is a draw over its name, when workers are killed is one, too.
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faults import audit as finished_run
+from prime_rl.envs import crew as crew_module
+from prime_rl.envs import pool as pool_module
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import EpisodeResult
+from prime_rl.orchestrator.audit import audit
+from prime_rl.transport.commit import read_manifest
+from support.scripted import World, has_batch, until
+from support.stub_worker import stub_python
+
+CRASHES = ["kill", "stop", "exit", "segfault", "sys-exit", "raise"]
+HANGS = ["loop", "hold", "leak", "chatter", "stray"]
+RUBBISH = [
+    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
+]  # fmt: skip
+
+
+class Witness(EnvPool):
+    """Counts what the orchestrator was told."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.outcomes: Counter[str] = Counter()
+        self.answered: Counter[str] = Counter()
+
+    async def run(self, **asked: Any) -> EpisodeResult:
+        result = await super().run(**asked)
+        self.outcomes[result.outcome] += 1
+        self.answered[asked["episode_id"]] += 1
+        return result
+
+
+def environments(directory: Path, seed: int) -> list[dict[str, Any]]:
+    """Three that go wrong in their own ways; each grows, and renews its workers."""
+    shares = {"crashes": (CRASHES, 0.15), "hangs": (HANGS, 0.1), "rubbish": (RUBBISH, 0.35)}
+    return [
+        {
+            "id": "stub", "name": name, "python": str(stub_python(directory)), "workers": 1, "max_workers": 2, "max_concurrent": 4,
+            "recycle_episodes": 25, "recycle_mib": 400,
+            "args": {"deeds": deeds, "chance": chance, "seed": seed, "seconds": 0.05, "directory": str(directory)},
+        }
+        for name, (deeds, chance) in shares.items()
+    ]  # fmt: skip
+
+
+async def strike(pool: EnvPool, chance: random.Random, pause: float) -> None:
+    """SIGKILL and SIGSTOP to workers, ready or not."""
+    while True:
+        await asyncio.sleep(chance.uniform(0.5, 1.5) * pause)
+        if lives := list(pool._lives.values()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(chance.choice(lives).process.pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
+
+
+async def train(world: World, steps: int) -> None:
+    for step in range(steps):
+        await until(has_batch(world, step), timeout=500)
+        world.trainer.commit(step + 1)
+
+
+async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, seed: int, pause: float) -> Witness:
+    """One run of so many steps."""
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 5.0)
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
+    world = World(
+        directory / "run", environment=None, environments=environments(directory, seed), batch_size=12, rollouts_per_example=2, async_level=1,
+        max_steps=steps, max_error_rate=1.0, rollout_timeout=20.0, seed=seed,
+    )  # fmt: skip
+    pool = Witness(
+        world.config.environments, model="none", base_url=world.engine.root, api_key=None, output_dir=world.directory, hang_timeout=3.0
+    )  # fmt: skip
+    world.pool = pool  # type: ignore[assignment]
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    trainer = asyncio.create_task(train(world, steps))
+    striker = asyncio.create_task(strike(pool, random.Random(seed), pause))
+    try:
+        async with asyncio.timeout(540):
+            await world.orchestrator().run()
+            await trainer
+    finally:
+        striker.cancel()
+        trainer.cancel()
+        await pool.close()
+    return pool
+
+
+def check(directory: Path, pool: Witness, steps: int) -> None:
+    """Every episode ended once, as the ledger, the batches and the pool say alike; what was started is gone."""
+    run = directory / "run"
+    assert list(finished_run._ledger(run, steps)) == []
+    assert list(finished_run._batches(run, steps)) == []
+    assert list(finished_run._leftovers(run)) == []
+    report = audit(run)
+    assert report.faults == []
+    report.account.check()
+    assert set(report.account.envs) == {"crashes", "hangs", "rubbish"}
+    total = report.account.total
+    print(
+        total,
+        dict(pool.outcomes),
+        f"{pool.restarts} restarts, {sum(crew.recycled for crew in pool._envs.values())} recycled",
+    )
+    assert (total.in_flight, total.finished, total.batched) == (0, 0, 0)
+    assert total.issued == total.trained + sum(total.dropped.values())
+    assert max(pool.answered.values()) == 1
+    assert set(trained(run, steps)) <= set(pool.answered)
+    assert pool.restarts >= 3
+    assert pool.outcomes["worker_died"] >= 3
+    assert pool.outcomes["invalid"] >= 1
+    for log in (run / "logs" / "envs").iterdir():
+        assert log.stat().st_size <= 16 << 20
+    assert marked_processes(pool) == []
+
+
+def trained(run: Path, steps: int) -> list[str]:
+    names = [
+        name for step in range(steps) for name in read_manifest(run / "rollouts" / f"step_{step}").extra["samples"]
+    ]
+    assert len(set(names)) == len(names)
+    return [name.rpartition(".")[0] for name in names]
+
+
+def marked_processes(pool: EnvPool) -> list[int]:
+    """What the pool's workers left behind: they all bear its token's pipe in their environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                process.name.isdigit()
+                and f"PRIMERL_ENV_TOKEN={pool._token}".encode() in (process / "environ").read_bytes()
+            ):
+                found.append(int(process.name))
+    return found
+
+
+async def test_a_run_survives_its_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a few steps, a fault every second or so."""
+    pool = await endure(tmp_path, monkeypatch, steps=12, seed=1, pause=2.0)
+    check(tmp_path, pool, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_long_run_survives_its_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Contract: the same for forty steps."""
+    pool = await endure(tmp_path, monkeypatch, steps=40, seed=seed, pause=3.0)
+    check(tmp_path, pool, 40)
+    assert sum(crew.recycled for crew in pool._envs.values()) >= 1

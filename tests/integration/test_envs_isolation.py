@@ -1,0 +1,311 @@
+"""Workers that grow in number, grow old, hang, leak, crash and return rubbish: contained, replaced, and the episode at fault named.
+
+The workers are real processes around a scripted environment (`support/stub_worker.py`), ready in a moment.
+"""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prime_rl.config.shared import EnvConfig
+from prime_rl.envs import crew as crew_module
+from prime_rl.envs import output as output_module
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.errors import UserError
+from support.stub_worker import TASKS, stub_python, tell
+
+SECONDS = 120.0  # until something that should happen counts as not happening
+
+
+def stub(directory: Path, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
+    settings = {"id": "stub", "max_concurrent": 4, "python": str(stub_python(directory)), **settings}
+    return EnvConfig(args={"directory": str(directory), **(args or {})}, **settings)
+
+
+@asynccontextmanager
+async def serving(directory: Path, *envs: EnvConfig, **options: Any) -> AsyncIterator[EnvPool]:
+    address = "http://127.0.0.1:9"
+    pool = EnvPool(envs, model="none", base_url=address, api_key=None, output_dir=directory / "out", **options)
+    try:
+        await pool.start(SECONDS)
+        yield pool
+    finally:
+        await pool.close()
+
+
+async def run(pool: EnvPool, task: int = 0, name: str = "0.0.0", seconds: float = SECONDS) -> EpisodeResult:
+    return await pool.run(
+        env="stub", task_index=task, sampling={}, policy_version=0, episode_id=name, deadline=time.monotonic() + seconds
+    )
+
+
+def pids(pool: EnvPool) -> set[int]:
+    return {life.process.pid for life in pool._lives.values()}
+
+
+def alive(pid: int) -> bool:
+    """A process that is there and no zombie (in a container nobody may reap orphans)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+# ---- how many
+
+
+async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
+    """As many as fit are run by the workers there are; more than that start others, up to `max_workers`, which get what waits."""
+    env = stub(tmp_path, {"slow": 1000.0}, max_concurrent=2, max_workers=3)
+    async with serving(tmp_path, env) as pool:
+        crew = pool._envs["stub"]
+        filling = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2)]
+        await until(lambda: sum(len(life.pending) for life in crew.lives) == 2)
+        await asyncio.sleep(3 * crew_module.WATCH_SECONDS)
+        assert len(crew.seats) == 1
+        more = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2, 9)]
+        await until(lambda: sum(len(life.pending) for life in crew.lives) == 6)
+        assert len(crew.seats) == 3
+        assert sorted(len(life.pending) for life in crew.lives) == [2, 2, 2]
+        for task in (*filling, *more):
+            task.cancel()
+        await asyncio.wait([*filling, *more], timeout=SECONDS)
+        assert (await run(pool)).ok
+        assert len(crew.seats) == 3
+        assert pool.restarts == 0
+
+
+async def test_the_room_of_an_episode_goes_to_who_waits_longest(tmp_path: Path) -> None:
+    """Nobody is kept waiting in a full worker's queue, and none is overtaken."""
+    async with serving(tmp_path, stub(tmp_path, {"seconds": 0.01}, max_concurrent=1)) as pool:
+        order: list[int] = []
+
+        async def one(number: int) -> None:
+            assert (await run(pool, number % TASKS, str(number))).ok
+            order.append(number)
+
+        await asyncio.gather(*(one(number) for number in range(30)))
+        assert order == list(range(30))
+
+
+async def test_a_deadline_that_passes_while_all_are_full(tmp_path: Path) -> None:
+    """It is a timeout that says so, and leaves no seat taken."""
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
+        blocker = asyncio.create_task(run(pool, TASKS - 1))
+        await asyncio.sleep(0)
+        result = await run(pool, name="late", seconds=0.3)
+        assert (result.outcome, "full" in result.message) == (Outcome.TIMEOUT, True)
+        blocker.cancel()
+        await asyncio.wait([blocker], timeout=SECONDS)
+        assert (await run(pool)).ok
+
+
+# ---- growing old
+
+
+async def test_a_worker_is_replaced_after_so_many_episodes(tmp_path: Path) -> None:
+    """Successors take over without an episode lost or doubled; the old ones finish what they have, and end."""
+    env = stub(tmp_path, {"seconds": 0.02, "slow": 3.0}, recycle_episodes=5)
+    async with serving(tmp_path, env) as pool:
+        crew, first = pool._envs["stub"], pids(pool)
+        slow = asyncio.create_task(run(pool, TASKS - 1, "slow"))
+        number = 0
+        async with asyncio.timeout(SECONDS):
+            while crew.recycled < 3 or first & pids(pool):
+                results = await asyncio.gather(*(run(pool, i, f"{number}.{i}") for i in range(3)))
+                assert [result.episode_id for result in results] == [f"{number}.{i}" for i in range(3)]
+                assert all(result.ok for result in results)
+                number += 1
+        assert (await slow).ok
+        await until(lambda: not any(alive(worker) for worker in first))
+        assert pool.restarts == 0
+
+
+async def test_a_worker_that_leaks_is_replaced(tmp_path: Path) -> None:
+    """By the memory of all that it has started, itself included."""
+    env = stub(tmp_path, {"seconds": 0.1, "leak_mib": 16}, recycle_mib=200)
+    async with serving(tmp_path, env) as pool:
+        crew = pool._envs["stub"]
+        async with asyncio.timeout(SECONDS):
+            while crew.recycled < 2:
+                assert (await run(pool)).ok
+        assert pool.restarts == 0
+
+
+async def test_a_limit_that_a_fresh_worker_exceeds(tmp_path: Path) -> None:
+    """It would replace every worker at once, for ever: refused, with both numbers."""
+    with pytest.raises(UserError, match=r"a fresh worker holds \d+ MiB already, so recycle_mib 2 "):
+        async with serving(tmp_path, stub(tmp_path, recycle_mib=2)):
+            pass
+
+
+async def test_a_successor_that_cannot_start(tmp_path: Path) -> None:
+    """The old worker goes on; should it die, too, the pool ends with the cause, and the question what has changed."""
+    env = stub(tmp_path, recycle_episodes=1)
+    async with serving(tmp_path, env) as pool:
+        worker = pids(pool)
+        (tmp_path / "python").unlink()
+        for number in range(20):
+            assert (await run(pool, name=str(number))).ok
+            await asyncio.sleep(0.1)
+        assert pids(pool) == worker
+        assert pool._envs["stub"]._setbacks >= 1
+        tell(tmp_path, "stub", "kill")
+        assert (await run(pool)).outcome is Outcome.WORKER_DIED
+        with pytest.raises(UserError, match=r"cannot start a worker of 'stub': .*python") as caught:
+            await run(pool)
+        assert "was its package removed or changed since?" in str(caught.value)
+
+
+async def test_a_package_that_is_gone_when_its_worker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few attempts the pool ends, names what is missing and where, and asks what has changed."""
+    monkeypatch.setattr(crew_module, "MAX_DEATHS", 2)
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        (tmp_path / "stub.gone").touch()
+        tell(tmp_path, "stub", "kill")
+        assert (await run(pool)).outcome is Outcome.WORKER_DIED
+        with pytest.raises(UserError, match="'stub' needs the module 'surely_not_installed'") as caught:
+            await run(pool)
+        assert "uv pip install --python" in str(caught.value)
+        assert "was its package removed or changed since?" in str(caught.value)
+
+
+async def test_an_interpreter_without_the_packages(tmp_path: Path) -> None:
+    """Named are the interpreter, the module, and how to get it there."""
+    python = tmp_path / "bare"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(UserError, match=r"bare' has no module '\w+': install .*uv pip install --python"):
+        async with serving(tmp_path, stub(tmp_path, python=str(python))):
+            pass
+
+
+# ---- what one episode may do to the others
+
+OWN = {
+    "raise": (Outcome.ERRORED, "scripted"),
+    "sys-exit": (Outcome.ERRORED, "called sys.exit(4)"),
+    "nan": (Outcome.INVALID, "reward is nan"),
+    "positive": (Outcome.INVALID, "log-probability"),
+    "other-episode": (Outcome.INVALID, "asked was episode 'culprit'"),
+    "unsendable": (Outcome.INVALID, "cannot be sent: TypeError"),
+    "giant": (Outcome.INVALID, "MiB"),
+    "twice": (Outcome.OK, ""),
+    "chatter": (Outcome.OK, ""),
+    "stray": (Outcome.OK, ""),
+}
+DEADLY = {
+    "kill": (Outcome.WORKER_DIED, "SIGKILL"),
+    "exit": (Outcome.ERRORED, "in this episode's code its worker exited with status 3"),
+    "segfault": (Outcome.ERRORED, "in this episode's code its worker killed by SIGSEGV"),
+    "misaligned": (Outcome.WORKER_DIED, "broken message: tokens, mask and logprobs"),
+    "types": (Outcome.WORKER_DIED, "broken message: EpisodeResult.reward is a str"),
+    "unknown-field": (Outcome.WORKER_DIED, "broken message: EpisodeResult lacks the fields [] and has ['more']"),
+    "bytes": (Outcome.WORKER_DIED, "broken message"),
+    "nested": (Outcome.WORKER_DIED, "broken message"),
+    "stranger": (Outcome.WORKER_DIED, "a result of request 1000000, which it never had"),
+}
+
+
+async def two(pool: EnvPool, directory: Path, deed: str) -> tuple[EpisodeResult, EpisodeResult]:
+    """An episode that does it, and one that runs meanwhile in the same worker."""
+    neighbour = asyncio.create_task(run(pool, TASKS - 1, "neighbour"))
+    await until(lambda: any(life.pending for life in pool._lives.values()))
+    tell(directory, "stub", deed)
+    culprit = await run(pool, 0, "culprit")
+    return culprit, await neighbour
+
+
+async def test_what_is_its_own_alone(tmp_path: Path) -> None:
+    """It costs the episode its result at most; its worker goes on with the others. Results that are none are said to be none."""
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1.0})) as pool:
+        workers = pids(pool)
+        for deed, (outcome, message) in OWN.items():
+            culprit, neighbour = await two(pool, tmp_path, deed)
+            assert (deed, culprit.outcome, neighbour.outcome) == (deed, outcome, Outcome.OK)
+            assert message in culprit.message
+        assert (pids(pool), pool.restarts) == (workers, 0)
+        stray = int((tmp_path / "stray").read_text())
+        assert alive(stray)
+    assert not alive(stray)
+
+
+async def test_what_costs_the_worker(tmp_path: Path) -> None:
+    """A worker that dies, or whose messages are none, is replaced; the episode whose code it died in is named, the others may be tried again."""
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1.0})) as pool:
+        for deaths, (deed, (outcome, message)) in enumerate(DEADLY.items(), 1):
+            culprit, neighbour = await two(pool, tmp_path, deed)
+            assert (deed, culprit.outcome, neighbour.outcome) == (deed, outcome, Outcome.WORKER_DIED)
+            assert message in culprit.message
+            assert (await run(pool)).ok
+            assert pool.restarts == deaths
+    assert "Segmentation fault" in (tmp_path / "out" / "logs" / "envs" / "stub.log").read_text()
+
+
+async def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
+    """Python code that never gives way, and catches exceptions: it alone fails, and is named."""
+    async with serving(tmp_path, stub(tmp_path, {"slow": 4.0}), hang_timeout=2.0) as pool:
+        workers = pids(pool)
+        culprit, neighbour = await two(pool, tmp_path, "loop")
+        assert (culprit.outcome, neighbour.outcome) == (Outcome.ERRORED, Outcome.OK)
+        assert "stub_worker.py" in culprit.message
+        assert "blocked the worker's event loop" in culprit.message
+        assert (pids(pool), pool.restarts) == (workers, 0)
+
+
+async def test_an_extension_that_holds_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No heartbeat comes any more: the worker is replaced, and the episode in whose code it is, is named."""
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 4.0)
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
+        culprit, neighbour = await two(pool, tmp_path, "hold")
+        assert (culprit.outcome, neighbour.outcome) == (Outcome.ERRORED, Outcome.WORKER_DIED)
+        assert "sent no heartbeat" in culprit.message
+        assert (await run(pool)).ok
+
+
+async def test_a_stopped_worker_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP comes from outside: all of its episodes may be tried again."""
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 4.0)
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
+        culprit, neighbour = await two(pool, tmp_path, "stop")
+        assert (culprit.outcome, neighbour.outcome) == (Outcome.WORKER_DIED, Outcome.WORKER_DIED)
+
+
+async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
+    """Also a daemon in a session of its own, whose parent is gone, when the worker was killed."""
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        tell(tmp_path, "stub", "stray")
+        assert (await run(pool)).ok
+        stray = int((tmp_path / "stray").read_text())
+        assert alive(stray)
+        os.kill(next(iter(pids(pool))), 9)
+        await until(lambda: not alive(stray))
+
+
+async def test_a_chatty_environment_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log keeps to a size, the newest in it, the older part beside it; results come through."""
+    monkeypatch.setattr(output_module, "LOG_BYTES", 1 << 20)
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        for _ in range(3):
+            tell(tmp_path, "stub", "chatter")
+            assert (await run(pool)).ok
+        tell(tmp_path, "stub", "raise")
+        assert (await run(pool)).outcome is Outcome.ERRORED
+    logs = sorted((tmp_path / "out" / "logs" / "envs").iterdir())
+    assert [log.name for log in logs] == ["stub.log", "stub.log.1"]
+    assert all(log.stat().st_size <= 1 << 20 for log in logs)
+    assert "scripted" in logs[0].read_text()[-2000:]

@@ -1,0 +1,209 @@
+"""`eval` itself: real environment workers against a scripted engine, a scripted API, and real vLLM; killed, interrupted, and gone on with."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from chat_api import ChatApi, refusal
+
+from prime_rl.transport.commit import stage
+from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, write_base_version
+
+SUPPORT = Path(__file__).parents[1] / "support"
+TIMEOUT = 240
+
+
+def evaluate(*arguments: object, variables: dict[str, str] | None = None) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "prime_rl.entrypoints.eval", *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, env={**os.environ, **(variables or {})}
+    )
+
+
+def attempts(directory: Path, target: str, env: str = "reverse-text") -> list[dict[str, Any]]:
+    path = directory / "evals" / env / target / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return sorted(rows, key=lambda row: (row["task_id"], row["attempt"]))
+
+
+def scores(directory: Path, target: str) -> list[tuple[str, float, str]]:
+    return [(row["task_id"], row["reward"], row["completion"]) for row in attempts(directory, target)]
+
+
+def commit_versions(weights: Path, model: Path, *versions: int) -> None:
+    """Version 0, and versions whose tensors are the model's, moved a little."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    weights.mkdir(parents=True, exist_ok=True)
+    write_base_version(weights, model)
+    for version in versions:
+        staged = weights / f"tensors-{version}"
+        staged.mkdir()
+        torch.manual_seed(version)
+        for file in model.glob("*.safetensors"):
+            moved = {
+                name: (tensor + 0.02 * torch.randn_like(tensor.float()).to(tensor.dtype))
+                for name, tensor in load_file(file).items()
+            }
+            save_file(moved, staged / file.name, metadata={"format": "pt"})
+        extra = manifest_extra(version, 0, hash_directory(staged))
+        with stage(version_dir(weights, version), step=version, producer="trainer", extra=extra) as place:
+            for file in staged.iterdir():
+                shutil.copy(file, place / file.name)
+
+
+@contextmanager
+def scripted_engine(model: Path, *options: str) -> Any:
+    command = [sys.executable, str(SUPPORT / "fake_engine.py"), "--model", str(model), "--policy", *options]
+    path = os.pathsep.join([str(SUPPORT.parent), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    ) as process:
+        assert process.stdout is not None
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.terminate()
+
+
+@contextmanager
+def chat_api(**settings: Any) -> Any:
+    """A scripted API in a thread of its own."""
+    import asyncio
+
+    loop, api = asyncio.new_event_loop(), ChatApi(**settings)
+    thread = Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    asyncio.run_coroutine_threadsafe(api.__aenter__(), loop).result(10)
+    try:
+        yield api
+    finally:
+        asyncio.run_coroutine_threadsafe(api.__aexit__(), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+
+
+def test_a_directory_in_one_go_equals_each_version_alone(tiny_model, tmp_path):
+    """Contract: with real workers and every request seeded, token for token; afterwards the server serves its base."""
+    commit_versions(tmp_path / "run" / "weights", tiny_model, 3, 7)
+    with scripted_engine(tiny_model) as url:
+        common = [
+            "--model.name", tiny_model, "--client.base-url", url, "--environment-ids", "reverse-text", "--num-examples", 4,
+            "--rollouts-per-example", 3, "--sampling.max-tokens", 40, "--sampling.seeded", "--weights-dir", tmp_path / "run" / "weights",
+        ]  # fmt: skip
+        done = evaluate(*common, "--output-dir", tmp_path / "all")
+        assert done.returncode == 0, done.stdout + done.stderr
+        for version in (3, 7):
+            alone = evaluate(*common, "--output-dir", tmp_path / "alone", "--steps", version, "--no-eval-base")
+            assert alone.returncode == 0, alone.stdout + alone.stderr
+    for version in (3, 7):
+        assert scores(tmp_path / "all", f"step_{version}") == scores(tmp_path / "alone", f"step_{version}")
+    assert len({json.dumps(scores(tmp_path / "all", f"step_{version}")) for version in (0, 3, 7)}) == 3
+    assert attempts(tmp_path / "alone", "step_0") == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130), (signal.SIGTERM, 130)])
+def test_a_command_that_is_killed_goes_on_where_it_was(tiny_model, tmp_path, number, status):
+    """Contract: no finished attempt is made again, none is lost; Ctrl-C ends with 130."""
+    with scripted_engine(tiny_model, "--delay", "0.3") as url:
+        arguments = [
+            "--model.name", tiny_model, "--client.base-url", url, "--environment-ids", "reverse-text", "--num-examples", 20,
+            "--rollouts-per-example", 2, "--max-concurrent", 2, "--output-dir", tmp_path,
+        ]  # fmt: skip
+        command = [sys.executable, "-m", "prime_rl.entrypoints.eval", *map(str, arguments)]
+        with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+            deadline = time.monotonic() + TIMEOUT
+            while len(attempts(tmp_path, "step_0")) < 6 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            process.send_signal(number)
+            assert process.wait(60) == status, (tmp_path / "log").read_text()
+        before = attempts(tmp_path, "step_0")
+        assert 6 <= len(before) < 40
+        done = evaluate(*arguments, "--max-concurrent", 40)
+    assert done.returncode == 0, done.stdout + done.stderr
+    after = attempts(tmp_path, "step_0")
+    assert len({(row["task_id"], row["attempt"]) for row in after}) == len(after) == 40
+    assert [row for row in after if row in before] == before
+    assert f"step_0: {len(before)} of 40 attempts are there already" in done.stdout
+
+
+def test_an_api_is_asked_by_its_chat_route_without_a_tokenizer(tmp_path):
+    """Contract: found by itself; its key travels, and only what it knows is sent; what may pass is asked again; tokens and cost are told."""
+
+    def script(number: int, body: dict[str, Any]) -> Any:
+        return refusal(503, **{"Retry-After": "0"}) if number == 3 else None
+
+    def reply(body: dict[str, Any]) -> str:
+        return f"<reversed_text>{body['messages'][-1]['content'][::-1]}</reversed_text>"
+
+    with chat_api(script=script, key="sk-test", reply=reply) as api:
+        done = evaluate(
+            "--model.name", "some/model-that-nobody-has", "--client.base-url", api.base_url, "--client.api-key-var", "MY_API_KEY",
+            "--environment-ids", "reverse-text", "--num-examples", 6, "--sampling.max-tokens", 30, "--prices.input", 1000,
+            "--output-dir", tmp_path, variables={"MY_API_KEY": "sk-test"},
+        )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = attempts(tmp_path, "api")
+    assert [(row["reward"], row["input_tokens"], row["output_tokens"]) for row in rows] == [(1.0, 7, 3)] * 6
+    assert len(api.bodies) == 7
+    assert {key for body in api.bodies for key in body} == {"model", "messages", "temperature", "top_p", "max_tokens"}
+    assert {body["model"] for body in api.bodies} == {"some/model-that-nobody-has"}
+    (found,) = json.loads((tmp_path / "evals" / "report.json").read_text())["results"]
+    assert (found["policy"], found["cost"]) == ("api", pytest.approx(6 * 7 * 1000 / 1e6))
+    assert "sk-test" not in "".join(path.read_text(errors="replace") for path in tmp_path.rglob("*") if path.is_file())
+
+
+def test_a_key_that_is_refused_is_told_before_anything_starts_and_in_between(tmp_path):
+    arguments = ["--model.name", "m", "--environment-ids", "reverse-text", "--num-examples", 30, "--max-concurrent", 2, "--output-dir", tmp_path]  # fmt: skip
+    arguments += ["--client.api-key-var", "MY_API_KEY"]
+    done = evaluate(*arguments, "--client.base-url", "http://127.0.0.1:9/v1")
+    assert (done.returncode, done.stderr) == (1, "error: client.api_key_var: the variable MY_API_KEY is not set\n")
+
+    def spent(number: int, body: dict[str, Any]) -> Any:
+        return refusal(401, "This key has been revoked") if number > 4 else None
+
+    with chat_api(script=spent, key="right") as api:
+        wrong = evaluate(*arguments, "--client.base-url", api.base_url, variables={"MY_API_KEY": "wrong"})
+        assert api.bodies == []
+        revoked = evaluate(*arguments, "--client.base-url", api.base_url, variables={"MY_API_KEY": "right"})
+    assert wrong.returncode == revoked.returncode == 1
+    assert "refused the key in $MY_API_KEY: HTTP 401" in wrong.stderr
+    assert "This key has been revoked" in revoked.stderr
+    assert "4 scored attempts are kept" in revoked.stderr
+    assert len(api.bodies) <= 6
+
+
+def test_versions_on_a_real_server(inference_server, tmp_path):
+    """Contract: real vLLM loads each version and proves it; what it samples greedily of one is the same in a sweep and alone, and differs between them."""
+    inference_server.reset()
+    weights = inference_server.weights_root / "evaluated"  # of this test alone
+    commit_versions(weights, inference_server.model, 901, 902)
+    common = [
+        "--model.name", inference_server.model, "--client.base-url", inference_server.base_url, "--environment-ids", "reverse-text",
+        "--num-examples", 6, "--sampling.max-tokens", 24, "--sampling.temperature", 0, "--seq-len", 256, "--weights-dir", weights,
+        "--max-concurrent", 1,
+    ]  # fmt: skip
+    try:
+        done = evaluate(*common, "--output-dir", tmp_path / "all", "--steps", "901,902")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert inference_server.get("/weights").json()["version"] == 0
+        alone = evaluate(*common, "--output-dir", tmp_path / "alone", "--steps", 902, "--no-eval-base")
+        assert alone.returncode == 0, alone.stdout + alone.stderr
+    finally:
+        inference_server.reset()
+        shutil.rmtree(weights)
+    assert scores(tmp_path / "all", "step_902") == scores(tmp_path / "alone", "step_902")
+    assert len({json.dumps(scores(tmp_path / "all", f"step_{version}")) for version in (0, 901, 902)}) == 3

@@ -1,0 +1,119 @@
+"""A scripted world around a whole evaluation: servers, environments and a trainer whose versions are what the test says, in milliseconds."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from prime_rl.config import EvalConfig
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.evals import episodes, run, servers, targets
+from prime_rl.evals.report import Entry
+from prime_rl.orchestrator.engine import Served
+from prime_rl.transport.weights import WeightsManifest
+from support.scripted import ScriptedEngine, ScriptedTrainer
+
+
+class Server(ScriptedEngine):
+    """A scripted server that can be given its base again. `gone`: it answers nothing."""
+
+    def __init__(self, root: str = "http://engine") -> None:
+        super().__init__()
+        self.root = root
+        self.reloads = 0
+
+    async def reload(self) -> Served:
+        boots = self.boots
+        self.base()
+        self.boots, self.now = boots, replace(self.now, boot=str(boots))
+        self.reloads += 1
+        return self.now
+
+    async def update(self, weights: WeightsManifest) -> Served:
+        if not weights.directory.is_dir():
+            raise servers.UserError(f"{weights.directory} is not a directory on the server")
+        return await super().update(weights)
+
+
+class Pool:
+    """Environments of `tasks` tasks each. A reward follows from the environment, the task, the request's seed and the version that really sampled it.
+
+    `before` may change the world, or give an outcome other than a score.
+    """
+
+    def __init__(self, engines: dict[str, Server], tasks: int = 4) -> None:
+        self.engines, self.count = engines, tasks
+        self.before: Callable[[str, int, int], Outcome | None] = lambda env, task, number: None
+        self.made: list[tuple[str, int, int]] = []  # environment, task, the version that sampled it
+        self.sampling: list[dict[str, Any]] = []
+        self.running = self.most = 0
+
+    async def start(self, timeout: float) -> None:
+        await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+
+    def tasks(self, env: str) -> list[TaskInfo]:
+        return [TaskInfo(f"t{index}", index) for index in range(self.count)]
+
+    async def run(self, *, env: str, task_index: int, sampling: dict[str, Any], server: str | None = None, **_: Any) -> EpisodeResult:  # fmt: skip
+        self.running += 1
+        self.most = max(self.most, self.running)
+        try:
+            await asyncio.sleep(0.002)
+        finally:
+            self.running -= 1
+        version = next(iter(self.engines.values())).now.version if server is None else self.engines[server].now.version
+        self.made.append((env, task_index, version))
+        self.sampling.append(sampling)
+        if outcome := self.before(env, task_index, len(self.made)):
+            return EpisodeResult("e", env, f"t{task_index}", outcome, "scripted")
+        chance = xxhash.xxh3_64_intdigest(f"{env}/{task_index}/{sampling.get('seed')}/{version}".encode())
+        return EpisodeResult("e", env, f"t{task_index}", Outcome.OK, reward=float(chance % 2), input_tokens=5, output_tokens=3)  # fmt: skip
+
+
+class World:
+    """`await world.run(…)` is one `eval` in `directory`; a second one goes on with what the first has left."""
+
+    def __init__(self, directory: Path, monkeypatch: Any, roots: tuple[str, ...] = ("http://engine",)) -> None:
+        self.directory = directory
+        self.servers = {root: Server(root) for root in roots}
+        self.pool = Pool(self.servers)
+        self.trainer = ScriptedTrainer(directory / "run")
+        self.weights = directory / "run" / "weights"
+        self._roots = list(roots)
+        monkeypatch.setattr(run, "make_pool", lambda config, chat: self.pool)
+        monkeypatch.setattr(servers, "_connect", lambda stack, client, canaries, root: self.servers[root])
+        monkeypatch.setattr(episodes, "PROOF_SECONDS", 0.005)
+        monkeypatch.setattr(episodes, "FIRST_PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(targets, "LOOK_SECONDS", 0.01)
+
+    @property
+    def server(self) -> Server:
+        return next(iter(self.servers.values()))
+
+    def config(self, **settings: Any) -> EvalConfig:
+        base: dict[str, Any] = {
+            "environments": [{"id": "env"}],
+            "sampling": {"seeded": True},
+            "output_dir": self.directory / "out",
+        }
+        base["client"] = {"base_url": self._roots, "type": "tokens"}
+        return EvalConfig.model_validate(base | settings)
+
+    async def run(self, **settings: Any) -> dict[tuple[str, str], list[list[float | None]]]:
+        """The rewards of every environment at every target."""
+        return rewards(await run.run_evals(self.config(**settings)))
+
+
+def rewards(entries: list[Entry]) -> dict[tuple[str, str], list[list[float | None]]]:
+    return {
+        (entry.report.env, entry.target.name): [
+            [result.reward if result.ok else None for result in attempts] for attempts in entry.report.results
+        ]
+        for entry in entries
+    }

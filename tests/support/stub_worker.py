@@ -1,0 +1,197 @@
+"""A real environment worker around a scripted environment, which needs no model and is ready in a moment; what it does wrong is told by files.
+
+`stub_python(directory)` makes an "interpreter" for `EnvConfig.python` that runs it. `tell(directory, task, deed)` has the next episode of that task do
+the deed, once; `args = {"chance": …}` has a share of all episodes do one, by a seeded draw over the episode's name.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from array import array
+from pathlib import Path
+from typing import Any, Self
+
+import msgpack
+
+import prime_rl.envs.worker as worker
+from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, Setup, encode
+
+TASKS = 8
+DEEDS = (
+    "kill", "stop", "exit", "segfault", "sys-exit", "loop", "hold", "leak", "chatter", "raise", "stray",
+    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
+)  # fmt: skip
+_leaked: list[bytearray] = []
+_serving: list[worker.Worker] = []
+
+
+class StubEnv:
+    """Every episode takes `seconds`, those of the last task `slow`; its reward is a draw over its name."""
+
+    renderer = "none"
+
+    def __init__(self, setup: Setup) -> None:
+        self.arguments = sorted(setup.args)
+        self.setup = setup
+        self.task_ids = [f"{setup.name}/{number}" for number in range(TASKS)]
+        self.directory = Path(setup.args.get("directory", "/nowhere"))
+        if (self.directory / f"{setup.name}.gone").exists():
+            import surely_not_installed  # noqa: F401
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        _leaked.clear()
+
+    async def run(
+        self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
+    ) -> EpisodeResult:
+        draw = random.Random(f"{self.setup.name}/{episode_id}/{self.setup.args.get('seed', 0)}")
+        usual = self.setup.args.get("seconds", 0.01)
+        await asyncio.sleep(self.setup.args.get("slow", usual) if task_index == TASKS - 1 else usual)
+        if (leak := self.setup.args.get("leak_mib", 0)) > 0:
+            _leaked.append(bytearray(os.urandom(1024) * (leak << 10)))
+        result = self.result(task_index, episode_id, draw)
+        deed = self.deed(task_index, draw)
+        return result if deed is None else await do(deed, result, self.directory)
+
+    def deed(self, task: int, draw: random.Random) -> str | None:
+        with contextlib.suppress(OSError):
+            told = self.directory / f"{self.setup.name}.{task}"
+            deed = told.read_text()
+            told.unlink()
+            return deed
+        if draw.random() < self.setup.args.get("chance", 0.0):
+            return draw.choice(self.setup.args["deeds"])
+        return None
+
+    def result(self, task: int, episode_id: str, draw: random.Random) -> EpisodeResult:
+        tokens = SampleTokens.of([1, draw.randrange(1000)], [False, True], [0.0, -draw.random()], 1, 0.0)
+        return EpisodeResult(
+            episode_id, self.setup.name, self.task_ids[task], Outcome.OK, reward=draw.random(), samples=[tokens], num_turns=1
+        )  # fmt: skip
+
+
+def tell(directory: Path, env: str, deed: str, task: int = 0) -> None:
+    """Have the next episode of a task do it."""
+    (directory / f"{env}.{task}").write_text(deed)
+
+
+async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
+    """One thing that goes wrong."""
+    match deed:
+        case "kill" | "stop":
+            os.kill(os.getpid(), signal.SIGKILL if deed == "kill" else signal.SIGSTOP)
+        case "exit":
+            os._exit(3)
+        case "segfault":
+            ctypes.string_at(0)
+        case "sys-exit":
+            await asyncio.gather(_quit())
+        case "loop":
+            await asyncio.gather(_loop())
+        case "hold":  # the interpreter's lock, as an extension's endless loop does
+            ctypes.PyDLL(None).sleep(ctypes.c_uint(100_000))
+        case "leak":
+            _leaked.append(bytearray(os.urandom(1024) * (64 << 10)))
+        case "chatter":
+            for _ in range(40):
+                os.write(1, b"x" * (1 << 20))
+        case "raise":
+            raise RuntimeError("scripted")
+        case "stray":
+            await _stray(directory)
+        case "stranger":
+            worker_socket().send(encode(Result(10**6, result)))
+        case "bytes":
+            worker_socket().send(b"\xc1\xff" * 100)
+        case "twice":
+            worker_socket().send(encode(Result(current_request(), result)))
+        case "unknown-field":
+            _send_raw(result, more=1)
+        case "types":
+            _send_raw(result, reward="high")
+        case "nested":
+            worker_socket().send(b"\x91" * 100_000)
+    return spoilt(deed, result)
+
+
+def spoilt(deed: str, result: EpisodeResult) -> Any:
+    """A result that is none."""
+    (sample,) = result.samples
+    match deed:
+        case "nan":
+            result.reward = float("nan")
+        case "misaligned":
+            sample.logprobs = array("f", [0.0, -1.0, -1.0])
+        case "giant":
+            result.message = "x" * ((worker.MOST_BYTES) + 1)
+        case "unsendable":
+            result.metrics = {"object": object()}
+        case "other-episode":
+            result.episode_id += "0"
+        case "positive":
+            sample.logprobs = array("f", [0.0, 1.0])
+    return result
+
+
+async def _quit() -> None:
+    sys.exit(4)
+
+
+async def _loop() -> None:
+    begin = time.monotonic()
+    while time.monotonic() - begin < 100_000:
+        with contextlib.suppress(Exception):
+            hashlib.sha256(b"x").digest()
+
+
+async def _stray(directory: Path) -> None:
+    """A daemon: in a session of its own, its parent gone."""
+    script = "import os,sys,time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1],'w').write(str(os.getpid())); time.sleep(1000)"
+    await asyncio.to_thread(
+        subprocess.run, [sys.executable, "-c", script, str(directory / "stray")], check=True, timeout=60
+    )
+
+
+def worker_socket() -> Any:
+    """The worker's own, as environment code that looks for it finds it."""
+    return _serving[0]._socket
+
+
+def current_request() -> int:
+    """Of the episode that runs."""
+    return _serving[0]._blame.running
+
+
+def _send_raw(result: EpisodeResult, **fields: Any) -> None:
+    data = msgpack.unpackb(encode(Result(current_request(), result)))
+    data["episode"] |= fields
+    worker_socket().send(msgpack.packb(data))
+
+
+def stub_python(directory: Path) -> Path:
+    """An "interpreter" whose workers host a `StubEnv`."""
+    python = directory / "python"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" {__file__} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+async def _serve(self: worker.Worker, serve: Any = worker.Worker.serve) -> None:
+    _serving.append(self)  # the deeds above find it
+    await serve(self)
+
+
+if __name__ == "__main__":
+    worker.load = StubEnv
+    worker.Worker.serve = _serve
+    worker.main()

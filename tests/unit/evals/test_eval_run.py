@@ -1,0 +1,213 @@
+"""A whole evaluation in a scripted world: each attempt counts for the version that sampled it, once, whatever happens meanwhile."""
+
+import asyncio
+import json
+
+import pytest
+
+from prime_rl.envs.protocol import Outcome
+from prime_rl.errors import UserError
+from prime_rl.monitor import read_metrics
+from support.evaluating import World
+
+TWO = [{"id": "one"}, {"id": "two", "rollouts_per_example": 3, "num_examples": 2, "sampling": {"temperature": 0.5}}]
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return World(tmp_path, monkeypatch)
+
+
+def versions(world, *numbers):
+    for version in numbers:
+        world.trainer.commit(version)
+
+
+async def test_environments_run_at_once_within_one_bound(world):
+    """Contract: their own numbers and sampling; none waits for the end of another; no more than max_concurrent in flight of all together."""
+    found = await world.run(environments=TWO, rollouts_per_example=2, max_concurrent=3)
+    assert {key: [len(attempts) for attempts in tasks] for key, tasks in found.items()} == {
+        ("one", "step_0"): [2, 2, 2, 2],
+        ("two", "step_0"): [3, 3],
+    }
+    assert world.pool.most == 3
+    order = [env for env, *_ in world.pool.made]
+    assert order.index("two") < 3
+    assert {(made[0], sampling["temperature"]) for made, sampling in zip(world.pool.made, world.pool.sampling, strict=True)} == {
+        ("one", 1.0),
+        ("two", 0.5),
+    }  # fmt: skip
+
+
+async def test_a_directory_in_one_go_equals_each_version_alone(world):
+    """Contract: seeds follow from what an attempt is; nothing of one version is left when the next one is evaluated."""
+    versions(world, 0, 10, 20)
+    together = await world.run(weights_dir=world.weights, rollouts_per_example=3)
+    assert list(together) == [("env", "step_0"), ("env", "step_10"), ("env", "step_20")]
+    assert len({json.dumps(found) for found in together.values()}) == 3  # they do differ
+    for version in (10, 20):
+        alone = await world.run(
+            weights_dir=world.weights, rollouts_per_example=3, steps=[version], eval_base=False, output_dir=world.directory / str(version),
+        )  # fmt: skip
+        assert alone == {("env", f"step_{version}"): together["env", f"step_{version}"]}
+    assert {made[2] for made in world.pool.made} == {0, 10, 20}
+    assert (world.server.now.version, world.server.reloads) == (0, 3)  # its base again, each time
+
+
+async def test_the_base_need_not_be_committed(world):
+    """Contract: of a directory without version 0 it is what the server was started with."""
+    versions(world, 4)
+    await world.server.update(world_manifest(world, 4))
+    found = await world.run(weights_dir=world.weights)
+    assert list(found) == [("env", "step_0"), ("env", "step_4")]
+    assert [made[2] for made in world.pool.made] == [0] * 4 + [4] * 4
+
+
+async def test_what_is_finished_is_not_made_again(world):
+    """Contract: an interrupted evaluation goes on; more tasks and attempts go on from those that are there; failed ones are made again."""
+
+    def before(env, task, number):
+        if number == 6:
+            command.cancel()
+        return Outcome.ERRORED if number == 2 else None
+
+    world.pool.before = before
+    command = asyncio.create_task(world.run(rollouts_per_example=2, max_concurrent=1))
+    await asyncio.wait([command], timeout=10)
+    assert command.cancelled()
+    assert len(world.pool.made) == 6
+    world.pool.before = lambda *_: None
+    first = await world.run(rollouts_per_example=2, max_concurrent=1)
+    assert len(world.pool.made) == 6 + 3  # of eight attempts five were scored
+    assert first == await world.run(rollouts_per_example=2)
+    assert len(world.pool.made) == 9
+    more = await world.run(rollouts_per_example=3)
+    assert len(world.pool.made) == 9 + 4
+    assert [attempts[:2] for attempts in more["env", "step_0"]] == first["env", "step_0"]
+    with pytest.raises(UserError, match=r"sampling.temperature = 1.0, and now it is 0.5"):
+        await world.run(sampling={"temperature": 0.5, "seeded": True})
+    assert len(world.pool.made) == 13
+    await world.run(sampling={"temperature": 0.5, "seeded": True}, clean=True)
+    assert len(world.pool.made) == 17
+
+
+async def test_what_a_restarted_server_sampled_is_made_again(world):
+    """Contract: a server that was started again serves its base; what it sampled since its last proof counts for no version."""
+    versions(world, 0, 3)
+
+    def before(env, task, number):
+        if number == 7:
+            world.server.base()
+        return None
+
+    world.pool.before = before
+    disturbed = await world.run(
+        weights_dir=world.weights, rollouts_per_example=4, steps=[3], eval_base=False, max_concurrent=2
+    )
+    assert 0 in {made[2] for made in world.pool.made}
+    world.pool.before = lambda *_: None
+    calm = await world.run(
+        weights_dir=world.weights,
+        rollouts_per_example=4,
+        steps=[3],
+        eval_base=False,
+        output_dir=world.directory / "calm",
+    )
+    assert disturbed == calm
+
+
+async def test_a_served_version_that_is_lost_is_no_other_one(world):
+    """Contract: without a directory nobody can give it back: it ends with an error, and what was proven is kept."""
+    versions(world, 0, 3)
+    await world.server.update(world_manifest(world, 3))
+    world.pool.before = lambda env, task, number: world.server.base() if number == 6 else None
+    with pytest.raises(UserError, match="started again or given other weights: it serves version 0 .* not 3"):
+        await world.run(rollouts_per_example=4, max_concurrent=1)
+    rows = [json.loads(line) for line in results(world, "step_3").read_text().splitlines()]
+    assert len(rows) < 6
+    assert all(row["version"] == 3 for row in rows)
+
+
+async def test_weights_that_somebody_else_keeps_changing_end_it(world):
+    versions(world, 0, 3, 4)
+
+    def before(env, task, number):
+        world.server.now = world.server.now.__class__(4, "f" * 32, "1")
+
+    world.pool.before = before
+    with pytest.raises(UserError, match="are they another run's"):
+        await world.run(weights_dir=world.weights, steps=[3], eval_base=False, max_concurrent=1, num_examples=1)
+
+
+async def test_several_servers_all_load_and_one_that_is_lost_is_given_the_version_again(tmp_path, monkeypatch):
+    world = World(tmp_path, monkeypatch, ("http://a", "http://b"))
+    versions(world, 0, 5)
+    await world.servers["http://a"].update(world_manifest(world, 5))  # left by a killed evaluation: they differ
+    world.pool.before = lambda env, task, number: world.servers["http://b"].base() if number == 9 else None
+    found = await world.run(
+        weights_dir=world.weights, rollouts_per_example=8, steps=[5], eval_base=False, max_concurrent=4
+    )
+    assert found.keys() == {("env", "step_5")}
+    assert [server.now.version for server in world.servers.values()] == [0, 0]
+    assert len(world.servers["http://b"].updates) == 2
+
+
+async def test_a_refused_key_ends_it_at_once_and_what_is_finished_is_kept(world):
+    world.pool.before = lambda env, task, number: Outcome.ENGINE_DENIED if number == 3 else None
+    with pytest.raises(UserError, match="refused .*scripted. 2 scored attempts are kept"):
+        await world.run(max_concurrent=1, rollouts_per_example=9)
+    assert len(world.pool.made) == 3
+    world.pool.before = lambda *_: None
+    await world.run(rollouts_per_example=9)
+    assert len(world.pool.made) == 3 + 36 - 2
+
+
+async def test_an_attempt_without_a_server_is_made_again_and_then_is_an_outcome(world):
+    world.pool.before = lambda env, task, number: Outcome.ENGINE_UNAVAILABLE if number <= 2 else None
+    found = await world.run(num_examples=1)
+    assert None not in found["env", "step_0"][0]
+    world.pool.before = lambda *_: Outcome.ENGINE_UNAVAILABLE
+    with pytest.raises(UserError, match="no episode of env on version 0 succeeded; the first one: engine_unavailable"):
+        await world.run(num_examples=1, clean=True)
+
+
+@pytest.mark.parametrize(("allowed", "fine"), [(0.25, True), (0.2, False)])
+async def test_too_many_errors_are_a_failure(world, allowed, fine):
+    world.pool.before = lambda env, task, number: Outcome.ERRORED if task == 0 else None
+    if fine:
+        found = await world.run(max_error_rate=allowed)
+        assert found["env", "step_0"][0] == [None]
+    else:
+        with pytest.raises(UserError, match=r"1 of 4 attempts of env on version 0 failed \(max_error_rate 0.2\)"):
+            await world.run(max_error_rate=allowed)
+    assert json.loads((world.directory / "out" / "evals" / "report.json").read_text())["results"][0]["errors"] == {"errored": 1}  # fmt: skip
+
+
+async def test_reports_and_metrics(world):
+    """Contract: one row an environment and policy, tokens and cost of all attempts, metrics by version, and the versions left out."""
+    versions(world, 0, 2)
+    world.pool.before = lambda env, task, number: Outcome.PROMPT_TOO_LONG if task == 0 else None
+    await world.run(
+        weights_dir=world.weights, prices={"input": 1e6, "output": 2e6}, rollouts_per_example=2, max_error_rate=1
+    )
+    evals = world.directory / "out" / "evals"
+    report = json.loads((evals / "report.json").read_text())
+    base, second = report["results"]
+    assert (base["policy"], second["policy"], second["version"], second["errors"]) == ("step_0", "step_2", 2, {"prompt_too_long": 2})  # fmt: skip
+    assert (second["input_tokens"], second["output_tokens"], second["cost"]) == (30, 18, 66.0)
+    text = (evals / "report.md").read_text()
+    assert "| env | step_2 | 4 | 2 |" in text
+    assert "prompt_too_long 2 (the first: t0: scripted)" in text
+    rows = read_metrics(world.directory / "out" / "metrics" / "eval.jsonl")
+    assert [row["eval/env/policy_version"] for row in rows] == [0, 2]
+    assert rows[1]["eval/env/pass@2"] == second["metrics"]["pass@2"]
+
+
+def results(world, target):
+    return world.directory / "out" / "evals" / "env" / target / "results.jsonl"
+
+
+def world_manifest(world, version):
+    from prime_rl.transport.weights import version_dir, weights_manifest
+
+    return weights_manifest(version_dir(world.weights, version))

@@ -1,0 +1,153 @@
+"""Which versions are evaluated: those that are asked for, each exactly one, and with a reason for each that is not."""
+
+import asyncio
+import shutil
+
+import pytest
+
+from prime_rl.config import ConfigError, EvalConfig, parse
+from prime_rl.envs.protocol import Outcome
+from prime_rl.errors import UserError
+from prime_rl.evals.targets import Writer, check_versions
+from prime_rl.monitor import Status
+from support.evaluating import World
+
+
+@pytest.fixture
+def world(tmp_path, monkeypatch):
+    return World(tmp_path, monkeypatch)
+
+
+def names(found):
+    return [target for _, target in found]
+
+
+def commit(world, *versions, life=0):
+    for version in versions:
+        world.trainer.commit(version, life)
+
+
+async def test_all_or_the_named_with_or_without_the_base(world):
+    commit(world, 0, 5, 10, 15)
+    for settings, expected in (
+        ({}, ["step_0", "step_5", "step_10", "step_15"]),
+        ({"eval_base": False}, ["step_5", "step_10", "step_15"]),
+        ({"steps": [15, 5]}, ["step_0", "step_5", "step_15"]),
+        ({"steps": [0, 5], "eval_base": False}, ["step_0", "step_5"]),
+        ({"interval": 10}, ["step_0", "step_10"]),
+    ):
+        config = {"weights_dir": world.weights, "output_dir": world.directory / str(settings), **settings}
+        assert names(await world.run(**config)) == expected
+
+
+def test_a_version_that_is_not_there_is_an_error_that_lists_what_is(world):
+    commit(world, 0, 10, 20)
+    with pytest.raises(UserError, match=r"there is no version 15, 30 in .*weights \(there: 0, 10, 20\)"):
+        check_versions(world.config(weights_dir=world.weights, steps=[10, 15, 30]))
+    with pytest.raises(UserError, match=r"no version to evaluate in .*nowhere \(there: none; --follow waits"):
+        check_versions(world.config(weights_dir=world.directory / "nowhere"))
+    check_versions(world.config(weights_dir=world.weights, steps=[20]))
+    check_versions(world.config(weights_dir=world.directory / "nowhere", follow=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["--steps", "1"], "steps"),
+        (["--follow"], "follow"),
+        (["--no-eval-base"], "eval_base"),
+        (["--interval", "2"], "interval"),
+        (["--weights-dir", "w", "--steps", "1", "--follow"], "steps names the versions and follow chooses them"),
+        (["--weights-dir", "w", "--steps", "-1"], "-1"),
+        (["--weights-dir", "w", "--client.type", "chat"], "takes no weights"),
+        (["--client.type", "chat", "--client.base-url", "http://a", "http://b"], "one address"),
+    ],
+)
+def test_contradictions_are_one_line_that_names_the_key(given, named):
+    with pytest.raises(ConfigError, match=named):
+        parse(EvalConfig, ["--environment-ids", "a,b", *given], {})
+
+
+def test_steps_are_given_with_commas():
+    config = parse(EvalConfig, ["--environment-ids", "a,b", "--weights-dir", "w", "--steps", "10,20"], {})
+    assert (config.steps, [env.id for env in config.environments]) == ([10, 20], ["a", "b"])
+
+
+async def test_a_version_that_is_removed_before_its_turn_is_skipped_and_reported(world):
+    """Contract: it is no error of what is there; the report says which and why."""
+    commit(world, 0, 5, 10)
+
+    def before(env, task, number):
+        shutil.rmtree(world.weights / "step_5", ignore_errors=True)
+
+    world.pool.before = before
+    assert names(await world.run(weights_dir=world.weights)) == ["step_0", "step_10"]
+    report = (world.directory / "out" / "evals" / "report.md").read_text()
+    assert "* 5: it was removed before it was its turn" in report
+
+
+async def test_following_evaluates_each_version_until_the_run_has_ended(world):
+    """Contract: those committed meanwhile and the last ones, each on exactly itself; what was removed before it was seen is reported."""
+    world.weights.mkdir(parents=True)
+    run = Status(world.directory / "run", "sft")
+    commit(world, 0, 10)
+
+    def before(env, task, number):
+        if world.server.now.version == 10:
+            commit(world, *(version for version in (15, 30) if not (world.weights / f"step_{version}").exists()))
+            run.done("finished")
+
+    world.pool.before = before
+    found = await asyncio.wait_for(world.run(weights_dir=world.weights, follow=True, interval=10), 30)
+    assert names(found) == ["step_0", "step_10", "step_30"]
+    assert {made[2] for made in world.pool.made} == {0, 10, 30}
+    report = (world.directory / "out" / "evals" / "report.md").read_text()
+    assert "* 20: it was never seen" in report
+    assert "* 15" not in report
+
+
+async def test_following_evaluates_again_what_another_life_of_the_trainer_made(world):
+    """Contract: a number is not a policy: what replaced it is evaluated, and the results of the one before are not mixed with it."""
+    commit(world, 0, 5)
+    trainer = Status(world.directory / "run", "trainer")
+    seen = []
+
+    def before(env, task, number):
+        seen.append(world.server.now.hash)
+        if len(seen) == 8:  # the last of version 5
+            shutil.rmtree(world.weights / "step_5")
+            commit(world, 5, life=1)
+        if len(seen) == 12:
+            trainer.done("stopped")
+
+    world.pool.before = before
+    found = await asyncio.wait_for(world.run(weights_dir=world.weights, follow=True, max_concurrent=1), 30)
+    assert names(found) == ["step_0", "step_5"]
+    assert len(set(seen)) == 3
+    assert len(seen) == 12
+
+
+def test_a_run_that_gives_no_sign_has_ended(tmp_path):
+    """Contract: nobody waits for a run that never comes, or that was killed; a heartbeat is a sign, a failure may be started again."""
+    now = 0.0
+    writer = Writer(tmp_path, lambda: now)
+    assert not writer.ended()
+    now = 181.0
+    assert writer.ended()
+    status = Status(tmp_path, "sft")
+    writer = Writer(tmp_path, lambda: now)
+    assert not writer.ended()
+    assert writer.name == "sft"
+    status.done("failed: no memory")
+    assert not writer.ended()
+    now = 400.0
+    assert writer.ended()
+
+
+async def test_an_error_of_an_environment_does_not_end_following(world):
+    commit(world, 0, 5)
+    Status(world.directory / "run", "trainer").done("finished")
+    world.pool.before = lambda env, task, number: Outcome.ERRORED if world.server.now.version == 0 else None
+    with pytest.raises(UserError, match="no episode of env on version 0 succeeded"):
+        await world.run(weights_dir=world.weights, follow=True)
+    assert "step_5" in (world.directory / "out" / "evals" / "report.md").read_text()
