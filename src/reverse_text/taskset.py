@@ -5,6 +5,7 @@ from difflib import SequenceMatcher
 
 import verifiers.v1 as vf
 
+from prime_rl.envs.harness import HARNESS_ID, close_session
 from reverse_text.data import Split, texts
 
 SYSTEM_PROMPT = "Reverse the text character-by-character. Put your answer in <reversed_text> tags."
@@ -52,3 +53,16 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
         for text in texts(config.split, config.num_tasks, config.seed, config.min_words, config.max_words):
             data = ReverseTextData(id=text, prompt=text, system_prompt=SYSTEM_PROMPT, answer=text[::-1])
             yield ReverseTextTask(data, config.task)
+
+
+class ReverseTextEnvConfig(vf.EnvConfig):
+    # verifiers' defaults are a shell in a remote sandbox, which a conversation has no use for.
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
+
+
+class ReverseTextEnv(vf.Env[ReverseTextEnvConfig]):
+    async def run(self, task: ReverseTextTask, agents: vf.Agents) -> None:
+        await agents.agent.run(task)
+
+    async def stop(self) -> None:
+        await close_session()

@@ -28,7 +28,7 @@ from support.stub_worker import stub_python
 CRASHES = ["kill", "stop", "exit", "segfault", "sys-exit", "raise"]
 HANGS = ["loop", "hold", "leak", "chatter", "stray"]
 RUBBISH = [
-    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
+    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "flood", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
 ]  # fmt: skip
 
 
@@ -77,7 +77,8 @@ async def train(world: World, steps: int) -> None:
 
 async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, seed: int, pause: float) -> Witness:
     """One run of so many steps."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 5.0)
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 8.0)
+    monkeypatch.setattr(crew_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
     world = World(
         directory / "run", environment=None, environments=environments(directory, seed), batch_size=12, rollouts_per_example=2, async_level=1,

@@ -102,6 +102,17 @@ async def test_the_room_of_an_episode_goes_to_who_waits_longest(tmp_path: Path) 
         assert order == list(range(30))
 
 
+async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None:
+    """Neither those who wait for a worker nor those who have one wait for their deadline."""
+    async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
+        has_one, waits = (asyncio.create_task(run(pool, TASKS - 1, name)) for name in "ab")
+        await until(lambda: any(life.pending for life in pool._lives.values()))
+    async with asyncio.timeout(SECONDS / 2):
+        assert (await has_one).outcome is Outcome.WORKER_DIED
+        with pytest.raises(UserError, match="closed"):
+            await waits
+
+
 async def test_a_deadline_that_passes_while_all_are_full(tmp_path: Path) -> None:
     """It is a timeout that says so, and leaves no seat taken."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
@@ -217,6 +228,7 @@ DEADLY = {
     "unknown-field": (Outcome.WORKER_DIED, "broken message: EpisodeResult lacks the fields [] and has ['more']"),
     "bytes": (Outcome.WORKER_DIED, "broken message"),
     "nested": (Outcome.WORKER_DIED, "broken message"),
+    "flood": (Outcome.WORKER_DIED, "sent a message of 129 MiB"),
     "stranger": (Outcome.WORKER_DIED, "a result of request 1000000, which it never had"),
 }
 
@@ -269,7 +281,7 @@ async def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
 
 async def test_an_extension_that_holds_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No heartbeat comes any more: the worker is replaced, and the episode in whose code it is, is named."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 4.0)
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 8.0)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
         culprit, neighbour = await two(pool, tmp_path, "hold")
         assert (culprit.outcome, neighbour.outcome) == (Outcome.ERRORED, Outcome.WORKER_DIED)
@@ -279,7 +291,7 @@ async def test_an_extension_that_holds_the_interpreter(tmp_path: Path, monkeypat
 
 async def test_a_stopped_worker_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP comes from outside: all of its episodes may be tried again."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 4.0)
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 8.0)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
         culprit, neighbour = await two(pool, tmp_path, "stop")
         assert (culprit.outcome, neighbour.outcome) == (Outcome.WORKER_DIED, Outcome.WORKER_DIED)
@@ -294,6 +306,15 @@ async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
         assert alive(stray)
         os.kill(next(iter(pids(pool))), 9)
         await until(lambda: not alive(stray))
+
+
+async def test_the_kernel_is_offered_workers_first(tmp_path: Path) -> None:
+    """Where memory runs out, an environment's worker is to die of it, and not the run."""
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        (worker,) = pids(pool)
+        assert int(Path(f"/proc/{worker}/oom_score_adj").read_text()) > int(
+            Path("/proc/self/oom_score_adj").read_text()
+        )
 
 
 async def test_a_chatty_environment_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens,
 TASKS = 8
 DEEDS = (
     "kill", "stop", "exit", "segfault", "sys-exit", "loop", "hold", "leak", "chatter", "raise", "stray",
-    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
+    "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "flood", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
 )  # fmt: skip
 _leaked: list[bytearray] = []
 _serving: list[worker.Worker] = []
@@ -113,6 +113,8 @@ async def do(deed: str, result: EpisodeResult, directory: Path) -> Any:
             worker_socket().send(encode(Result(10**6, result)))
         case "bytes":
             worker_socket().send(b"\xc1\xff" * 100)
+        case "flood":
+            worker_socket().send(bytes(worker.MOST_BYTES + (1 << 20)))
         case "twice":
             worker_socket().send(encode(Result(current_request(), result)))
         case "unknown-field":
@@ -155,11 +157,17 @@ async def _loop() -> None:
 
 
 async def _stray(directory: Path) -> None:
-    """A daemon: in a session of its own, its parent gone."""
-    script = "import os,sys,time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1],'w').write(str(os.getpid())); time.sleep(1000)"
-    await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-c", script, str(directory / "stray")], check=True, timeout=60
+    """A daemon: in a session of its own, its parent gone, its number in a file."""
+    told = directory / "stray"
+    script = (
+        "import os,sys,time; os.setsid(); os.fork() and os._exit(0); open(sys.argv[1] + '.new','w').write(str(os.getpid()));"
+        "os.replace(sys.argv[1] + '.new', sys.argv[1]); time.sleep(1000)"
     )
+    told.unlink(missing_ok=True)
+    await asyncio.to_thread(subprocess.run, [sys.executable, "-c", script, str(told)], check=True, timeout=60)
+    async with asyncio.timeout(60):
+        while not told.exists():
+            await asyncio.sleep(0.02)
 
 
 def worker_socket() -> Any:

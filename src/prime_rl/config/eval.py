@@ -78,6 +78,10 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
     follow: bool = Field(
         default=False, description="Evaluate each version as it is committed, until the run that writes them has ended."
     )
+    hold: bool = Field(
+        default=False,
+        description="While following, keep versions from being removed until they are evaluated (`sft` says so).",
+    )
     canary: bool = Field(
         default=True, description="Check after every load that the server computes what the trainer computed."
     )
@@ -106,7 +110,13 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        check(*self._without_versions(), self._two_choices(), self._known_steps(), self._chat_only())
+        check(
+            *self._without_versions(),
+            self._two_choices(),
+            self._holds_what_it_follows(),
+            self._known_steps(),
+            self._chat_only(),
+        )
         return self
 
     def _without_versions(self) -> list[Problem]:
@@ -122,6 +132,13 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
             other = "follow" if self.follow else "interval"
             return Problem(f"steps names the versions and {other} chooses them: give one of them", "steps", other)
         return None
+
+    def _holds_what_it_follows(self) -> Problem | None:
+        return (
+            Problem("hold is about a run that is followed: give follow too", "hold", "follow")
+            if self.hold and not self.follow
+            else None
+        )
 
     def _known_steps(self) -> Problem | None:
         wrong = next((step for step in self.steps if step < 0), None)

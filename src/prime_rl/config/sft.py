@@ -2,10 +2,12 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import Problem, Section
-from prime_rl.config.shared import Length
+from prime_rl.config.base import Problem, Section, check
+from prime_rl.config.eval import EvalClientConfig, EvalEnv
+from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.shared import Environments, Length, SamplingConfig, same_server
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
 
@@ -52,8 +54,75 @@ class SFTData(Section):
         return self
 
 
+class SFTEval(Environments[EvalEnv]):
+    """Evaluation of versions while the training goes on: an `eval` of its own follows it."""
+
+    interval: PositiveInt | None = Field(
+        default=None, description="Steps between two evaluations; their weights are exported (None: none in between)."
+    )
+    at_start: bool = Field(default=True, description="Evaluate the base model first. The last weights always are.")
+    num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
+    rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
+    seq_len: PositiveInt = Field(default=2048, description="Most tokens of prompt and reply.")
+    max_concurrent: PositiveInt = Field(default=64, description="Most episodes in flight, of all environments.")
+    rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
+    renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
+    client: EvalClientConfig = Field(
+        default_factory=EvalClientConfig, description="The server (with [inference]: the one that is started)."
+    )
+
+    @model_validator(mode="after")
+    def _has_environments(self) -> Self:
+        if not self.environments:
+            raise Problem("no environment to evaluate: give [eval.environment] with an `id`", "environment")
+        return self
+
+
 class SFTConfig(TrainingConfig):
     """Supervised fine-tuning."""
 
     data: SFTData = Field(default_factory=SFTData, description="What is trained on.")
     weights: ExportConfig = Field(default_factory=ExportConfig, description="The exported weights.")
+    eval: SFTEval | None = Field(default=None, description="Evaluation while training.")
+    inference: InferenceConfig | None = Field(
+        default=None, description="The server for evaluations, started beside (None: one that runs already)."
+    )
+
+    @model_validator(mode="after")
+    def _evaluates(self) -> Self:
+        if self.inference is None:
+            return self
+        check(self._has_use_for_a_server(), self._one_model(), self._one_server())
+        assert self.eval is not None
+        self.inference.model.name = self.model.name
+        self.eval.client.base_url = self._server_url(self.inference)
+        return self
+
+    def _has_use_for_a_server(self) -> Problem | None:
+        if self.eval is not None:
+            return None
+        return Problem("inference starts a server for evaluations, and there is no [eval]", "inference", "eval")
+
+    def _one_model(self) -> Problem | None:
+        assert self.inference is not None
+        model = self.inference.model
+        if "name" not in model.model_fields_set or model.name == self.model.name:
+            return None
+        message = f"inference.model.name is {model.name} but model.name is {self.model.name}: give it once"
+        return Problem(message, "inference.model.name", "model.name")
+
+    def _one_server(self) -> Problem | None:
+        assert self.inference is not None
+        client = None if self.eval is None else self.eval.client
+        if client is None or "base_url" not in client.model_fields_set:
+            return None
+        own = self._server_url(self.inference)
+        if [same_server(url) for url in client.base_urls] == [same_server(own)]:
+            return None
+        message = f"eval.client.base_url names a server, and inference starts another ({own}): give one of them"
+        return Problem(message, "eval.client.base_url", "inference")
+
+    @staticmethod
+    def _server_url(inference: InferenceConfig) -> str:
+        return f"http://localhost:{inference.server.port}/v1"

@@ -6,7 +6,7 @@ import sys
 from prime_rl import faults, lifeline
 from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
-from prime_rl.launcher.checks import check_dataset, check_model
+from prime_rl.launcher.checks import check_dataset, check_environment, check_model
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
@@ -32,6 +32,8 @@ def main() -> None:
 def run(config: SFTConfig, rank: int) -> None:
     """Check what can be checked before torch is imported, then train; the resolved config is written once the run is not refused."""
     check_model(config.model.name, weights=config.data.fake is None)
+    for environment in [] if config.eval is None or config.bench else config.eval.environments:
+        check_environment(environment)
     if config.data.fake is None:
         check_dataset(config.data.name)
     if config.bench:
@@ -44,14 +46,28 @@ def run(config: SFTConfig, rank: int) -> None:
             write_toml(config, path)
             data = "fake data" if config.data.fake else config.data.name
             print(f"sft: {config.model.name} on {config.device}, {data}, weights to {config.output_dir / 'weights'}")
+            if config.eval is not None:
+                names = ", ".join(env.name for env in config.eval.environments)
+                server = config.inference.server if config.inference else None
+                by = config.eval.client.servers if server is None else f"a server on port {server.port}"
+                when = f"every {config.eval.interval} steps and " if config.eval.interval else ""
+                print(f"evaluates {names} {when}at the end, by {by}")
             print(f"config: {path}")
         return
     if config.bench and rank == 0:
         metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.trainer.sft.train import train
 
-    with disk_errors(config.output_dir):
-        train(config)
+    if rank > 0 or config.bench or config.eval is None:
+        with disk_errors(config.output_dir):
+            train(config)
+        return
+    from prime_rl.launcher.companions import Companions
+
+    with Companions(config) as companions:
+        with disk_errors(config.output_dir):
+            train(config)
+        companions.finish()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from prime_rl.config.shared import EnvConfig
@@ -92,6 +92,7 @@ class Ending:
     done: bool = False  # as was wanted
     unborn: bool = False  # there was no process
     deaf: bool = False  # it is stopped or blocked, and hears no signal
+    useful: bool = False  # it had finished an episode
 
 
 class Crew:
@@ -240,21 +241,21 @@ class Crew:
 
     async def _keep(self, seat: Seat) -> None:
         """Keep a seat filled: start a worker, watch it, fail its episodes when it is gone, start again."""
-        deaths, seen = 0, 0
+        deaths, useless, seen = 0, 0, 0
         try:
             for generation in itertools.count():  # bounded: `close` cancels it; MAX_DEATHS in a row end it
                 identity = f"{self.config.name}/{seat.number}/{generation}"
                 ending = await self._one_life(seat, identity)
                 if self._pool.failure is not None or ending.done or self._given_up(seat, identity, ending):
                     return
-                progress = self._finished > seen
-                deaths, seen = 1 if progress else deaths + 1, self._finished
+                useless = 1 if ending.useful else useless + 1
+                deaths, seen = 1 if self._finished > seen else deaths + 1, self._finished
                 if (ending.hopeless and self.info is None) or deaths >= MAX_DEATHS:
                     self._pool.fail(UserError(self._obituary(ending, deaths)))
                     return
                 logger.warning("worker %s: %s; starting it again (log: %s)", identity, ending.why, self.log.path)
                 self._pool.restarts += 1
-                await asyncio.sleep(BACKOFF_SECONDS[min(deaths, len(BACKOFF_SECONDS)) - 1])
+                await asyncio.sleep(BACKOFF_SECONDS[min(useless, len(BACKOFF_SECONDS)) - 1])
         finally:
             self.seats.remove(seat)
 
@@ -266,7 +267,7 @@ class Crew:
         seat.life = life
         ending = Ending("the pool was closed")
         try:
-            ending = await self._watch(seat, life)
+            ending = replace(await self._watch(seat, life), useful=life.finished > 0)
             return ending
         finally:
             seat.life = None
@@ -374,7 +375,7 @@ class Crew:
         if (limit := self.config.recycle_mib) is None:
             return
         await self.measure()
-        if (most := max(life.resident >> 20 for life in self.lives)) >= limit:
+        if (most := max((life.resident >> 20 for life in self.lives), default=0)) >= limit:
             raise UserError(
                 f"environment {self.config.name!r}: a fresh worker holds {most} MiB already, so recycle_mib {limit} would replace each at once: "
                 "set it well above that"

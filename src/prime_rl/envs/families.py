@@ -15,7 +15,7 @@ MARK_VAR = "PRIMERL_ENV_WORKER"
 _OOM_SCORE = 500  # of 1000
 _ROUNDS = 3  # a process may be born between the look and the kill
 _PROC = Path("/proc")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE, _TICKS = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_CLK_TCK")
 
 
 class Process(NamedTuple):
@@ -25,6 +25,7 @@ class Process(NamedTuple):
     group: int
     resident: int  # bytes
     zombie: bool
+    born: float  # seconds since the machine was
 
 
 def table() -> dict[int, Process]:
@@ -42,7 +43,7 @@ def _read(pid: int) -> Process | None:
     except OSError:  # it has just ended
         return None
     fields = text.rpartition(")")[2].split()
-    return Process(int(fields[1]), int(fields[2]), int(fields[21]) * _PAGE, fields[0] in "ZX")
+    return Process(int(fields[1]), int(fields[2]), int(fields[21]) * _PAGE, fields[0] in "ZX", int(fields[19]) / _TICKS)
 
 
 def family(processes: Mapping[int, Process], worker: int) -> set[int]:
@@ -76,13 +77,17 @@ def marked(mark: str, pids: Iterable[int]) -> set[int]:
     return found
 
 
-def end_family(worker: int, mark: str) -> int:
-    """SIGKILL to a worker and all that is its, wherever it has gone. Returns how many had left the worker's process group."""
+def end_family(worker: int, mark: str, born: float) -> int:
+    """SIGKILL to a worker and all that is its, wherever it has gone. Returns how many had left the worker's process group.
+
+    `born`: when it was started, in seconds since the machine was: what is older is not looked at for a mark.
+    """
     strays = set()
     for _ in range(_ROUNDS):
         processes = table()
-        living = [pid for pid, process in processes.items() if not process.zombie]
-        found = (family(processes, worker) | marked(mark, living)) - {os.getpid()}
+        own = family(processes, worker)
+        others = [pid for pid, one in processes.items() if not one.zombie and one.born >= born - 1 and pid not in own]
+        found = (own | marked(mark, others)) - {os.getpid()}
         if not found:
             break
         strays |= {pid for pid in found if processes[pid].group != worker}

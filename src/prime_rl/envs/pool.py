@@ -221,8 +221,8 @@ class EnvPool:
             return failed(gone.outcome, str(gone))
         except TimeoutError:
             await self._send(life, Cancel(request))
-            if life.blocked and life.culprit() not in (0, request):
-                return failed(Outcome.WORKER_DIED, "another episode's code blocks its worker")
+            if life.stuck and life.culprit() != request:
+                return failed(Outcome.WORKER_DIED, "its worker is stuck, and not in this episode's code")
             return failed(Outcome.TIMEOUT, f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline")
         except asyncio.CancelledError:
             await self._send(life, Cancel(request))
@@ -232,6 +232,8 @@ class EnvPool:
 
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
+        for crew in self._envs.values():
+            crew.fail(UserError("the environment pool was closed"))
         for task in self._tasks:
             task.cancel()
         if self._tasks:

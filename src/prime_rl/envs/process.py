@@ -20,7 +20,8 @@ from prime_rl.wait import WaitTimeout, wait_async
 
 TERM_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
-BLOCKED_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it is heard to go on
+LAG_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it is heard to go on
+QUIET_SECONDS = 10.0  # nor does one that has not been heard of
 HANG_GRACE = 10.0  # a worker interrupts what blocks it; this much later that is taken to have failed
 _BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
@@ -42,6 +43,7 @@ class Life:
     resident: int = 0  # bytes of memory, when last looked at
     pending: dict[int, asyncio.Future[EpisodeResult]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    born: float = 0.0  # seconds since the machine was
     heard: float = field(default_factory=time.monotonic)
     beat: Heartbeat | None = None
     # Set when the life is over for a reason other than its exit: a failed load, a broken message.
@@ -60,12 +62,13 @@ class Life:
     @property
     def serves(self) -> bool:
         """Whether it is there for new episodes, or will be as soon as some have ended."""
-        return self.tasks is not None and not self.leaving and not self.lost.done() and not self.blocked
+        return self.tasks is not None and not self.leaving and not self.lost.done() and not self.stuck
 
     @property
-    def blocked(self) -> bool:
-        """By the code of one of its episodes."""
-        return self.beat is not None and self.beat.lag > BLOCKED_SECONDS
+    def stuck(self) -> bool:
+        """Blocked by the code of one of its episodes, or stopped."""
+        blocked = self.beat is not None and self.beat.lag > LAG_SECONDS
+        return blocked or self.silent(time.monotonic(), QUIET_SECONDS)
 
     def culprit(self) -> int:
         """The request whose code it is in, or was when it died; 0 for none."""
@@ -100,7 +103,7 @@ async def spawn(
 ) -> Life:
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
     Page.make(page)
-    output = Output(log)
+    output, born = Output(log), time.clock_gettime(time.CLOCK_BOOTTIME)
     try:
         process = await asyncio.create_subprocess_exec(
             python or sys.executable,
@@ -115,7 +118,7 @@ async def spawn(
         )
     finally:
         output.begin()
-    return Life(identity, process, output, page)
+    return Life(identity, process, output, page, born=born)
 
 
 def mark(page: Path) -> str:
@@ -133,7 +136,7 @@ async def end(life: Life, deaf: bool = False) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(life.process.pid, signal.SIGTERM)
         await _within(TERM_SECONDS, life.process)
-    strays = await asyncio.to_thread(families.end_family, life.process.pid, mark(life.page))
+    strays = await asyncio.to_thread(families.end_family, life.process.pid, mark(life.page), life.born)
     await _within(TERM_SECONDS, life.process)
     await drained(life)
     life.output.close()

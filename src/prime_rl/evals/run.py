@@ -17,12 +17,13 @@ from prime_rl.evals.episodes import Denied, Job, Round
 from prime_rl.evals.progress import Bars
 from prime_rl.evals.report import Entry, number, print_table, write_report
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
-from prime_rl.evals.store import Store
+from prime_rl.evals.store import Store, check_settings
 from prime_rl.evals.targets import API, Target, Versions, targets
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.orchestrator.engine import Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport
 from prime_rl.orchestrator.fleet import RoutedPool
+from prime_rl.transport.commit import list_steps
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
@@ -54,6 +55,7 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
     status = Status(config.output_dir, "eval")
     status.phase("waiting for the server")
     chat = await way_of_asking(config, status.waiting) == "chat"
+    check_results(config, chat)
     monitor = Monitor(config.output_dir, "eval", config.monitor, config.model_dump(mode="json"))
     pool = make_pool(config, chat)
     run = Evaluation(config, pool, monitor, status, chat)
@@ -62,7 +64,9 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
             servers = None if chat else await connect(config, stack, status)
             await pool.start(config.client.ready_timeout)
             for env in config.environments:
-                say_what_is_odd(env, [task.task_id for task in pool.tasks(env.name)], run.wanted(env))
+                say_what_is_odd(
+                    env, [task.task_id for task in pool.tasks(env.name)], plan_of(config, env, chat).num_examples
+                )
             await run.all(servers)
     except Misrouted as error:
         raise UserError(str(error)) from error
@@ -82,6 +86,42 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
         raise UserError("; ".join(troubles))
     status.done("finished")
     return run.entries
+
+
+def check_results(config: "EvalConfig", chat: bool) -> None:
+    """Whether earlier results can be gone on with, as far as that is known before anything starts.
+
+    Raises:
+        UserError: they were made with other settings; it names the first that differs.
+    """
+    if config.clean:
+        return
+    for env in config.environments:
+        for target in [API] if chat else _there(config, env):
+            check_settings(
+                place_of(config, env, target), made_with(config, env, plan_of(config, env, chat), target), but="weights"
+            )
+
+
+def _there(config: "EvalConfig", env: "EvalEnv") -> list[Target]:
+    """The versions with results that may be gone on with."""
+    found = list_steps(place_of(config, env, API).parent)
+    if config.weights_dir is None:
+        return []  # only the server says which
+    return [Target(f"step_{version}", version) for version in found if not config.steps or version in config.steps]
+
+
+def place_of(config: "EvalConfig", env: "EvalEnv", target: Target) -> Path:
+    """Where the results of an environment at a target are."""
+    return config.output_dir / "evals" / env.name.replace("/", "--") / target.name
+
+
+def plan_of(config: "EvalConfig", env: "EvalEnv", chat: bool) -> EvalPlan:
+    """What to run: of what is not said for the environment, what is said for all."""
+    sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
+    attempts = env.rollouts_per_example or config.rollouts_per_example
+    wanted = config.num_examples if env.num_examples is None else env.num_examples
+    return EvalPlan(env.name, env.name, sampling, wanted, attempts, config.seq_len, chat)
 
 
 def make_pool(config: "EvalConfig", chat: bool) -> EnvPool:
@@ -172,19 +212,16 @@ class Evaluation:
         self.report(quiet=True)
 
     def _job(self, env: "EvalEnv", target: Target, stores: "Stores") -> Job:
-        config = self._config
-        sampling = env.sampling.over(config.sampling) if env.sampling else config.sampling
-        attempts = env.rollouts_per_example or config.rollouts_per_example
-        plan = EvalPlan(env.name, env.name, sampling, self.wanted(env), attempts, config.seq_len, self._chat)
+        config, plan = self._config, plan_of(self._config, env, self._chat)
         tasks = self._pool.tasks(env.name)
         tasks = tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
-        place = config.output_dir / "evals" / env.name.replace("/", "--") / target.name
-        clean = config.clean or self._replaced(target, place)
+        place = place_of(config, env, target)
+        clean = config.clean or self._replaced(env.name, target)
         return Job(plan, tasks, stores.open(place, made_with(config, env, plan, target), clean))
 
-    def _replaced(self, target: Target, place: Path) -> bool:
+    def _replaced(self, env: str, target: Target) -> bool:
         """Whether, while versions are followed, another one bore this number that another life of the trainer has replaced since."""
-        before = self._reported.get((place.parent.name, target.name))
+        before = self._reported.get((env, target.name))
         return self._config.follow and before is not None and before.target.hash != target.hash
 
     def _conclude(self, job: Job, target: Target, seconds: float) -> None:
@@ -201,10 +238,6 @@ class Evaluation:
             entry.target.name, entry.report.env, entry.report.attempts_per_task, number(reward), number(half),
             dict(entry.report.errors), entry.report.seconds,
         )  # fmt: skip
-
-    def wanted(self, env: "EvalEnv") -> int:
-        """Tasks of an environment that are to be attempted; -1: all."""
-        return self._config.num_examples if env.num_examples is None else env.num_examples
 
     def kept(self) -> str:
         """For people, when it ends early."""

@@ -41,7 +41,7 @@ class Store:
             self._file = os.open(directory / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             self._lock()
-            self._check(flat(settings))
+            self._check(settings)
             self.results: dict[Key, EpisodeResult] = {}
             self.spent = (0, 0)
             for row in self._read():
@@ -99,21 +99,11 @@ class Store:
                 f"another evaluation is writing to {self.directory}: wait for it, or give another --output-dir"
             ) from error
 
-    def _check(self, settings: dict[str, Any]) -> None:
+    def _check(self, settings: Mapping[str, Any]) -> None:
+        check_settings(self.directory, settings)
         path = self.directory / SETTINGS
-        try:
-            before = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            write_atomically(path, json.dumps(settings, indent=1).encode())
-            return
-        except ValueError as error:
-            raise UserError(f"{path} cannot be read ({error}): make the results anew with --clean") from error
-        for key in sorted(before.keys() | settings.keys()):
-            if before.get(key) != settings.get(key):
-                raise UserError(
-                    f"{self.directory} holds results made with {key} = {_shown(before, key)}, and now it is {_shown(settings, key)}: "
-                    "go back to that, give another --output-dir, or make them anew with --clean"
-                )
+        if not path.exists():
+            write_atomically(path, json.dumps(flat(settings), indent=1).encode())
 
     def _read(self) -> Iterable[dict[str, Any]]:
         path = self.directory / RESULTS
@@ -126,6 +116,30 @@ class Store:
                 yield json.loads(line)
             except ValueError as error:
                 raise UserError(f"line {number} of {path} is damaged: mend it, or make the results anew with --clean") from error  # fmt: skip
+
+
+def check_settings(directory: Path, settings: Mapping[str, Any], but: str = "") -> None:
+    """What is in `directory`, if anything is, was made with these settings.
+
+    Args:
+        but: A setting that is not known yet.
+
+    Raises:
+        UserError: naming the first that differs.
+    """
+    path, now = directory / SETTINGS, flat(settings)
+    try:
+        before = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        raise UserError(f"{path} cannot be read ({error}): make the results anew with --clean") from error
+    for key in sorted((before.keys() | now.keys()) - {but}):
+        if before.get(key) != now.get(key):
+            raise UserError(
+                f"{directory} holds results made with {key} = {_shown(before, key)}, and now it is {_shown(now, key)}: "
+                "go back to that, give another --output-dir, or make them anew with --clean"
+            )
 
 
 def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:

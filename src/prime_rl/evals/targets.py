@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from prime_rl.monitor import log
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.protocol import BASE
+from prime_rl.transport.lives import EVAL, drop_lease, read_lease, read_lives, write_lease
+from prime_rl.transport.protocol import BASE, Lease, current_life
 from prime_rl.transport.weights import WeightsManifest, never_written, version_dir, weights_manifest
 
 if TYPE_CHECKING:
@@ -118,10 +120,15 @@ async def targets(
 async def _follow(
     config: "EvalConfig", versions: Versions, on_wait: Callable[[str, str, float], None]
 ) -> AsyncIterator[Target]:
-    writer = Writer(versions.directory.parent)
+    run_dir = versions.directory.parent
+    writer, hold = Writer(run_dir), partial(_hold, run_dir) if config.hold else None
     while True:  # bounded: by the end of the run that is followed, which says so or gives no sign for long
         ended = writer.ended()  # before the look: what was committed before the last word is seen
-        fresh = [version for version in _chosen(config, list_steps(versions.directory)) if _is_new(versions, version)]
+        found = list_steps(versions.directory)
+        last = {max(found)} - {BASE} if found and ended else set()  # of the run: worth knowing, whatever the interval
+        fresh = [version for version in sorted({*_chosen(config, found), *last}) if _is_new(versions, version)]
+        if hold is not None:
+            hold(min([*fresh, _next_after(versions, found)]))
         if fresh:
             if (target := versions.find(fresh[0])) is not None:
                 yield target
@@ -130,10 +137,24 @@ async def _follow(
             break
         on_wait("the next version", writer.name, GONE_SECONDS)
         await asyncio.sleep(LOOK_SECONDS)
+    drop_lease(run_dir, EVAL)
     newest = max([*versions.given, *versions.skipped], default=0)
     for version in range(config.interval or newest + 1, newest, config.interval or 1):
         if version not in versions.given and version not in versions.skipped:
             versions.skip(version, "it was never seen: not exported, or removed again while another one was evaluated")
+
+
+def _hold(run_dir: Path, version: int) -> None:
+    """Tell the run that versions from this one on are still to be evaluated."""
+    lease = Lease(current_life(read_lives(run_dir)).number, version)
+    if read_lease(run_dir, EVAL) != lease:
+        write_lease(run_dir, lease, EVAL)
+
+
+def _next_after(versions: Versions, found: list[int]) -> int:
+    """The version that comes after those that were evaluated, and that are not given up by a new life of the trainer."""
+    newest = max(found, default=BASE)
+    return 1 + max((version for version in versions.given if version <= newest), default=BASE)
 
 
 def _is_new(versions: Versions, version: int) -> bool:

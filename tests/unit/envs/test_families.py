@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+import time
 
 from prime_rl.envs.families import MARK_VAR, Process, end_family, family, marked, resident, table
 
 
 def process(parent: int, group: int, zombie: bool = False) -> Process:
-    return Process(parent, group, 1 << 20, zombie)
+    return Process(parent, group, 1 << 20, zombie, 0.0)
 
 
 def test_a_family_by_hand() -> None:
@@ -35,7 +36,7 @@ DAEMON = "import os,sys,time; os.setsid(); os.fork() and os._exit(0); print(os.g
 
 def test_a_daemon_is_found_by_its_mark() -> None:
     """One that no descent and no group leads to."""
-    mark = f"test-{os.getpid()}"
+    mark, born = f"test-{os.getpid()}", time.clock_gettime(time.CLOCK_BOOTTIME)
     variables = {**os.environ, MARK_VAR: mark}
     started = subprocess.Popen([sys.executable, "-c", DAEMON], env=variables, stdout=subprocess.PIPE)
     assert started.stdout is not None
@@ -43,5 +44,6 @@ def test_a_daemon_is_found_by_its_mark() -> None:
     started.wait(timeout=60)
     nobody = 2**22 + 1  # beyond the largest process number
     assert daemon in marked(mark, table())
-    assert end_family(nobody, mark) == 1
+    assert end_family(nobody, mark, born + 1000) == 0
+    assert end_family(nobody, mark, born) == 1
     assert marked(mark, [pid for pid, one in table().items() if not one.zombie]) == set()

@@ -94,13 +94,13 @@ async def test_following_evaluates_each_version_until_the_run_has_ended(world):
 
     def before(env, task, number):
         if world.server.now.version == 10:
-            commit(world, *(version for version in (15, 30) if not (world.weights / f"step_{version}").exists()))
+            commit(world, *(version for version in (15, 30, 37) if not (world.weights / f"step_{version}").exists()))
             run.done("finished")
 
     world.pool.before = before
     found = await asyncio.wait_for(world.run(weights_dir=world.weights, follow=True, interval=10), 30)
-    assert names(found) == ["step_0", "step_10", "step_30"]
-    assert {made[2] for made in world.pool.made} == {0, 10, 30}
+    assert names(found) == ["step_0", "step_10", "step_30", "step_37"]  # the last of the run, too
+    assert {made[2] for made in world.pool.made} == {0, 10, 30, 37}
     report = (world.directory / "out" / "evals" / "report.md").read_text()
     assert "* 20: it was never seen" in report
     assert "* 15" not in report

@@ -117,13 +117,15 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
         rows.put(Row(outcome, moe.with_loads(means, policy), known, batch.tokens, ideal))
 
-        if checkpoints.due(step + 1):
+        saves = checkpoints.due(step + 1) is not None
+        if saves or evaluated(config, step + 1):
             rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
-            report.phase("saving weights and checkpoint")
+            report.phase("saving weights and checkpoint" if saves else "saving weights")
             with rows.saving():
                 versions.commit(step + 1, outcome.read)
                 versions.settle()
-                checkpoints.save(progress)
+                if saves:
+                    checkpoints.save(progress)
                 versions.prune(0, 0, checkpoints.needed)
         step += 1
 
@@ -146,12 +148,19 @@ def means(sums: list[float]) -> dict[str, float]:
     return {"loss/mean": loss, "entropy/mean": entropy}
 
 
+def evaluated(config: SFTConfig, version: int) -> bool:
+    """Whether the evaluation beside the training waits for this version; the last one is exported anyway."""
+    return config.eval is not None and config.eval.interval is not None and version % config.eval.interval == 0
+
+
 def bench_config(config: SFTConfig) -> SFTConfig:
     """A few steps on fake data, nothing saved."""
     data = config.data.model_copy(update={"fake": config.data.fake or FakeSFTData()})
     steps = trainer_steps(config.max_steps)
     scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
-    return config.model_copy(update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler})
+    return config.model_copy(
+        update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler, "eval": None, "inference": None}
+    )
 
 
 def make_data(config: SFTConfig, world: World, source: Source, costs: Costs, drawn: int) -> RowData | FakeRows:

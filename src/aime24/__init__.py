@@ -1,0 +1,5 @@
+"""aime24: another name of `aime2024`."""
+
+from aime2024 import Aime2024Taskset
+
+__all__ = ["Aime2024Taskset"]

@@ -1,0 +1,163 @@
+"""What runs beside `sft`: an `eval` that follows its versions, and the server for it where one is to be started. They end with it."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from prime_rl.config import EvalConfig, InferenceConfig, SFTConfig, write_toml
+from prime_rl.config.environ import child_env
+from prime_rl.config.shared import ModelConfig
+from prime_rl.errors import UserError
+from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn
+from prime_rl.launcher.gpus import visible_gpus
+from prime_rl.launcher.plan import Process
+from prime_rl.lifeline import Lifeline
+from prime_rl.monitor import Status, log
+from prime_rl.monitor.status import read_status
+
+logger = log.get("sft")
+
+EVAL, SERVER = "eval", "inference"
+_POLL_SECONDS = 0.5
+# What torchrun tells its ranks would be taken for the engine's own.
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
+
+
+def eval_config(config: SFTConfig) -> EvalConfig:
+    """Of the evaluation that follows the run."""
+    section = config.eval
+    assert section is not None
+    same = ("environments", "num_examples", "rollouts_per_example", "sampling", "seq_len", "max_concurrent")
+    return EvalConfig(
+        **{name: getattr(section, name) for name in (*same, "rollout_timeout", "renderer", "client")},
+        model=ModelConfig(name=config.model.name, trust_remote_code=config.model.trust_remote_code),
+        weights_dir=config.output_dir / "weights",
+        # Without an interval the last version alone: none of a run without end is a multiple of this.
+        interval=section.interval or sys.maxsize,
+        eval_base=section.at_start,
+        follow=True,
+        hold=True,
+        output_dir=config.output_dir,
+        seed=config.seed,
+        log=config.log,
+        monitor=config.monitor,
+    )
+
+
+def server_config(config: SFTConfig) -> InferenceConfig | None:
+    """Of the server that is started, if one is."""
+    if config.inference is None:
+        return None
+    places = {"output_dir": config.output_dir, "weights_root": config.output_dir / "weights", "log": config.log}
+    device = config.inference.device if config.inference.device != "auto" else config.device
+    return config.inference.model_copy(update={**places, "device": device})
+
+
+class Companions:
+    """`with Companions(config) as companions: train(config); companions.finish()`. Nothing is started where nothing is to be evaluated."""
+
+    def __init__(self, config: SFTConfig, environ: Mapping[str, str] = os.environ) -> None:
+        """Raises UserError: there is no GPU for the server."""
+        self._config = config
+        self._environ = {
+            name: value for name, value in child_env(environ, SFTConfig).items() if not name.startswith(_OF_TORCHRUN)
+        }
+        self._gpus = self._gpus_of_server(environ)
+        self._children: dict[str, Child] = {}
+        self._ends = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._config.eval is None:
+            return self
+        output_dir = self._config.output_dir
+        Status(output_dir, "sft")  # an earlier run's last word is not this one's
+        configs = {EVAL: eval_config(self._config), SERVER: server_config(self._config)}
+        lifeline = self._ends.enter_context(Lifeline())
+        self._ends.callback(self._kill)
+        for name, config in configs.items():
+            if config is None:
+                continue
+            path = output_dir / "configs" / f"{name}.toml"
+            write_toml(config, path)
+            argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
+            process = Process(name, argv, output_dir / "logs" / f"{name}.log", self._variables(name))
+            self._children[name] = spawn(process, (), lifeline, self._environ, time.monotonic())
+            logger.info("started %s (log: %s)", name, process.log)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ends.close()
+
+    def finish(self) -> None:
+        """After the training: wait until its last version is evaluated. One that was stopped is not evaluated further.
+
+        Raises:
+            UserError: the evaluation failed, or its server is gone; the weights are there.
+        """
+        evaluation = self._children.get(EVAL)
+        if evaluation is None:
+            return
+        sft = read_status(self._config.output_dir).get("sft")
+        if sft is not None and sft.outcome == "stopped":
+            return
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # the training's own handler has nothing left to finish
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        logger.info("training has ended: waiting for the evaluation of its last version (log: %s)", evaluation.spec.log)
+        while not evaluation.exited():  # bounded: every wait of `eval` has its deadline
+            if (server := self._children.get(SERVER)) is not None and server.exited():
+                raise self._failed(server)
+            time.sleep(_POLL_SECONDS)
+        if evaluation.reap([]) != 0:
+            raise self._failed(evaluation)
+
+    def _failed(self, child: Child) -> UserError:
+        why = "\n".join([ending(child.reap([])), *last_words(child.spec.log, child.log_start)])
+        weights = self._config.output_dir / "weights"
+        return UserError(
+            f"the training is complete, but {child.name} {why}\n"
+            f"what is missing: uv run eval @ {self._config.output_dir / 'configs' / 'eval.toml'} --no-hold --no-follow (weights: {weights})"
+        )
+
+    def _kill(self) -> None:
+        children = self._children.values()
+        known = [child.popen.pid for child in children]
+        doomed = [process for child in children if child.running for process in child.kill(known)]
+        for child in children:
+            child.reap(known)
+        await_death(doomed)
+
+    def _gpus_of_server(self, environ: Mapping[str, str]) -> list[str]:
+        server = server_config(self._config)
+        if server is None or server.device == "cpu" or not (visible := visible_gpus(environ)):
+            return []
+        local = server.data_parallel_size_local or server.data_parallel_size
+        wanted, ranks = (
+            server.tensor_parallel_size * server.pipeline_parallel_size * local,
+            int(environ.get("LOCAL_WORLD_SIZE", 1)),
+        )
+        if ranks + wanted > len(visible):
+            raise UserError(
+                f"inference needs {wanted} GPU(s) beside the {ranks} that train, and {len(visible)} are visible: start a server elsewhere and "
+                "name it in eval.client.base_url"
+            )
+        return visible[ranks : ranks + wanted]
+
+    def _variables(self, name: str) -> dict[str, str]:
+        gpus = self._gpus if name == SERVER else []
+        key = None if self._config.inference is None else self._config.inference.api_key
+        assert self._config.eval is not None
+        secret = (
+            {} if key is None else {"VLLM_API_KEY" if name == SERVER else self._config.eval.client.api_key_var: key}
+        )
+        placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}
+        few = {} if gpus else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
+        return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **few, **placed, **secret}

@@ -1,0 +1,254 @@
+"""The bundled packages in a worker, against a scripted engine that plays them well, badly, and not at all."""
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from environments import environment
+from fake_engine import Exchange, FakeEngine, make_tokenizer
+
+from alphabet_sort.data import Problem, problems
+from calculator.data import problems as word_problems
+from kuhn_poker.game import DEALS
+from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
+from wordle.data import words
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+START_SECONDS = 180.0
+TEMPLATE = Path(__file__).parents[2] / "assets" / "tiny-reverse" / "chat_template.jinja"
+
+
+@dataclass
+class World:
+    engine: FakeEngine
+    pool: EnvPool
+
+    async def play(self, env: str, task: int, reply: Callable[[str], str], **sampling: Any) -> EpisodeResult:
+        self.engine.reply = reply
+        self.engine.exchanges.clear()
+        return await self.pool.run(
+            env=env,
+            task_index=task,
+            sampling={"temperature": 1.0, "max_tokens": 200, **sampling},
+            policy_version=0,
+            episode_id="1.2.3",
+            deadline=time.monotonic() + 60.0,
+        )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    root = tmp_path_factory.mktemp("bundled")
+    envs = [
+        environment("alphabet-sort", {"split": "eval", "num_tasks": 8}),
+        environment("wordle", {"split": "eval", "max_turns": 4}),
+        environment("kuhn-poker"),
+        environment("calculator", {"num_tasks": 4}, max_turns=4),
+    ]
+    model = make_tokenizer(root / "model", TEMPLATE.read_text())
+    async with FakeEngine(model, max_model_len=2048) as engine:
+        pool = EnvPool(
+            envs, model=str(engine.model), base_url=engine.base_url, api_key="secret", output_dir=root / "out"
+        )
+        await pool.start(START_SECONDS)
+        yield World(engine, pool)
+        await pool.close()
+
+
+def _is_exact(sample: SampleTokens, exchanges: list[Exchange]) -> bool:
+    """One sequence is the whole conversation: what the engine got last and gave last, with every completion sampled once."""
+    sampled = [token for token, mask in zip(sample.input_ids, sample.loss_mask, strict=True) if mask]
+    whole = list(sample.input_ids) == exchanges[-1].prompt + exchanges[-1].completion
+    return whole and sampled == [token for exchange in exchanges for token in exchange.completion]
+
+
+def _asked(prompt: str) -> str:
+    """What the environment said last."""
+    return prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+
+
+def _turn(prompt: str) -> int:
+    return prompt.count("<|im_start|>user\n") - 1
+
+
+def _sorter(problem: Problem) -> Callable[[str], str]:
+    return lambda prompt: "<sorted>" + "\n".join(problem.truth(_turn(prompt))) + "</sorted>"
+
+
+async def test_sorting_well(world: World) -> None:
+    """Every turn right: reward 1, one exact sample of all turns."""
+    for task, problem in enumerate(problems("eval", 8)):
+        result = await world.play("alphabet-sort", task, _sorter(problem))
+        assert result.ok, result.message
+        assert result.task_id == f"alphabet-sort/{problem.id}"
+        assert (result.reward, result.metrics) == (1.0, {"turns_right": 1.0})
+        assert result.num_turns == len(problem.turns) == len(world.engine.exchanges)
+        assert _asked(world.engine.tokenizer.decode(world.engine.exchanges[-1].prompt)) == problem.message(-1 + result.num_turns)  # fmt: skip
+        (sample,) = result.samples
+        assert _is_exact(sample, world.engine.exchanges)
+
+
+async def test_sorting_badly(world: World) -> None:
+    """Right at first only: the share of that turn. Answers without tags are worth nothing, and are the model's fault."""
+    problem = problems("eval", 1)[0]
+    well = _sorter(problem)
+    result = await world.play("alphabet-sort", 0, lambda prompt: well(prompt) if _turn(prompt) == 0 else "no idea")
+    assert result.ok
+    assert result.reward == pytest.approx(1 / len(problem.turns))
+    result = await world.play("alphabet-sort", 0, lambda prompt: "</sorted>�<sorted>")
+    assert (result.ok, result.reward, len(result.samples)) == (True, 0.0, 1)
+
+
+async def test_a_turn_cut_short(world: World) -> None:
+    """An answer cut by max_tokens has no closing tag: no reward, still an exact sample of all turns."""
+    problem = problems("eval", 1)[0]
+    result = await world.play("alphabet-sort", 0, _sorter(problem), max_tokens=5)
+    assert (result.outcome, result.reward, result.is_truncated) == (Outcome.OK, 0.0, True)
+    assert result.num_turns == len(problem.turns)
+    assert _is_exact(result.samples[0], world.engine.exchanges)
+
+
+async def test_solving_wordle(world: World) -> None:
+    """A wrong guess, then the word: solved with three of four replies' worth of speed; the game ends there."""
+    secret = words("eval")[2]
+    result = await world.play("wordle", 2, lambda prompt: f"<guess>{secret if _turn(prompt) else 'zzzzz'}</guess>")
+    assert result.ok, result.message
+    assert result.task_id == f"wordle/{secret}"
+    assert result.rewards == pytest.approx({"solved": 1.0, "speed": 0.5 * 0.75, "partial": 0.5, "format": 0.2})
+    assert (result.reward, result.num_turns, result.metrics) == (pytest.approx(2.075), 2, {"guesses": 2.0})
+    assert _asked(world.engine.tokenizer.decode(world.engine.exchanges[1].prompt)) == "z z z z z\nX X X X X\n3 left."
+    assert _is_exact(result.samples[0], world.engine.exchanges)
+
+
+async def test_losing_wordle(world: World) -> None:
+    """Neither guesses that are wrong nor replies that are none end an episode before its last turn, or cost more than reward."""
+    result = await world.play("wordle", 0, lambda prompt: "<guess>zzzzz</guess>" if _turn(prompt) % 2 else "hm")
+    assert (result.ok, result.num_turns) == (True, 4)
+    assert result.rewards == pytest.approx({"solved": 0.0, "speed": 0.0, "partial": 0.0, "format": 0.1})
+    assert _is_exact(result.samples[0], world.engine.exchanges)
+
+
+def _bettor(prompt: str) -> str:
+    return f"<move>{'call' if 'call?' in _asked(prompt) else 'bet'}</move>"
+
+
+@pytest.mark.parametrize("task", range(12), ids=[deal.id for deal in DEALS])
+async def test_bet_and_call(world: World, task: int) -> None:
+    """Each seat gets its own two chips, won or lost, with its own tokens, whichever acts first."""
+    result = await world.play("kuhn-poker", task, _bettor)
+    assert result.ok, result.message
+    deal = DEALS[task]
+    assert result.task_id == f"kuhn-poker/{deal.id}"
+    won = 2.0 if "JQK".index(deal.cards[0]) > "JQK".index(deal.cards[1]) else -2.0
+    assert {part.agent: part.rewards for part in result.parts} == {
+        "player_1": {"chips": won},
+        "player_2": {"chips": -won},
+    }
+    first, second = world.engine.exchanges
+    samples = {sample.agent: sample for sample in result.samples}
+    opener, other = ("player_1", "player_2") if deal.first == 0 else ("player_2", "player_1")
+    assert _is_exact(samples[opener], [first])
+    assert _is_exact(samples[other], [second])
+    assert (samples["player_1"].reward, samples["player_2"].reward) == (won, -won)
+    text = world.engine.tokenizer.decode(first.prompt)
+    assert f"Your card is {deal.cards[deal.first]}. You act first." in text  # and nothing of the other's
+
+
+async def test_check_bet_fold(world: World) -> None:
+    """The long game: the opener speaks twice in one conversation and loses its ante."""
+
+    def reply(prompt: str) -> str:
+        if "fold or call?" in _asked(prompt):
+            return "<move>fold</move>"
+        return f"<move>{'check' if 'act first' in prompt else 'bet'}</move>"
+
+    result = await world.play("kuhn-poker", 11, reply)  # KQ-2
+    assert {part.agent: (part.reward, part.num_turns) for part in result.parts} == {
+        "player_1": (1.0, 1),
+        "player_2": (-1.0, 2),
+    }
+    one, two, three = world.engine.exchanges
+    samples = {sample.agent: sample for sample in result.samples}
+    assert _is_exact(samples["player_2"], [one, three])
+    assert _is_exact(samples["player_1"], [two])
+
+
+async def test_illegal_answer(world: World) -> None:
+    """Who answers a bet with nonsense loses two chips to the other, and both are trained on it."""
+    result = await world.play("kuhn-poker", 0, lambda prompt: _bettor(prompt) if "act first" in prompt else "nonsense")
+    assert result.ok, result.message
+    found = {part.agent: (part.reward, part.metrics["illegal"]) for part in result.parts}
+    assert found == {"player_1": (2.0, 0.0), "player_2": (-2.0, 1.0)}
+    assert len(result.samples) == 2
+
+
+async def test_illegal_opening(world: World) -> None:
+    """Who opens with nonsense loses too. The other never spoke: there is nothing of it to train on."""
+    result = await world.play("kuhn-poker", 1, lambda prompt: "<move>fold</move>")  # JQ-2
+    assert result.ok, result.message
+    (sample,) = result.samples
+    assert (sample.agent, result.reward, result.rewards) == ("player_2", -2.0, {"chips": -2.0})
+
+
+async def test_games_do_not_mix(world: World) -> None:
+    """Many games at once: every one has its own deal's winner."""
+    world.engine.reply = _bettor
+    results = await asyncio.gather(*(world.play("kuhn-poker", task % 12, _bettor) for task in range(48)))
+    for task, result in enumerate(results):
+        cards = DEALS[task % 12].cards
+        better = "player_1" if "JQK".index(cards[0]) > "JQK".index(cards[1]) else "player_2"
+        assert {part.agent for part in result.parts if part.reward == 2.0} == {better}
+
+
+def _call(**arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'calculate', 'arguments': arguments})}\n</tool_call>"
+
+
+async def test_calculating(world: World) -> None:
+    """The tool's definition reaches the prompt, its result the next one; the right number earns everything; one exact sample."""
+    problem = word_problems("train", 4)[3]
+    told: list[str] = []
+
+    def reply(prompt: str) -> str:
+        told.append(_asked(prompt))
+        return f"<answer>{problem.answer}</answer>" if _turn(prompt) else _call(expression=problem.expression)
+
+    result = await world.play("calculator", 3, reply)
+    assert result.ok, result.message
+    assert result.task_id == f"calculator/{problem.id}"
+    assert told == [problem.text, f"\n<tool_response>\n{problem.answer}\n</tool_response>".lstrip()]
+    assert '"name": "calculate"' in world.engine.tokenizer.decode(world.engine.exchanges[0].prompt)
+    assert result.rewards == pytest.approx({"correct": 1.0, "format": 0.1})
+    assert (result.metrics["tool_calls"], result.metrics["refused_expressions"]) == (1.0, 0.0)
+    (sample,) = result.samples
+    assert _is_exact(sample, world.engine.exchanges)
+
+
+async def test_calculating_badly(world: World) -> None:
+    """Nonsense for the tool is answered, counted and no crash; a wrong number earns its form alone."""
+    replies = iter(
+        [_call(expression="__import__('os')"), _call(formula="1+1"), "<tool_call>\n{", "<answer>-1</answer>"]
+    )
+    result = await world.play("calculator", 0, lambda prompt: next(replies))
+    assert result.ok, result.message
+    assert result.rewards == pytest.approx({"correct": 0.0, "format": 0.1})
+    counted = {name: result.metrics[name] for name in ("tool_calls", "malformed_tool_calls", "refused_expressions")}
+    assert counted == {"tool_calls": 3.0, "malformed_tool_calls": 2.0, "refused_expressions": 1.0}
+
+
+async def test_calculating_without_end(world: World) -> None:
+    """Who only ever calls the tool is stopped by `max_turns`, and has not answered."""
+    result = await world.play("calculator", 0, lambda prompt: _call(expression="1+1"))
+    assert (result.ok, result.reward, result.num_turns) == (True, 0.0, 4)

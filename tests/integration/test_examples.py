@@ -1,0 +1,62 @@
+"""Contract: what the examples' READMEs tell people to type works."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import free_port
+from prime_rl.transport.commit import list_steps
+from support.processes import REPOSITORY, Command
+
+TIMEOUT = 400.0
+EXAMPLES = REPOSITORY / "examples"
+ENVIRONMENTS = {
+    "alphabet_sort": "alphabet-sort",
+    "wordle": "wordle",
+    "tool_use": "calculator",
+    "self_play": "kuhn-poker",
+}
+RUNS = [f"{name}/{file}.toml" for name in ENVIRONMENTS for file in ("rl", "cpu")]
+DEMONSTRATIONS = {
+    "wordle": ("sft.toml", "--games", 40),
+    "tool_use": ("sft.toml", "--problems", 40),
+    "self_play": ("sft_cpu.toml", "--games", 40),
+}
+
+
+@pytest.mark.parametrize("config", RUNS)
+def test_dry_run(config: str, tmp_path: Path) -> None:
+    """A whole run is planned from the file alone, without a GPU."""
+    arguments = ("@", EXAMPLES / config, "--output-dir", tmp_path / "run", "--dry-run")
+    with Command("rl", *arguments, log=tmp_path / "log") as command:
+        command.succeed(60)
+    name = ENVIRONMENTS[Path(config).parent.name]
+    assert f'id = "{name}"' in (tmp_path / "run" / "configs" / "orchestrator.toml").read_text()
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_demonstrations(name: str, tmp_path: Path) -> None:
+    """The script writes conversations that start as the environment's do, and `sft` takes the file."""
+    rows = tmp_path / "rows.jsonl"
+    script = EXAMPLES / name / "demonstrations.py"
+    config, *count = DEMONSTRATIONS[name]
+    subprocess.run([sys.executable, script, *map(str, count), "--output", rows], check=True, timeout=60)
+    first = json.loads(rows.read_text().splitlines()[0])
+    assert [message["role"] for message in first["messages"][:3]] == ["system", "user", "assistant"]
+    arguments = ("@", EXAMPLES / name / str(config), "--data.name", rows, "--output-dir", tmp_path / "run", "--dry-run")
+    with Command("sft", *arguments, log=tmp_path / "b") as command:
+        command.succeed(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_on_a_cpu(name: str, tmp_path: Path) -> None:
+    """`cpu.toml` runs the same environment to its end: exit 0, two steps trained, weights left."""
+    arguments = ("@", EXAMPLES / name / "cpu.toml", "--output-dir", tmp_path / "run", "--max-steps", 2)
+    with Command("rl", *arguments, "--inference.server.port", free_port(), log=tmp_path / "log") as command:
+        command.succeed(TIMEOUT)
+    assert list_steps(tmp_path / "run" / "rollouts") == [0, 1]
+    assert 2 in list_steps(tmp_path / "run" / "weights")

@@ -1,0 +1,128 @@
+"""Which part of a reply is its answer, and when two answers are equal."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmark_tasks import judge
+from benchmark_tasks.answers import boxed_answer, last_boxed
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        (r"so \boxed{42}.", "42"),
+        (r"\boxed{1}, no: \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{\sqrt{2}}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\fbox{7} \boxed 9", "9"),
+        (r"\boxed{3} and then \boxed{4 without an end", "3"),
+        (r"<think>\boxed{1}</think> It is \boxed{2}", "2"),
+        (r"no opening, \boxed{1}</think>\boxed{2}", "2"),
+        (r"<think>\boxed{1}</think> nothing", None),
+        (r"<think> \boxed{1} and the tokens ran out", None),
+        (r"\boxed{}", None),
+        (r"\boxed{ }", None),
+        (r"\boxed", None),
+        ("42", None),
+        ("", None),
+    ],
+)
+def test_the_answer_of_a_reply(reply: str, answer: str | None) -> None:
+    """Contract: the last complete box after the thinking; thinking that does not end answers nothing."""
+    assert boxed_answer(reply) == answer
+
+
+@given(st.recursive(st.text("abc1+ ", max_size=4), lambda inner: inner.map(lambda text: f"{{{text}}}a"), max_leaves=4))
+def test_what_is_boxed_comes_back(inside: str) -> None:
+    """Contract: balanced braces within a box are part of the answer."""
+    assert last_boxed(f"\\boxed{{1}} x \\boxed{{{inside}}} {{}}") == inside.strip()
+
+
+EQUAL = [
+    (r"\frac{1}{2}", "0.5"),
+    (r"\frac12", r"\dfrac{1}{2}"),
+    (r"90^\circ", "90"),
+    ("1000", "1,000"),
+    (r"10\%", "10"),
+    (r"\text{Evelyn}", "Evelyn"),
+    ("(1,2)", "(1, 2)"),
+    ("5", "x=5"),
+    (r"3\sqrt{2}", r"\sqrt{18}"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    ("x^2+2x+1", "(x+1)^2"),
+    ("33", "033"),
+    (r"\$5", "5"),
+    (r"x \in [1,3]", "[1,3]"),
+]
+UNEQUAL = [
+    ("2", "3"),
+    ("-2", "2"),
+    ("(1,2)", "(2,1)"),
+    ("[1,2)", "[1,2]"),
+    (r"\frac13", "0.333"),
+    (r"\pi", "3.14159"),
+    ("6", "}{"),
+    ("6", "\\frac{"),
+    ("1", "1" * 5000),
+]
+
+
+@pytest.mark.parametrize(("truth", "answer"), EQUAL)
+async def test_equivalent_forms(truth: str, answer: str) -> None:
+    """Contract: the way an answer is written does not decide."""
+    assert await judge.equal(truth, answer)
+
+
+@pytest.mark.parametrize(("truth", "answer"), UNEQUAL)
+async def test_wrong_answers(truth: str, answer: str) -> None:
+    """Contract: near is not equal, and what is no mathematics is wrong, not an error."""
+    assert not await judge.equal(truth, answer)
+
+
+async def test_an_answer_that_takes_for_ever() -> None:
+    """Contract: it is wrong after the time for it, nobody's loop waits, and the next answer is judged."""
+    assert await judge.equal("2+2", "4", 0.5)
+    asked = asyncio.ensure_future(judge.equal("9", "9^{9^{9^{9^9}}}", 0.5))
+    turns = 0
+    while not asked.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert not asked.result()
+    assert turns > 10  # the loop went on
+    assert await judge.equal(r"\frac{2}{4}", "0.5", 0.5)
+
+
+def test_judging_away_from_the_main_thread() -> None:
+    """Contract: no signal handlers are needed: any thread's loop can ask."""
+    said: list[bool] = []
+    thread = threading.Thread(target=lambda: said.append(asyncio.run(judge.equal(r"\frac{3}{4}", "0.75"))))
+    thread.start()
+    thread.join(120)
+    assert said == [True]
+
+
+def test_no_judge_outlives_its_process(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Contract: a judge ends when the one who asks is killed."""
+    code = (
+        "import asyncio, os\nfrom benchmark_tasks import judge\n"
+        "asyncio.run(judge.equal('a+b', 'b+a'))\n"
+        "children = open(f'/proc/self/task/{os.getpid()}/children').read()\n"
+        "threads = [open(f'/proc/self/task/{one}/children').read() for one in os.listdir('/proc/self/task')]\n"
+        "print(' '.join(threads), flush=True)\nos._exit(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert pids, done.stderr
+    ended = threading.Event()
+    for _ in range(200):
+        if not any(os.path.exists(f"/proc/{pid}") for pid in pids):
+            break
+        ended.wait(0.05)
+    assert not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]

@@ -1,0 +1,408 @@
+"""The packages of benchmarks: rows in each dataset's own schema become tasks with durable ids, and replies are judged."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+import verifiers.v1 as vf
+
+from benchmark_tasks.rows import DataError
+
+REPOSITORY = Path(__file__).parents[3]
+MATH500 = [
+    {
+        "problem": "1+1?",
+        "solution": "s",
+        "answer": "2",
+        "subject": "Algebra",
+        "level": 1,
+        "unique_id": "test/algebra/1.json",
+    },
+    {
+        "problem": "Half?",
+        "solution": "s",
+        "answer": r"\frac{1}{2}",
+        "subject": "Algebra",
+        "level": 5,
+        "unique_id": "test/algebra/2.json",
+    },
+    {
+        "problem": "2+2?",
+        "solution": "s",
+        "answer": "4",
+        "subject": "Geometry",
+        "level": 5,
+        "unique_id": "test/geometry/1.json",
+    },
+]
+AIME24 = [{"id": 60, "problem": "p", "solution": "s", "answer": "033", "url": "u", "year": "2024"}]
+AIME25 = [{"problem": "p", "answer": "70", "id": "0"}, {"problem": "q", "answer": "588", "id": "1"}]
+GSM8K = [{"question": "How many?", "answer": "First <<1+1=2>>2.\nThen more.\n#### 1,234"}]
+MATH = [
+    {
+        "problem": "x?",
+        "level": "Level 5",
+        "type": "Algebra",
+        "solution": r"As \boxed{1} is not it, $x = \boxed{\frac{3}{4}}$.",
+    },
+    {"problem": "y?", "level": "Level 1", "type": "Geometry", "solution": r"\boxed 7"},
+    {"problem": "z?", "level": "Level ?", "type": "Geometry", "solution": r"\fbox{8}"},
+]
+GENESYS = [
+    {
+        "problem_id": f"math_{n}", "task_type": kind, "prompt": f"problem {n}", "verification_info": info, "metadata": "{}",
+        "solve_rate_qwen_r1_distill_7b": n / 4,
+    }
+    for n, (kind, info) in enumerate(
+        [
+            ("verifiable_math", json.dumps({"ground_truth": "5"})),
+            ("verifiable_math", json.dumps({"ground_truth": 6})),
+            ("verifiable_code", json.dumps({"language": "python", "test_cases": []})),
+            ("verifiable_math", json.dumps({"ground_truth": r"\sqrt{2}"})),
+        ]
+    )
+]  # fmt: skip
+DEEPSCALER = [
+    {"problem": "p", "answer": "1", "solution": "s"},
+    {"problem": "p", "answer": "1", "solution": "another"},
+    {"problem": "p", "answer": "2", "solution": ""},
+]
+GPQA = [
+    {
+        "Record ID": f"rec{n}", "Question": f" What {n}? ", "Correct Answer": " right\n", "Incorrect Answer 1": "wrong one",
+        "Incorrect Answer 2": "wrong two", "Incorrect Answer 3": "wrong three", "High-level domain": domain,
+    }
+    for n, domain in enumerate(["Physics", "Biology", "Physics", "Chemistry"] * 5)
+]  # fmt: skip
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def load(id: str, **args: Any) -> list[Any]:
+    """As verifiers itself loads it."""
+    return list(vf.load_environment(vf.resolve_env_config({"taskset": {"id": id, **args}})).taskset)
+
+
+async def score(task: Any, reply: str) -> float:
+    return float(await task.correct(SimpleNamespace(last_reply=reply)))
+
+
+CASES: list[tuple[str, str, list[dict[str, Any]], list[str], list[str]]] = [
+    ("math500", "a.jsonl", MATH500, ["math500/test/algebra/1.json", "math500/test/algebra/2.json", "math500/test/geometry/1.json"], ["2", r"\frac{1}{2}", "4"]),
+    ("aime2024", "a.parquet", AIME24, ["aime2024/60"], ["33"]),
+    ("aime24", "a.jsonl", AIME24, ["aime2024/60"], ["33"]),
+    ("aime2025", "a.jsonl", AIME25, ["aime2025/0", "aime2025/1"], ["70", "588"]),
+    ("aime25", "a.csv", AIME25, ["aime2025/0", "aime2025/1"], ["70", "588"]),
+    ("gsm8k", "a.parquet", GSM8K, ["gsm8k/313ffee464e564ae"], ["1234"]),
+    ("hendrycks-math", "a.jsonl", MATH, ["hendrycks-math/" + one for one in ("", "", "")], [r"\frac{3}{4}", "7", "8"]),
+    ("hendrycks-math", "a.jsonl", GENESYS, ["hendrycks-math/math_0", "hendrycks-math/math_1", "hendrycks-math/math_3"], ["5", "6", r"\sqrt{2}"]),
+    ("intellect-math", "a.parquet", GENESYS, ["intellect-math/math_0", "intellect-math/math_1", "intellect-math/math_3"], ["5", "6", r"\sqrt{2}"]),
+    ("deepscaler", "a.jsonl", DEEPSCALER, ["deepscaler/", "deepscaler/"], ["1", "2"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("id", "file", "rows", "keys", "answers"), CASES, ids=[f"{case[0]}-{case[1]}" for case in CASES]
+)
+def test_rows_become_tasks(
+    id: str, file: str, rows: list[dict[str, Any]], keys: list[str], answers: list[str], tmp_path: Path
+) -> None:
+    """Contract: in the dataset's schema and from any kind of file, questions, answers and ids are what the dataset says."""
+    tasks = load(id, data=write(tmp_path / file, rows))
+    assert [task.data.answer for task in tasks] == answers
+    assert len({task.key for task in tasks}) == len(tasks)
+    for task, key in zip(tasks, keys, strict=True):
+        assert task.key.startswith(key)
+        assert task.data.prompt in {row.get("problem", row.get("question", row.get("prompt"))) for row in rows}
+        assert r"\boxed{}" in task.data.system_prompt
+
+
+def test_ids_do_not_depend_on_the_rows_around(tmp_path: Path) -> None:
+    """Contract: a row keeps its id in another order and among others; order and number are of the seed alone."""
+    whole = load("hendrycks-math", data=write(tmp_path / "a.jsonl", MATH))
+    part = load("hendrycks-math", data=write(tmp_path / "b.jsonl", MATH[:0:-1]))
+    assert [task.key for task in part] == [task.key for task in whole[:0:-1]]
+    data = write(tmp_path / "c.jsonl", GPQA)
+    shuffled = [task.key for task in load("gpqa", data=data, seed=3)]
+    assert sorted(shuffled) == sorted(task.key for task in load("gpqa", data=data))
+    assert [task.key for task in load("gpqa", data=data, seed=3, num_tasks=4)] == shuffled[:4]
+    assert [task.key for task in load("gpqa", data=data, seed=4)] != shuffled
+
+
+@pytest.mark.parametrize(
+    ("id", "rows", "args", "answers"),
+    [
+        ("math500", MATH500, {"levels": [5], "subjects": ["Algebra"]}, [r"\frac{1}{2}"]),
+        ("hendrycks-math", MATH, {"levels": [5]}, [r"\frac{3}{4}"]),
+        ("hendrycks-math", MATH, {"types": ["Geometry"]}, ["7", "8"]),
+        ("intellect-math", GENESYS, {"min_solve_rate": 0.25, "max_solve_rate": 0.5}, ["6"]),
+        ("intellect-math", GENESYS, {"max_solve_rate": 0.0}, ["5"]),
+    ],
+)
+def test_difficulty(
+    id: str, rows: list[dict[str, Any]], args: dict[str, Any], answers: list[str], tmp_path: Path
+) -> None:
+    """Contract: tasks are chosen by how hard the dataset says they are."""
+    assert [task.data.answer for task in load(id, data=write(tmp_path / "a.jsonl", rows), **args)] == answers
+
+
+def test_saved_datasets_have_splits(tmp_path: Path) -> None:
+    """Contract: a saved dataset is read, its usual split where none is asked for."""
+    from datasets import Dataset, DatasetDict
+
+    saved = tmp_path / "saved"
+    DatasetDict(train=Dataset.from_list(AIME25[:1]), test=Dataset.from_list(AIME25[1:])).save_to_disk(str(saved))
+    assert [task.data.answer for task in load("aime2025", data=str(saved))] == ["588"]
+    assert [task.data.answer for task in load("aime2025", data=str(saved), split="train")] == ["70"]
+    with pytest.raises(DataError, match="has no split 'dev'; it has train, test"):
+        load("aime2025", data=str(saved), split="dev")
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"),
+    [
+        (r"<think>\boxed{3}</think>It is \boxed{0.5}", 1.0),
+        (r"\boxed{\dfrac12}", 1.0),
+        (r"\boxed{1}, or rather \boxed{1/2}", 1.0),
+        (r"\boxed{1/2}, or rather \boxed{1}", 0.0),
+        (r"\boxed{2}", 0.0),
+        ("1/2", 0.0),
+        ("", 0.0),
+    ],
+)
+async def test_mathematical_replies(reply: str, reward: float, tmp_path: Path) -> None:
+    """Contract: the last box is what counts, in whatever form; a reply without one is wrong, and not answered."""
+    task = load("math500", data=write(tmp_path / "a.jsonl", MATH500))[1]
+    assert await score(task, reply) == reward
+    assert await task.answered(SimpleNamespace(last_reply=reply)) == float("boxed" in reply)
+
+
+async def test_gpqa(tmp_path: Path) -> None:
+    """Contract: the right option is at a place of the question's own, evenly spread; its letter, in any dress, or its text is right."""
+    tasks = load("gpqa", data=write(tmp_path / "a.csv", GPQA))
+    assert {task.data.answer for task in tasks} == set("ABCD")
+    assert len(load("gpqa", data=str(tmp_path / "a.csv"), domains=["Physics"])) == 10
+    task = tasks[0]
+    right = task.data.answer
+    wrong = next(letter for letter in "ABCD" if letter != right)
+    assert f"\n{right}) right" in task.data.prompt
+    dresses = (
+        r"\boxed{%s}",
+        r"\boxed{(%s)}",
+        r"\boxed{\text{%s}}",
+        r"\boxed{%s) as said}",
+        "So.\nAnswer: %s",
+        "The answer is **%s**.",
+    )
+    for dress in dresses:
+        assert await score(task, dress % right) == 1.0, dress
+        assert await score(task, dress % wrong) == 0.0, dress
+    assert await score(task, r"\boxed{right}") == 1.0
+    assert await score(task, r"\boxed{wrong one}") == 0.0
+    assert await score(task, right) == 0.0
+    # Pinned: an order that changed would make old results and new ones of different questions.
+    assert "".join(task.data.answer for task in tasks[:8]) == PINNED
+
+
+PINNED = "AADAADDA"
+
+
+@pytest.mark.parametrize(
+    ("id", "rows", "args", "message"),
+    [
+        ("math500", [{"problem": "p", "answer": "1"}], {}, "row 0: no column 'unique_id'; there is problem, answer"),
+        ("math500", [MATH500[0], {**MATH500[1], "answer": None}], {}, "row 1: nothing in column 'answer'"),
+        ("math500", [MATH500[0], MATH500[0]], {}, "rows 0 and 1 have the same unique_id 'test/algebra/1.json'"),
+        ("math500", MATH500, {"levels": [2]}, "nothing is left after what its settings leave out"),
+        ("math500", MATH500, {"split": "test"}, "has no splits"),
+        ("math500", [], {}, "has no rows"),
+        (
+            "aime2024",
+            [{"id": 1, "problem": "p", "answer": "1000"}],
+            {},
+            "the answer '1000' is no whole number from 0 to 999",
+        ),
+        ("gsm8k", [{"question": "q", "answer": "42"}], {}, "row 0: no answer after #### in column 'answer'"),
+        ("hendrycks-math", [{**MATH[0], "solution": "x = 3"}], {}, r"no answer in a \boxed{} of column 'solution'"),
+        ("hendrycks-math", GENESYS, {"levels": [5]}, "row 0: no column 'problem'"),
+        ("intellect-math", GENESYS[2:3], {}, "no row has task_type 'verifiable_math'; there is verifiable_code"),
+        (
+            "intellect-math",
+            [{**GENESYS[0], "verification_info": "{"}],
+            {},
+            "problem math_0: verification_info is not JSON",
+        ),
+        (
+            "intellect-math",
+            [{**GENESYS[0], "verification_info": "{}"}],
+            {},
+            "problem math_0: verification_info has no ground_truth",
+        ),
+        ("intellect-math", GENESYS, {"solve_rate_field": "rate", "max_solve_rate": 0.5}, "no column 'rate'"),
+        (
+            "intellect-math",
+            GENESYS,
+            {"min_solve_rate": 0.9},
+            "no row has a solve_rate_qwen_r1_distill_7b from 0.9 to 1.0",
+        ),
+        ("gpqa", [{"Question": "q"}], {}, "no column 'Record ID'"),
+    ],
+)
+def test_bad_data(id: str, rows: list[dict[str, Any]], args: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Contract: one line that names the file, the row and what is there."""
+    data = write(tmp_path / "bad.jsonl", rows)
+    with pytest.raises(DataError) as caught:
+        load(id, data=data, **args)
+    assert message in str(caught.value)
+    assert "bad.jsonl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"problem": 1}\n{"problem"', "a.jsonl, line 2 is not JSON"),
+        ("a.jsonl", "[1, 2]", "a.jsonl, row 1: a int and no object"),
+        ("a.parquet", "no parquet", "a.parquet"),
+        ("a.txt", "x", "the ending must be one of .jsonl, .json, .parquet, .csv"),
+    ],
+)
+def test_broken_files(name: str, text: str, message: str, tmp_path: Path) -> None:
+    """Contract: a file that is not what its name says is named."""
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as caught:
+        load("math500", data=str(tmp_path / name))
+    assert message in str(caught.value)
+
+
+def test_data_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a path that does not exist is said to; a hub that cannot be reached names the local remedy, and for gated data the token."""
+    with pytest.raises(DataError, match=r"there is no such file or directory"):
+        load("math500", data=str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match=r"holds no files that end in"):
+        load("math500", data=str(tmp_path))
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionError("Couldn't reach the Hub\n(no route)")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(DataError) as caught:
+        load("math500")
+    assert str(caught.value).startswith(
+        "dataset 'HuggingFaceH4/MATH-500' could not be had from the hub: Couldn't reach the Hub (no route)."
+    )
+    assert "give a local copy: data = " in str(caught.value)
+    assert "HF_TOKEN" not in str(caught.value)
+
+    from datasets.exceptions import DatasetNotFoundError
+
+    def gated(*_: Any, **__: Any) -> None:
+        raise DatasetNotFoundError("Dataset 'Idavidrein/gpqa' is a gated dataset on the Hub.")
+
+    monkeypatch.setattr("datasets.load_dataset", gated)
+    with pytest.raises(
+        DataError,
+        match="accept the terms on its page and put a token into HF_TOKEN, which the environment's `secrets` has to name",
+    ):
+        load("gpqa")
+
+
+def test_what_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: names, subsets and splits of the public datasets; another dataset's name takes none of the usual one's subsets with it."""
+    from datasets import Dataset
+
+    asked: list[tuple[str, str | None, str]] = []
+    rows = {
+        "HuggingFaceH4/MATH-500": MATH500, "HuggingFaceH4/aime_2024": AIME24, "math-ai/aime25": AIME25, "openai/gsm8k": GSM8K,
+        "EleutherAI/hendrycks_math": MATH, "justus27/math-hendrycks-genesys-format": GENESYS, "PrimeIntellect/INTELLECT-2-only-math": GENESYS,
+        "agentica-org/DeepScaleR-Preview-Dataset": DEEPSCALER, "Idavidrein/gpqa": GPQA,
+    }  # fmt: skip
+
+    def hub(name: str, subset: str | None, split: str) -> Dataset:
+        asked.append((name, subset, split))
+        return Dataset.from_list(
+            [
+                {**row, "problem": f"{subset} {row['problem']}"} if subset in ("algebra", "geometry") else row
+                for row in rows[name]
+            ]
+        )  # type: ignore[attr-defined]
+
+    monkeypatch.setattr("datasets.load_dataset", hub)
+    for id in ("math500", "aime24", "aime25", "gsm8k", "intellect-math", "deepscaler", "gpqa"):
+        load(id)
+    load("gpqa", subset="gpqa_main")
+    load("gsm8k", split="train")
+    load("hendrycks-math", data="justus27/math-hendrycks-genesys-format")
+    assert asked == [
+        ("HuggingFaceH4/MATH-500", None, "test"),
+        ("HuggingFaceH4/aime_2024", None, "train"),
+        ("math-ai/aime25", None, "test"),
+        ("openai/gsm8k", "main", "test"),
+        ("PrimeIntellect/INTELLECT-2-only-math", None, "train"),
+        ("agentica-org/DeepScaleR-Preview-Dataset", None, "train"),
+        ("Idavidrein/gpqa", "gpqa_diamond", "train"),
+        ("Idavidrein/gpqa", "gpqa_main", "train"),
+        ("openai/gsm8k", "main", "train"),
+        ("justus27/math-hendrycks-genesys-format", None, "train"),
+    ]
+    asked.clear()
+    assert len(load("hendrycks-math")) == 9  # the rows of two subsets are their own, those of five the same
+    assert [subset for _, subset, _ in asked][:2] == ["algebra", "counting_and_probability"]
+    assert len(asked) == 7
+
+
+async def test_simple_math() -> None:
+    """Contract: made here, splits that share nothing, a longer list begins with the shorter; the answers are right."""
+    train, held = load("simple-math", num_tasks=300), load("simple-math", split="eval", num_tasks=300, seed=5)
+    assert not {task.key for task in train} & {task.key for task in held}
+    assert [task.key for task in load("simple-math", num_tasks=20)] == [task.key for task in train[:20]]
+    for task in load("simple-math", num_tasks=200, terms=4, largest=12):
+        assert eval(task.key.removeprefix("simple-math/")) == int(task.data.answer)
+    assert await score(train[0], rf"\boxed{{{train[0].data.answer}}}") == 1.0
+    with pytest.raises(ValueError, match="num_tasks 50, and only .* train problems were found: raise largest or terms"):
+        load("simple-math", num_tasks=50, largest=2, operations=["add"])
+
+
+def test_packages_import_neither_torch_nor_datasets() -> None:
+    """Contract: importing the packages is cheap; what is heavy waits for `load`."""
+    names = "math500 aime24 aime25 aime2024 aime2025 gpqa gsm8k hendrycks_math intellect_math livecodebench deepscaler simple_math"
+    code = f"import sys, {names.replace(' ', ', ')}\nsys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+@pytest.mark.parametrize("example", ["hendrycks_math", "intellect_math"])
+def test_the_examples_on_a_cpu(example: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the problems of an example load as its cpu.toml says, fit the context that it serves, and so do the answers of its warm-up."""
+    from prime_rl.config import RLConfig, parse
+
+    monkeypatch.chdir(REPOSITORY)
+    config = parse(RLConfig, ["@", f"examples/{example}/cpu.toml"], {})
+    environment = config.orchestrator.environments[0]
+    tasks = load(environment.id, **environment.args)
+    assert len(tasks) >= 28
+    assert config.inference is not None
+    longest = max(len(task.data.prompt) + len(task.data.system_prompt) for task in tasks)  # a token a byte
+    assert longest + 60 + (config.orchestrator.sampling.max_tokens or 0) <= (config.inference.max_model_len or 0)
+    warmup = [
+        json.loads(line)["messages"] for line in Path(f"examples/{example}/warmup.jsonl").read_text().splitlines()
+    ]
+    asked = {(task.data.system_prompt, task.data.prompt): rf"\boxed{{{task.data.answer}}}" for task in tasks}
+    assert {(system["content"], user["content"]): reply["content"] for system, user, reply in warmup} == asked

@@ -1,0 +1,244 @@
+"""The sandbox: what a hostile program can do is end badly."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmark_tasks import jail, sandbox
+from benchmark_tasks.sandbox import Ended, Limits, Run, SandboxError
+
+LIMITS = Limits(seconds=20.0, memory_mib=512, output_mib=1, directory_mib=4)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _isolation() -> None:
+    try:
+        sandbox.check()
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+def run(program: str, given: str = "", limits: Limits = LIMITS) -> Run:
+    return sandbox.run(program, given, limits)
+
+
+def test_a_program_runs() -> None:
+    """Contract: standard input, standard output, threads, deep recursion, asyncio and the standard library are there."""
+    program = (
+        "import sys, threading, asyncio\nsys.setrecursionlimit(10**6)\n"
+        "def f(n): return n and 1 + f(n - 1)\n"
+        "async def g(): return 1\n"
+        "t = threading.Thread(target=print, args=(input(),)); t.start(); t.join()\n"
+        "print(f(20000), asyncio.run(g()), __name__)"
+    )
+    assert run(program, "héllo\nrest") == Run(Ended.OK, "héllo\n20000 1 __main__\n", "")
+
+
+def test_no_network() -> None:
+    """Contract: a listener on this machine's loopback is out of reach, it has no sockets at all."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        ran = run(f"import socket; socket.create_connection(('127.0.0.1', {port}), 5); print('in')")
+        assert ran.ended is Ended.FAILED
+        assert "Operation not permitted" in ran.message
+
+
+def test_the_namespace_alone_keeps_the_network_away(tmp_path: Path) -> None:
+    """Contract: without the filter of calls, too."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        code = (
+            f"import os, socket\nfrom benchmark_tasks import jail\njail.enter_namespaces({str(tmp_path)!r}, 1, [])\n"
+            f"print(socket.socket().connect_ex(('127.0.0.1', {port})))"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() not in ("", "0"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nwhile True: os.fork()",
+        "import subprocess\nsubprocess.Popen(['sleep', '600'])",
+        "import os\nos.posix_spawn('/bin/sleep', ['sleep', '600'], {})",
+        "import multiprocessing\nmultiprocessing.Process(target=print).start()",
+        "import os\nos.kill(os.getppid(), 9)",
+    ],
+)
+def test_no_other_processes(program: str) -> None:
+    """Contract: a program starts none, so that none can stay behind, and ends none."""
+    ran = run(program)
+    assert ran.ended is Ended.FAILED
+    assert "Operation not permitted" in ran.message
+
+
+def test_memory() -> None:
+    """Contract: more than the limit is the program's own error."""
+    assert "MemoryError" in run("x = bytearray(1 << 30)").message
+    assert run("x = []\nwhile True: x.append('y' * 1000000)").ended is Ended.FAILED
+
+
+def test_an_endless_loop() -> None:
+    """Contract: it ends at its time, also when it catches everything and sleeps."""
+    quick = Limits(seconds=0.5)
+    assert run("while True: pass", limits=quick).ended is Ended.TIMEOUT
+    stubborn = (
+        "import signal, time\nfor n in range(1, 32):\n"
+        "  try: signal.signal(n, signal.SIG_IGN)\n  except OSError: pass\n"
+        "while True:\n  try: time.sleep(100)\n  except BaseException: pass"
+    )
+    assert run(stubborn, limits=quick).ended is Ended.TIMEOUT
+
+
+def test_output_is_bounded() -> None:
+    """Contract: of standard output and of standard error."""
+    assert run("while True: print('x' * 100000)").ended is Ended.OUTPUT
+    ran = run("import sys\nwhile True: sys.stderr.write('x' * 100000)")
+    assert ran.ended is Ended.FAILED
+    assert len(ran.message) <= sandbox.MESSAGE
+
+
+def test_files_are_bounded_and_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: large files and many files fail; nothing outside its directory can be written; nothing is left of what it wrote."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert "File too large" in run("open('big', 'wb').write(b'x' * (2 << 20))").message
+    assert "No space left" in run("for i in range(99): open(str(i), 'wb').write(b'x' * (1 << 19))").message
+    assert "No space left" in run("for i in range(9999): open(str(i), 'wb')").message
+    assert "Read-only file system" in run("import os; open(os.__file__, 'a')").message
+    assert (
+        run(f"import os; os.makedirs({str(tmp_path)!r}, exist_ok=True); open({str(tmp_path / 'x')!r}, 'w')").ended
+        is Ended.OK
+    )
+    assert run("open('a', 'w').write('1'); print(open('a').read())").output == "1\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_keys_stay_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: neither inherited, nor read from the processes around it, nor from files: there are none but Python's."""
+    monkeypatch.setenv("SECRET_API_KEY", "sk-123")
+    assert "SECRET" not in run("import os; print(dict(os.environ))").output
+    secret = tmp_path / "token"
+    secret.write_text("sk-123")
+    for path in (
+        secret,
+        f"/proc/{os.getpid()}/environ",
+        "/proc/self/environ",
+        "/etc/passwd",
+        Path(__file__),
+        "/proc/self/root/etc/passwd",
+    ):
+        assert "No such file" in run(f"open({str(path)!r})").message
+    assert set(run("import os; print(*os.listdir('/etc'))").output.split()) <= {
+        "ld.so.cache",
+        "alternatives",
+        "localtime",
+    }
+
+
+def test_it_has_no_capabilities() -> None:
+    """Contract: the namespace of users makes it nobody."""
+    asks = (
+        "import ctypes, os\nlibc = ctypes.CDLL(None)\nheader = (ctypes.c_uint32 * 2)(0x20080522, 0)\ndata = (ctypes.c_uint32 * 6)(*[9] * 6)\n"
+        "print(os.getuid(), libc.capget(header, data), *data)\n"
+        "print(libc.unshare(0x10000000), libc.mount(b'none', b'/', b'tmpfs', 0, None), libc.chroot(b'/usr'))"
+    )
+    # Of both words: effective, permitted, inheritable.
+    assert run(asks).output == "65534 0 0 0 0 0 0 0\n-1 -1 -1\n"
+
+
+def test_it_dies_with_who_started_it() -> None:
+    """Contract: nothing runs on when the worker is killed."""
+    code = "from benchmark_tasks.sandbox import *\nrun('import time; time.sleep(600)', '', Limits(seconds=600))"
+    outer = subprocess.Popen([sys.executable, "-c", code])
+    inner = _wait_for(lambda: _children(outer.pid), 30.0)
+    outer.kill()
+    outer.wait(timeout=30)
+    assert _wait_for(lambda: [True for pid in inner if not Path(f"/proc/{pid}").exists()], 30.0)
+
+
+def _children(pid: int) -> list[str]:
+    return [child for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def _wait_for(what: object, seconds: float) -> list[object]:
+    assert callable(what)
+    deadline = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return list(found)
+
+
+def test_without_isolation_it_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Contract: where namespaces are not to be had, one line says so and what to do; `unsafe` runs without them, still limited."""
+    denied = tmp_path / "jail.py"
+    denied.write_text(
+        Path(jail.__file__)
+        .read_text()
+        .replace('call("unshare", ', 'raise OSError(1, "unshare: Operation not permitted") or call("unshare", ')
+    )
+    monkeypatch.setattr(sandbox, "JAIL", denied)
+    sandbox.check.cache_clear()
+    try:
+        with pytest.raises(SandboxError, match="unshare: Operation not permitted.*unsafe = true") as caught:
+            sandbox.check()
+        assert "\n" not in str(caught.value)
+        ran = sandbox.run("print(1)", "", LIMITS, unsafe=True)
+        assert ran == Run(Ended.OK, "1\n", "")
+        assert "MemoryError" in sandbox.run("x = bytearray(1 << 30)", "", LIMITS, unsafe=True).message
+    finally:
+        sandbox.check.cache_clear()
+
+
+def test_a_program_cannot_blame_the_jail() -> None:
+    """Contract: whatever it exits with and writes, it is the program that failed."""
+    program = (
+        "import os, sys\nfor fd in range(3, 64):\n  try: os.write(fd, b'no namespaces')\n  except OSError: pass\n"
+        "print('unshare: Operation not permitted', file=sys.stderr)\nsys.exit({})"
+    )
+    assert {run(program.format(status)).ended for status in (1, 113, 127, 255)} == {Ended.FAILED}
+
+
+@pytest.mark.parametrize("machine", sorted(jail.CALLS))
+def test_the_filter_of_calls(machine: str) -> None:
+    """Contract: run by hand, for each architecture: threads are allowed, processes, sockets and foreign calls are not."""
+    calls, architecture = jail.CALLS[machine], jail.ARCHITECTURES[machine]
+    code = jail.program(machine)
+    assert _verdict(code, architecture, calls["clone"], jail.CLONE_THREAD | 0x100) == jail.ALLOW
+    assert _verdict(code, architecture, calls["clone"], 0x11) & 0x7FFF0000 == jail.REFUSE
+    assert _verdict(code, architecture, calls["clone3"], 0) == jail.REFUSE | 38
+    assert _verdict(code, architecture + 1, 0, 0) & 0x7FFF0000 == jail.REFUSE
+    assert _verdict(code, architecture, 0x40000001, 0) & 0x7FFF0000 == jail.REFUSE
+    for name, number in calls.items():
+        if name not in ("clone", "clone3"):
+            assert _verdict(code, architecture, number, 0) == jail.REFUSE | 1, name
+    for number in set(range(500)) - set(calls.values()):
+        assert _verdict(code, architecture, number, 0) == jail.ALLOW
+
+
+def _verdict(code: bytes, architecture: int, number: int, argument: int) -> int:
+    """What the kernel's machine makes of a call."""
+    import struct
+
+    words = {0: number, 4: architecture, 16: argument}
+    instructions = list(struct.iter_unpack("HBBI", code))
+    place, value = 0, 0
+    while True:
+        kind, yes, no, constant = instructions[place]
+        place += 1
+        if kind == jail.LOAD:
+            value = words[constant]
+        elif kind == jail.RETURN:
+            return constant
+        else:
+            tests = {
+                jail.JUMP_EQUAL: value == constant,
+                jail.JUMP_GREATER: value > constant,
+                jail.JUMP_SET: bool(value & constant),
+            }
+            place += yes if tests[kind] else no

@@ -1,0 +1,148 @@
+"""alphabet-sort: data made the same everywhere, splits that share no people, scores worked out by hand."""
+
+import hashlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from alphabet_sort.data import FIRST_NAMES, LAST_NAMES, Problem, parse, problems, scores, similarity
+
+
+def test_names_are_plain_and_distinct() -> None:
+    """ASCII and capitalized: sorting by code point is sorting by letter."""
+    for pool in (FIRST_NAMES, LAST_NAMES):
+        assert len(pool) == len(set(pool)) >= 150
+        assert all(name.isascii() and name.isalpha() and name.istitle() for name in pool)
+
+
+def test_problems_never_change() -> None:
+    """The data is part of every published number: its bytes are pinned, on every Python version."""
+    ids = [problem.id for problem in problems("train", 200) + problems("eval", 50)]
+    assert (
+        hashlib.sha256("\n".join(ids).encode()).hexdigest()
+        == "0f095b54836fa05fd2afeb60eaa949540b8f1d349bd468aa0bc52abcab0760c8"
+    )
+
+
+def test_longer_lists_extend_shorter_ones() -> None:
+    """Asking for more tasks keeps the ones there; another seed gives others."""
+    assert problems("train", 20) == problems("train", 60)[:20]
+    assert problems("train", 20, seed=1) != problems("train", 20)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 2**31))
+def test_splits_share_no_people(train_seed: int, eval_seed: int) -> None:
+    """Not in another order or another way of sorting either."""
+    people = [
+        {frozenset(name for names in problem.turns for name in names) for problem in problems(split, 60, seed)}
+        for split, seed in (("train", train_seed), ("eval", eval_seed))
+    ]
+    assert not people[0] & people[1]
+
+
+def test_split_is_that_of_the_people() -> None:
+    """The same people in other turns, in another order, sorted otherwise, are in the same split."""
+    first = Problem("first", (("Ada Wolf", "Bruno Abbot"), ("Clara Quinn",)))
+    assert Problem("last", (("Clara Quinn", "Bruno Abbot", "Ada Wolf"),)).split == first.split
+    assert Problem("last", first.turns).id != first.id
+
+
+def test_problems_are_within_bounds() -> None:
+    """Turns and names as asked; nobody shares a first or a last name, so that there is one right order."""
+    found = problems("train", 100, min_turns=1, max_turns=3, min_names=2, max_names=5)
+    assert len({problem.id for problem in found}) == 100
+    assert {len(problem.turns) for problem in found} == {1, 2, 3}
+    assert {len(names) for problem in found for names in problem.turns} == {2, 3, 4, 5}
+    assert {problem.by for problem in found} == {"first", "last"}
+    for problem in found:
+        people = [name.split() for names in problem.turns for name in names]
+        assert len({first for first, _ in people}) == len({last for _, last in people}) == len(people)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"split": "test"}, "split must be 'train' or 'eval', not 'test'"),
+        ({"by": "middle"}, "by must be 'first', 'last' or 'both', not 'middle'"),
+        ({"n": 0}, "num_tasks must be at least 1, not 0"),
+        ({"min_turns": 4}, "need 1 <= min_turns <= max_turns, not 4 and 3"),
+        ({"min_names": 1}, "need 2 <= min_names <= max_names, not 1 and 4"),
+        ({"max_turns": 30}, "30 turns of 4 names are more than 80 people: lower max_turns or max_names"),
+    ],
+)
+def test_nonsense_is_refused(settings: dict[str, Any], message: str) -> None:
+    """Settings that make no sense are named."""
+    with pytest.raises(ValueError, match=message):
+        problems(**{"split": "train", "n": 3, **settings})
+
+
+PROBLEM = Problem("last", (("Ada Wolf", "Bruno Abbot"), ("Clara Quinn",)))
+
+
+def test_turns() -> None:
+    """What is asked, and what is right."""
+    assert PROBLEM.message(0) == "Sort by last name:\nAda Wolf\nBruno Abbot"
+    assert PROBLEM.message(1) == "Add these and sort everyone by last name again:\nClara Quinn"
+    assert PROBLEM.truth(0) == ["Bruno Abbot", "Ada Wolf"]
+    assert PROBLEM.truth(1) == ["Bruno Abbot", "Clara Quinn", "Ada Wolf"]
+    assert Problem("first", PROBLEM.turns).truth(1) == ["Ada Wolf", "Bruno Abbot", "Clara Quinn"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "names"),
+    [
+        ("<sorted>\nA B\nC D\n</sorted>", ["A B", "C D"]),
+        ("First <sorted>no</sorted>, rather <sorted> A B \n\n C D</sorted>.", ["A B", "C D"]),
+        ("<sorted></sorted>", []),
+        ("A B\nC D", []),
+        ("<sorted>A B", []),
+        ("A B</sorted>", []),
+        ("</sorted>A B<sorted>", []),
+        ("", []),
+    ],
+)
+def test_parse(reply: str, names: list[str]) -> None:
+    """The last whole pair of tags counts; anything else is no answer, never an error."""
+    assert parse(reply) == names
+
+
+def test_scores() -> None:
+    """Similarity to the power, turn by turn; a missing turn is worth nothing, replies beyond the last are ignored."""
+    right = ["<sorted>Bruno Abbot\nAda Wolf</sorted>", "<sorted>Bruno Abbot\nClara Quinn\nAda Wolf</sorted>"]
+    assert scores(PROBLEM, right, 4) == [1.0, 1.0]
+    assert scores(PROBLEM, right[:1], 4) == [1.0, 0.0]
+    assert scores(PROBLEM, [], 4) == [0.0, 0.0]
+    assert scores(PROBLEM, [*right, "<sorted>x</sorted>"], 4) == [1.0, 1.0]
+    # "Ada Wolf\nBruno Abbot" and "Bruno Abbot\nAda Wolf" (20 characters each) have in common "Bruno Abbot": 2 * 11 / 40.
+    assert scores(PROBLEM, ["<sorted>Ada Wolf\nBruno Abbot</sorted>"], 1) == [0.55, 0.0]
+    assert scores(PROBLEM, ["<sorted>Ada Wolf\nBruno Abbot</sorted>"], 2) == [pytest.approx(0.3025), 0.0]
+
+
+def test_long_lists_are_not_treated_as_junk() -> None:
+    """difflib ignores frequent characters of long texts unless told otherwise: a long right list is still right, a near one near."""
+    names = [f"{first} {last}" for first, last in zip(FIRST_NAMES[:60], LAST_NAMES, strict=False)]
+    assert similarity(names, names) == 1.0
+    assert similarity(names[:-1], names) > 0.9
+
+
+def test_data_needs_no_verifiers() -> None:
+    """`alphabet_sort.data` works without importing verifiers (seconds, hundreds of MB)."""
+    code = "import sys, alphabet_sort.data; sys.exit('verifiers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_verifiers_loads_the_package() -> None:
+    """verifiers' own loader finds taskset, environment, harness and settings; keys are durable."""
+    import verifiers.v1 as vf
+
+    config = vf.resolve_env_config({"taskset": {"id": "alphabet-sort", "split": "eval", "num_tasks": 3, "by": "last"}})
+    env = vf.load_environment(config)
+    assert type(env).__name__ == "AlphabetSortEnv"
+    expected = problems("eval", 3, by="last")
+    assert [task.key for task in env.taskset] == [f"alphabet-sort/{problem.id}" for problem in expected]
+    assert [task.data.problem for task in env.taskset] == expected

@@ -1,0 +1,238 @@
+"""calculator: problems made the same everywhere, an evaluator that computes exactly and cannot be made to do anything else."""
+
+import hashlib
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from calculator.arithmetic import ArithmeticRefused, calculate, evaluate
+from calculator.data import TEMPLATES, Problem, parse, problems
+
+
+def test_problems_never_change() -> None:
+    """The data is part of every published number: its bytes are pinned, on every Python version."""
+    ids = [problem.id for problem in problems("train", 300) + problems("eval", 100)]
+    assert (
+        hashlib.sha256("\n".join(ids).encode()).hexdigest()
+        == "292e7b69d3cd861ed2ce93422bd846aa86909be3f272c119baa7464a197c480b"
+    )
+
+
+def test_longer_lists_extend_shorter_ones() -> None:
+    """Asking for more tasks keeps the ones there; another seed gives others."""
+    assert problems("train", 20) == problems("train", 60)[:20]
+    assert problems("train", 20, seed=1) != problems("train", 20)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**31), st.integers(0, 2**31))
+def test_splits_share_no_problem(train_seed: int, eval_seed: int) -> None:
+    """Train and eval are disjoint for every pair of seeds."""
+    train, held_out = ({problem.id for problem in problems(split, 200, seed)} for split, seed in (("train", train_seed), ("eval", eval_seed)))  # fmt: skip
+    assert not train & held_out
+    assert len(train) == len(held_out) == 200
+
+
+@pytest.mark.parametrize("template", TEMPLATES, ids=lambda template: template.name)
+def test_answers_make_sense(template: Any) -> None:
+    """Also at the ends of the ranges: whole, not negative, as Python computes it, and every number is in the text."""
+    lows, highs = zip(*template.ranges, strict=True)
+    corners = [lows, highs] + [
+        tuple(highs[j] if j == i else lows[j] for j in range(len(lows))) for i in range(len(lows))
+    ]
+    for numbers in corners:
+        problem = Problem(template, numbers)
+        assert problem.answer == eval(problem.expression)
+        assert problem.answer >= 0
+        assert all(str(number) in problem.text for number in numbers)
+        assert "{" not in problem.text
+
+
+def test_ids_are_readable() -> None:
+    """A key names the problem."""
+    assert Problem(TEMPLATES[0], (24, 36, 100)).id == "bakery/24/36/100"
+
+
+@pytest.mark.parametrize(
+    ("split", "n", "message"),
+    [("test", 3, "split must be 'train' or 'eval', not 'test'"), ("eval", 10**9, "num_tasks must be from 1 to 100000")],
+)
+def test_nonsense_is_refused(split: str, n: int, message: str) -> None:
+    """Settings that make no sense are named."""
+    with pytest.raises(ValueError, match=message):
+        problems(split, n)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("reply", "number"),
+    [
+        ("<answer>42</answer>", Fraction(42)),
+        ("So <answer>1</answer>, no: <answer> 1,234 </answer>.", Fraction(1234)),
+        ("<answer>-2.50</answer>", Fraction(-5, 2)),
+        ("<answer>42 kg</answer>", None),
+        ("<answer>1e3</answer>", None),
+        ("<answer>٤٢</answer>", None),
+        ("<answer>" + "9" * 100 + "</answer>", None),
+        ("<answer></answer>", None),
+        ("42", None),
+        ("<answer>42", None),
+        ("", None),
+    ],
+)
+def test_parse(reply: str, number: Fraction | None) -> None:
+    """The number in the last whole pair of tags; anything else is none, never an error."""
+    assert parse(reply) == number
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 + 2 * 3", "7"),
+        ("(1+2)*3", "9"),
+        ("-2**2", "-4"),
+        ("2**-1", "0.5"),
+        ("2**3**2", "512"),
+        ("7//2", "3"),
+        ("-7//2", "-4"),
+        ("-7 % 3", "2"),
+        ("1/3", "0.333333333333"),
+        ("0.1 + 0.2", "0.3"),
+        ("2.50 * 4", "10"),
+        ("100000000000000000.1 - 100000000000000000", "0.1"),
+        ("10**39", "1" + "0" * 39),
+        ("+5", "5"),
+    ],
+)
+def test_calculate(expression: str, value: str) -> None:
+    """Exact, with Python's precedence."""
+    assert calculate(expression) == value
+
+
+_NUMBERS = st.integers(0, 999).map(str)
+_EXPRESSIONS = st.recursive(
+    _NUMBERS, lambda inner: st.tuples(inner, st.sampled_from(["+", "-", "*", "//", "%"]), inner).map(lambda t: f"({t[0]}{t[1]}{t[2]})"), max_leaves=8
+)  # fmt: skip
+
+
+@given(_EXPRESSIONS)
+def test_integers_are_pythons(expression: str) -> None:
+    """Integer arithmetic agrees with Python's own."""
+    try:
+        expected = eval(expression)
+    except ZeroDivisionError:
+        with pytest.raises(ArithmeticRefused, match="division by zero"):
+            calculate(expression)
+    else:
+        assert calculate(expression) == str(expected)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os').system('true')",
+        "().__class__",
+        "(1).real",
+        "1 .real",
+        "abs(1)",
+        "1(2)",
+        "x",
+        "[1, 2]",
+        "(1, 2)",
+        "()",
+        "1 if 1 else 2",
+        "1 == 1",
+        "1 or 2",
+        "~1",
+        "1 << 1000",
+        "1j",
+        "0x10",
+        "1_000",
+        "1e300",
+        "'a' * 5",
+        "lambda: 0",
+        "1; 2",
+        "1\n2",
+        "1\x00",
+        "１+１",
+        "1 2",
+        "((",
+        "",
+        "   ",
+        "2**0.5",
+        "1/0",
+        "1//0",
+        "1%0",
+        "0**-1",
+        "10**40",
+    ],
+)
+def test_refused(expression: str) -> None:
+    """Anything but arithmetic with a value is refused with a reason, never run."""
+    with pytest.raises(ArithmeticRefused):
+        calculate(expression)
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9**9**9**9",
+        "9**999999999",
+        "2**256*2**256*2**256",
+        "(" * 150 + "1",
+        "(" * 99 + "1" + ")" * 99,
+        "-" * 199 + "1",
+        "9" * 200,
+        "1." + "9" * 198,
+        "1+" * 99 + "1",
+        "1/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999/9999999",
+        "9" * 100_000,
+        "1e" + "9" * 20,
+        "2**" * 60 + "2",
+        "(99**77)**(99**77)",
+        "0.0000001**256",
+    ],
+)
+def test_work_is_bounded(expression: str) -> None:
+    """Whatever it is asked, it holds no number beyond its bounds; a child process with little time and memory does all of it."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_CPU, (5, 5)); resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))\n"
+        "from calculator.arithmetic import ArithmeticRefused, calculate\n"
+        "try: calculate(sys.stdin.read())\n"
+        "except ArithmeticRefused: pass\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], input=expression, text=True, timeout=120).returncode == 0
+
+
+@settings(max_examples=300)
+@given(st.text("0123456789.+-*/%() eE", max_size=60))
+def test_any_text_has_a_value_or_a_reason(expression: str) -> None:
+    """No other exception, and no number that is too large, comes out."""
+    try:
+        value = evaluate(expression)
+    except ArithmeticRefused:
+        return
+    assert max(abs(value.numerator), value.denominator) < 2**512
+
+
+def test_data_needs_no_verifiers() -> None:
+    """Problems and evaluator work without importing verifiers (seconds, hundreds of MB)."""
+    code = "import sys, calculator.data, calculator.arithmetic; sys.exit('verifiers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_verifiers_loads_the_package() -> None:
+    """verifiers' own loader finds taskset, environment, harness, tool and settings; keys are durable."""
+    import verifiers.v1 as vf
+
+    env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": "calculator", "split": "eval", "num_tasks": 3}}))
+    expected = problems("eval", 3)
+    assert [task.key for task in env.taskset] == [f"calculator/{problem.id}" for problem in expected]
+    assert [(task.data.prompt, task.data.answer) for task in env.taskset] == [(p.text, p.answer) for p in expected]
+    (tools,) = env.taskset.toolsets(env.taskset.config)
+    assert "ArithmeticRefused" not in tools.calculate("1/3")
+    assert (tools.calculate("(12 + 3) * 4"), tools.calculate("os")) == ("60", "Refused: 'o' is not allowed: only numbers, + - * / // % ** and parentheses")  # fmt: skip
