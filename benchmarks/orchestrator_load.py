@@ -82,8 +82,6 @@ def run_orchestrator(options: argparse.Namespace) -> None:
 
     if options.core is not None:
         os.sched_setaffinity(0, {options.core})
-    if options.realtime:  # its workers are not
-        os.sched_setscheduler(0, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(10))
     lag = LoopLag()
     orchestrate = process.orchestrate
 
@@ -111,6 +109,10 @@ def quantile(late: list[tuple[float, float]], share: float) -> float:
     return moments[min(len(moments) - 1, int(share * len(moments)))]
 
 
+def _threads(pid: int) -> list[int]:
+    return [int(entry.name) for entry in Path(f"/proc/{pid}/task").iterdir()]
+
+
 class Run:
     """An engine and an orchestrator on it."""
 
@@ -132,7 +134,7 @@ class Run:
         assert self.engine.stdout is not None
         os.sched_setaffinity(self.engine.pid, self.others)
         url = self.engine.stdout.readline().strip()
-        self.settings = settings
+        self.realtime = options.realtime
         lines = [
             f"output_dir = {json.dumps(str(directory))}",
             f"batch_size = {settings['batch']}\nrollouts_per_example = {GROUP}\nasync_level = {settings['steps'] - 1}",
@@ -145,7 +147,7 @@ class Run:
         (directory / "config.toml").write_text("\n".join(lines) + "\n")
         with (directory / "orchestrator.log").open("wb") as log:
             self.process = subprocess.Popen(
-                [*me, "--as", "orchestrator", "--config", str(directory / "config.toml"), "--core", str(self.core), *(["--realtime"] if options.realtime else [])],
+                [*me, "--as", "orchestrator", "--config", str(directory / "config.toml"), "--core", str(self.core), ],
                 stdout=log, stderr=log, env={**os.environ, "PYTHONPATH": str(HERE)},
             )  # fmt: skip
 
@@ -157,12 +159,15 @@ class Run:
             process.terminate()
             process.wait(timeout=60)
 
-    def move_workers(self) -> list[int]:
-        """Workers inherit the orchestrator's core: they get the others."""
+    def place(self) -> list[int]:
+        """Workers inherit the orchestrator's core: they get the others. Its own threads get real-time priority, if asked. Returns the workers' ids."""
         workers = [pid for pid in descendants(self.process.pid) if pid != self.process.pid]
         for pid in workers:
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                os.sched_setaffinity(int(thread.name), self.others)
+            for thread in _threads(pid):
+                os.sched_setaffinity(thread, self.others)
+        if self.realtime:
+            for thread in _threads(self.process.pid):
+                os.sched_setscheduler(thread, os.SCHED_RR | os.SCHED_RESET_ON_FORK, os.sched_param(10))
         return workers
 
     def wait_for_batch(self, step: int) -> None:
@@ -173,7 +178,7 @@ class Run:
                 raise SystemExit(f"no batch of step {step}:\n{log}")
             time.sleep(0.2)
             if time.monotonic() > deadline - LIMIT + 1.0:
-                self.move_workers()
+                self.place()
 
     def lag(self) -> list[tuple[float, float]]:
         for _ in range(2):  # the second does not wait for a trainer
@@ -187,7 +192,7 @@ def measure_throughput(directory: Path, options: argparse.Namespace) -> dict[str
     steps, batch = options.steps, 512
     with Run(directory, options, delays=(0.0, 0.0), steps=steps, batch=batch, in_flight=512) as run:
         run.wait_for_batch(WARM_UP)
-        workers = run.move_workers()
+        workers = run.place()
         before, began = cpu_seconds(run.process.pid), time.monotonic()
         first, worked = max(list_steps(run.directory / "rollouts")), sum(map(cpu_seconds, workers))
         run.wait_for_batch(steps - 1)

@@ -42,6 +42,10 @@ class ClassicEnv:
             raise LoadError(
                 f"environment {setup.env_id!r}: tasks of classic environments cannot be demonstrated to a teacher"
             )
+        if setup.chat:
+            raise LoadError(
+                f"environment {setup.env_id!r}: classic environments are evaluated on our servers, not on APIs by their chat route"
+            )
         load = vars(import_module(setup.env_id)).get("load_environment")
         if load is None:
             raise LoadError(

@@ -161,7 +161,7 @@ class PlainEnv:
         result.is_truncated = result.is_truncated or bool(chat.over)
         opening = len(_opening(self._tasks[task_index]))
         result.prompt, result.completion = text_of(chat.messages[:opening]), text_of(chat.messages[opening:])
-        if result.ok:
+        if result.ok and not setup.chat:
             result.samples = conversation.samples()
             for sample in result.samples:
                 sample.reward = result.reward

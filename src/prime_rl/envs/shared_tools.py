@@ -39,7 +39,7 @@ class SharedTools:
 
     async def revive(self) -> None:
         """Start the servers again if one of them is gone. Episodes that use the old ones end with their error."""
-        async with self._lock:
+        async with self._lock:  # bounded: as above
             if not await self._gone():
                 return
             await self._again.aclose()

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from openai import APIConnectionError, APIStatusError
 from renderers import MalformedGenerateResponseError, OverlongPromptError
@@ -22,6 +22,9 @@ from prime_rl.envs.convert import classify
 from prime_rl.envs.engine import EngineConnection, whole_reply
 from prime_rl.envs.messages import Message, without_oldest
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, SampleTokens, Setup
+
+if TYPE_CHECKING:
+    from prime_rl.envs.chat_route import ChatRoute
 
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
 _PINNED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -58,6 +61,7 @@ class Turn:
     tool_calls: list[ParsedToolCall]  # malformed attempts too, as their `status` says
     is_truncated: bool
     history: list[str] = field(repr=False)  # the messages sent and the reply, comparable
+    counted: tuple[int, int] = (0, 0)  # tokens sent and sampled, by an API that does not tell them
 
     @property
     def ids(self) -> list[int]:
@@ -81,15 +85,19 @@ class Client:
 
     def __init__(self, setup: Setup, tools: bool = False) -> None:
         """`tools`: conversations have some. Raises LoadError: no renderer fits the model."""
+        self.model = setup.sampled_by or setup.model
+        self.renderer: Any = None
+        self.renderer_name = "none: the chat route"
+        self.api = _chat_route(setup) if setup.chat else None
+        self._api_key = os.environ.get(API_KEY_VAR) or "EMPTY"
+        self._connections: dict[str, EngineConnection] = {}
+        if self.api is not None:
+            return
         try:
             choice = renderer.choose(setup.model, setup.renderer, tools=tools)
         except renderer.RendererError as error:
             raise LoadError(f"environment {setup.env_id!r}: {error}") from error
-        self.model = setup.sampled_by or setup.model
-        self.renderer = choice.renderer
-        self.renderer_name = choice.name
-        self._api_key = os.environ.get(API_KEY_VAR) or "EMPTY"
-        self._connections: dict[str, EngineConnection] = {}
+        self.renderer, self.renderer_name = choice.renderer, choice.name
 
     def connection(self, base_url: str) -> EngineConnection:
         if base_url not in self._connections:
@@ -100,6 +108,8 @@ class Client:
         for connection in self._connections.values():
             await connection.close()
         self._connections.clear()
+        if self.api is not None:
+            await self.api.close()
 
 
 class Conversation:
@@ -118,7 +128,8 @@ class Conversation:
         self.failure: tuple[Outcome, str] | None = None
         self._client = client
         self._base_url = base_url
-        self._sampling = {name: value for name, value in {**_PINNED, **sampling}.items() if value is not None}
+        pinned = _PINNED if client.api is None else {}
+        self._sampling = {name: value for name, value in {**pinned, **sampling}.items() if value is not None}
         # Keeps the engine from reusing cached prefixes that an older policy computed.
         self._salt = f"v{policy_version}"
         self._turn_timeout = setup.turn_timeout
@@ -135,19 +146,34 @@ class Conversation:
         if self.failure is not None:
             raise Failed(self.failure[1])
         history = [_comparable(message) for message in messages]
-        prompt = None if self._branched else self._extended(messages, history, tools)
         try:
             async with asyncio.timeout(self._turn_timeout or None):
-                answer = await self._generate(messages, prompt, tools)
+                turn = await self._turn(messages, history, tools)
         except TimeoutError as error:
             self.failure = Outcome.TIMEOUT, f"turn {len(self.turns) + 1}: no reply within {self._turn_timeout:g} s"
             raise Failed(self.failure[1]) from error
-        turn = _turn(answer, history)
         for number, call in enumerate(turn.tool_calls):
             call.id = call.id or f"call_{len(self.turns)}_{number}"
         turn.history = [*history, _comparable(turn.message())]
         self.turns.append(turn)
         return turn
+
+    async def _turn(self, messages: Sequence[Message], history: list[str], tools: list[Any] | None) -> Turn:
+        if self._client.api is not None:
+            return await self._asked(self._client.api, messages, history, tools)
+        prompt = None if self._branched else self._extended(messages, history, tools)
+        return _turn(await self._generate(messages, prompt, tools), history)
+
+    async def _asked(
+        self, api: "ChatRoute", messages: Sequence[Message], history: list[str], tools: list[Any] | None
+    ) -> Turn:
+        try:
+            told = await api.ask(self._base_url, self._client.model, messages, tools, self._sampling)
+        except api.error as error:
+            raise self._failed(_Fault("ProviderError", str(error), error.status_code)) from error
+        text, reasoning, calls = told.text, told.reasoning, told.tool_calls
+        counted = told.sent, told.sampled
+        return Turn([], b"", [], [], text, reasoning, calls, told.is_truncated, history, counted)
 
     async def _generate(
         self, messages: Sequence[Message], prompt: RenderedTokens | None, tools: list[Any] | None
@@ -172,11 +198,14 @@ class Conversation:
             fault = _Fault("ProviderError", str(error), error.status_code)
         except APIConnectionError as error:
             fault = _Fault("ProviderError", str(error), 503)
+        raise self._failed(fault)
+
+    def _failed(self, fault: _Fault) -> Exception:
         outcome, message = classify(fault)
         if outcome is Outcome.PROMPT_TOO_LONG:
-            raise ContextFull(message)
+            return ContextFull(message)
         self.failure = outcome, message
-        raise Failed(message)
+        return Failed(message)
 
     def _extended(
         self, messages: Sequence[Message], history: list[str], tools: list[Any] | None
@@ -244,8 +273,19 @@ class Conversation:
             result.message = f"task {result.task_id}: {result.message}"
         result.num_turns = len(self.turns)
         result.is_truncated = any(turn.is_truncated for turn in self.turns)
-        result.input_tokens = sum(len(turn.prompt_ids) for turn in self.turns)
-        result.output_tokens = sum(len(turn.completion_ids) for turn in self.turns)
+        result.input_tokens = sum(len(turn.prompt_ids) + turn.counted[0] for turn in self.turns)
+        result.output_tokens = sum(len(turn.completion_ids) + turn.counted[1] for turn in self.turns)
+
+
+def _chat_route(setup: Setup) -> "ChatRoute":
+    try:
+        from prime_rl.envs.chat_route import ChatRoute
+    except ImportError as error:
+        raise LoadError(
+            f"environment {setup.env_id!r}: an API is asked through verifiers, which cannot be imported here ({error}): add verifiers==0.4.0 to its "
+            "`requirements`"
+        ) from error
+    return ChatRoute(setup.request_timeout)
 
 
 def _turn(answer: Mapping[str, Any], history: list[str]) -> Turn:

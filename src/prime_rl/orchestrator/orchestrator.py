@@ -5,6 +5,7 @@ killed at whatever moment: a new life goes on from what stands in the run direct
 """
 
 import asyncio
+import itertools
 import os
 import time
 from collections import Counter, deque
@@ -49,6 +50,9 @@ logger = log.get("orchestrator")
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
 _CANCEL_SECONDS = 60.0
+_LAUNCHED_AT_ONCE = (
+    64  # ten thousand episodes that begin in one turn of the event loop would hold it up for a third of a second
+)
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
 _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE, Outcome.TEACHER_UNAVAILABLE}
@@ -153,7 +157,7 @@ class Orchestrator:
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
         while not self.core.done and not self.stopping:
-            self._launch()
+            await self._launch()
             await self._next_event()
             while not (self.core.done or self.serving.recovering) and await self._ship():
                 pass
@@ -233,10 +237,10 @@ class Orchestrator:
 
     # -- episodes ------------------------------------------------------------------------------------------------------------
 
-    def _launch(self) -> None:
-        if self.serving.recovering:
-            return
-        while not self.stopping and (start := self.core.next_start()) is not None:
+    async def _launch(self) -> None:
+        for number in itertools.count(1):  # bounded: by what the core lets start
+            if self.serving.recovering or self.stopping or (start := self.core.next_start()) is None:
+                return
             replica = self.fleet.place(start.group, again=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
             self.fleet.start(start.episode, replica)
@@ -246,6 +250,8 @@ class Orchestrator:
             if not self._running:
                 self._last_landing = time.monotonic()
             self._running[start.episode] = task
+            if number % _LAUNCHED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def _run_episode(self, start: Start, replica: Replica) -> None:
         env = start.task.env
