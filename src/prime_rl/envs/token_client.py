@@ -80,7 +80,12 @@ class Client:
     """Connections to the engine's servers, and the renderer of its model. `async with` in a running event loop."""
 
     def __init__(self, setup: Setup, tools: bool = False) -> None:
-        """`tools`: conversations have some. Raises LoadError: no renderer fits the model."""
+        """`tools`: conversations have some. Raises LoadError: no renderer fits the model, or the model is an API's, which gives no tokens."""
+        if setup.chat:
+            raise LoadError(
+                f"environment {setup.env_id!r} asks by tokens, which an API does not take: of the environments only those written for verifiers v1 "
+                "can be asked by the chat route"
+            )
         try:
             choice = renderer.choose(setup.model, setup.renderer, tools=tools)
         except renderer.RendererError as error:
