@@ -27,10 +27,11 @@ from verifiers.v1.graph import prepare_turn
 from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
 from prime_rl.envs.convert import samples_of
+from prime_rl.envs.engine import Reply
 from prime_rl.envs.protocol import ROLES
 from prime_rl.envs.renderer import Choice, choose
 from prime_rl.envs.tokenizer import from_files
-from prime_rl.envs.train_client import ConversationClient, Reply
+from prime_rl.envs.train_client import ConversationClient
 
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
 TOOLS = [
