@@ -51,13 +51,6 @@ async def play(engine: FakeEngine, one: Setup, **sampling: Any) -> EpisodeResult
         return await env.run(0, {"max_tokens": 64, **sampling}, 3, "1.2", engine.base_url)
 
 
-def test_an_api_is_refused_with_a_reason(package: Callable[[str, str], str]) -> None:
-    """An API takes no tokens; nothing is looked for under the name of its model."""
-    name = package("plain_api", HEAD + "async def rollout(task, chat): return 0.0")
-    with pytest.raises(LoadError, match="'plain_api' asks by tokens, which an API does not take"):
-        load(setup(name, Path("gpt-nobody-has"), chat=True))
-
-
 async def test_one_turn_is_exact(model: Path, package: Callable[[str, str], str]) -> None:
     """Prompt ids as sent, sampled ids and logprobs as answered; the prompt is the model's own template."""
     name = package(
