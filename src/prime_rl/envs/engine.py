@@ -104,7 +104,8 @@ class EngineConnection:
             return body
         prompt, asked = len(body["token_ids"]), body["sampling_params"].get("max_tokens")
         room = self._context - prompt
-        wanted = min(asked or self._context // 4, self._context // 2) if _whole_reply.get() else 1
+        whole = _whole_reply.get()  # bounded: a variable of the request's context, no queue
+        wanted = min(asked or self._context // 4, self._context // 2) if whole else 1
         if room < wanted:
             message = f"the prompt of {prompt} tokens leaves no room for a reply in the maximum context length of {self._context} tokens"
             answer = httpx.Response(400, request=httpx.Request("POST", url))

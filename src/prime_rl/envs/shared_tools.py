@@ -39,9 +39,12 @@ class SharedTools:
 
     async def revive(self) -> None:
         """Start the servers again if one of them is gone. Episodes that use the old ones end with their error."""
-        async with self._lock:
+        async with self._lock:  # bounded: as in `ready`
             if not await self._gone():
                 return
+            for server in self._env._shared_tools.values():
+                if server.runtime is not None:
+                    await server.runtime.stop()  # one that hangs would go on for as long as the worker
             await self._again.aclose()
             taskset = self._env.taskset
             try:
