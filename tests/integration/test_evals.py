@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from chat_api import ChatApi, refusal
 
-from prime_rl.transport.commit import stage
+from prime_rl.transport.commit import list_steps, stage
+from prime_rl.transport.lives import leases
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, write_base_version
 
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -184,6 +185,50 @@ def test_a_key_that_is_refused_is_told_before_anything_starts_and_in_between(tmp
     assert "This key has been revoked" in revoked.stderr
     assert "4 scored attempts are kept" in revoked.stderr
     assert len(api.bodies) <= 6
+
+
+def fine_tune(directory: Path, model: Path, url: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
+    """`sft` of a few steps on one conversation, which evaluates reverse-text."""
+    rows = directory / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "ab", "completion": "ba"}) + "\n")
+    command = [
+        sys.executable, "-m", "prime_rl.entrypoints.sft", "--model.name", model, "--device", "cpu", "--data.name", rows, "--data.seq-len", 64,
+        "--data.batch-size", 1, "--max-steps", 5, "--output-dir", directory, "--eval.environment.id", "reverse-text", "--eval.interval", 2,
+        "--eval.num-examples", 3, "--eval.client.base-url", url, *arguments,
+    ]  # fmt: skip
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=TIMEOUT)
+
+
+def test_fine_tuning_is_evaluated_while_it_goes_on(tiny_model, tmp_path):
+    """Contract: the base, each version of the interval, and the last; each by the weights of its own, which are removed only after that."""
+    with scripted_engine(tiny_model) as url:
+        done = fine_tune(tmp_path, tiny_model, url)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
+    report = json.loads((tmp_path / "evals" / "report.json").read_text())
+    assert [found["policy"] for found in report["results"]] == ["step_0", "step_2", "step_4", "step_5"]
+    settings = [
+        json.loads((tmp_path / "evals" / "reverse-text" / f"step_{version}" / "settings.json").read_text())
+        for version in (2, 4, 5)
+    ]
+    assert len({json.dumps(one) for one in settings}) == 3  # the hash of the weights is among them
+    assert list_steps(tmp_path / "weights")[-1] == 5
+    assert leases(tmp_path) == []
+
+
+def test_fine_tuning_ends_well_and_says_so_when_its_evaluation_does_not(tiny_model, tmp_path):
+    """Contract: the weights are there, the exit status is 1, and the last line says how to make up for what is missing."""
+    done = fine_tune(tmp_path, tiny_model, "http://127.0.0.1:9/v1", "--eval.client.ready-timeout", 1)
+    assert done.returncode == 1
+    assert "the training is complete, but eval failed with exit status 1" in done.stderr
+    assert "no inference server at http://127.0.0.1:9" in done.stderr
+    assert 5 in list_steps(tmp_path / "weights")
+    with scripted_engine(tiny_model) as url:
+        given = tmp_path / "configs" / "eval.toml"
+        assert f"uv run eval @ {given} --no-hold --no-follow" in done.stderr
+        later = evaluate("@", given, "--no-hold", "--no-follow", "--client.base-url", url, "--client.ready-timeout", 60)
+    assert later.returncode == 0, later.stdout + later.stderr
+    assert len(attempts(tmp_path, "step_4")) == 3
 
 
 def test_versions_on_a_real_server(inference_server, tmp_path):

@@ -14,8 +14,10 @@ from prime_rl.config.shared import (
     ModelConfig,
     MonitorConfig,
     SamplingConfig,
-    unique_names,
 )
+
+RUNS_CODE = "livecodebench"
+"""The environment that runs what models write."""
 
 
 class EvalClientConfig(ClientConfig):
@@ -57,9 +59,6 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
     client: EvalClientConfig = Field(
         default_factory=EvalClientConfig, description="The server, or the API, to talk to."
     )
-    environment_ids: list[str] = Field(
-        default_factory=list, description="Environments to evaluate, in short: ids only."
-    )
     num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
     rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
@@ -82,6 +81,10 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
         default=False,
         description="While following, keep versions from being removed until they are evaluated (`sft` says so).",
     )
+    unsafe: bool = Field(
+        default=False,
+        description="Let livecodebench run what the model writes where it cannot be isolated: it could do all that you can.",
+    )
     canary: bool = Field(
         default=True, description="Check after every load that the server computes what the trainer computed."
     )
@@ -100,12 +103,20 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
     )
 
     @model_validator(mode="after")
-    def _add_ids(self) -> Self:
-        self.environments = [*self.environments, *(EvalEnv(id=name) for name in self.environment_ids)]
-        self.environment_ids = []
+    def _has_environments(self) -> Self:
         if not self.environments:
             raise Problem("no environment: give --environment-ids or [[environments]]", "environment_ids")
-        unique_names(self.environments)
+        return self
+
+    @model_validator(mode="after")
+    def _without_isolation(self) -> Self:
+        if not self.unsafe:
+            return self
+        running = [env for env in self.environments if env.id.partition("@")[0].rpartition("/")[2] == RUNS_CODE]
+        if not running:
+            raise Problem(f"unsafe is about {RUNS_CODE}, which is not evaluated", "unsafe", "environments")
+        for env in running:
+            env.args = {**env.args, "unsafe": True}
         return self
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
@@ -332,10 +332,13 @@ Env = TypeVar("Env", bound=EnvConfig)
 
 
 class Environments(Section, Generic[Env]):
-    """Either `[environment]` or `[[environments]]`; read `.environments`, which holds both forms."""
+    """Either `[environment]` or `[[environments]]`, and ids alone; read `.environments`, which holds all forms."""
 
     environment: Env | None = Field(default=None, description="The environment, if there is one.")
     environments: list[Env] = Field(default_factory=list, description="The environments, if there are several.")
+    environment_ids: list[str] = Field(
+        default_factory=list, description="More environments, in short: ids only, with commas."
+    )
 
     @model_validator(mode="after")
     def _one_form(self) -> Self:
@@ -343,6 +346,9 @@ class Environments(Section, Generic[Env]):
             if self.environments:
                 raise Problem("give either [environment] or [[environments]], not both", "environment", "environments")
             self.environments, self.environment = [self.environment], None
+        (of,) = get_args(type(self).model_fields["environments"].annotation)
+        self.environments = [*self.environments, *(of(id=name) for name in self.environment_ids)]
+        self.environment_ids = []
         unique_names(self.environments)
         return self
 

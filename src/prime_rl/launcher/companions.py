@@ -19,10 +19,12 @@ from prime_rl.launcher.plan import Process
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import Status, log
 from prime_rl.monitor.status import read_status
+from prime_rl.transport.lives import EVAL, drop_lease, write_lease
+from prime_rl.transport.protocol import first_lease
 
 logger = log.get("sft")
 
-EVAL, SERVER = "eval", "inference"
+SERVER = "inference"
 _POLL_SECONDS = 0.5
 # What torchrun tells its ranks would be taken for the engine's own.
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
@@ -76,6 +78,9 @@ class Companions:
             return self
         output_dir = self._config.output_dir
         Status(output_dir, "sft")  # an earlier run's last word is not this one's
+        write_lease(
+            output_dir, first_lease(None), EVAL
+        )  # before anything is committed: the evaluation takes seconds to begin
         configs = {EVAL: eval_config(self._config), SERVER: server_config(self._config)}
         lifeline = self._ends.enter_context(Lifeline())
         self._ends.callback(self._kill)
@@ -116,24 +121,28 @@ class Companions:
             if (server := self._children.get(SERVER)) is not None and server.exited():
                 raise self._failed(server)
             time.sleep(_POLL_SECONDS)
-        if evaluation.reap([]) != 0:
+        if evaluation.reap(self._known) != 0:
             raise self._failed(evaluation)
 
     def _failed(self, child: Child) -> UserError:
-        why = "\n".join([ending(child.reap([])), *last_words(child.spec.log, child.log_start)])
+        why = "\n".join([ending(child.reap(self._known)), *last_words(child.spec.log, child.log_start)])
         weights = self._config.output_dir / "weights"
         return UserError(
             f"the training is complete, but {child.name} {why}\n"
             f"what is missing: uv run eval @ {self._config.output_dir / 'configs' / 'eval.toml'} --no-hold --no-follow (weights: {weights})"
         )
 
+    @property
+    def _known(self) -> list[int]:
+        return [child.popen.pid for child in self._children.values()]
+
     def _kill(self) -> None:
         children = self._children.values()
-        known = [child.popen.pid for child in children]
-        doomed = [process for child in children if child.running for process in child.kill(known)]
+        doomed = [process for child in children if child.running for process in child.kill(self._known)]
         for child in children:
-            child.reap(known)
+            child.reap(self._known)
         await_death(doomed)
+        drop_lease(self._config.output_dir, EVAL)  # of one that did not come to its end
 
     def _gpus_of_server(self, environ: Mapping[str, str]) -> list[str]:
         server = server_config(self._config)

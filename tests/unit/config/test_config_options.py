@@ -16,6 +16,7 @@ from prime_rl.config import (
 )
 from prime_rl.config.losses import GRPOLoss
 from prime_rl.config.optim import AdamW, LinearScheduler, Muon
+from prime_rl.config.orchestrator import TrainingEnv
 
 ENV = ["--environment.id", "x"]
 
@@ -277,3 +278,21 @@ def test_transports_of_weights() -> None:
         parse(TrainerConfig, ["--weights.transport.anchor-every", "3"], {})
     with pytest.raises(ConfigError, match="it belongs to type 'filesystem' or 'filesystem-delta'"):
         parse(TrainerConfig, ["--weights.transport.type", "process-group", "--weights.transport.tmpfs", "/dev/shm"], {})
+
+
+def test_environments_in_short() -> None:
+    """Contract: ids with commas add environments of the right kind wherever there are some; versions in ids are no config files."""
+    config = parse(OrchestratorConfig, ["--environment-ids", "wordle,owner/alphabet-sort@1.0"], env={})
+    assert [env.name for env in config.environments] == ["wordle", "owner/alphabet-sort@1.0"]
+    assert all(isinstance(env, TrainingEnv) for env in config.environments)
+    assert config.environment_ids == []
+    more = parse(EvalConfig, ["--environment.id", "wordle", "--environment-ids", "math500", "aime24"], env={})
+    assert [env.id for env in more.environments] == ["wordle", "math500", "aime24"]
+
+
+def test_unsafe_is_for_what_runs_code() -> None:
+    """Contract: it reaches that environment alone, and is refused where there is none."""
+    config = parse(EvalConfig, ["--environment-ids", "math500,owner/livecodebench@1", "--unsafe"], env={})
+    assert [env.args for env in config.environments] == [{}, {"unsafe": True}]
+    with pytest.raises(ConfigError, match="unsafe is about livecodebench, which is not evaluated"):
+        parse(EvalConfig, ["--environment-ids", "math500", "--unsafe"], env={})

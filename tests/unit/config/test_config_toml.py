@@ -139,7 +139,9 @@ def admissible(cls: type[BaseConfig], table: dict[str, Any]) -> dict[str, Any]:
     if "environment" not in settings_of(cls):
         return table
     environments = table.get("environments") or [{"id": "x"}]
-    of_versions = ("weights_dir", "steps", "interval", "follow", "eval_base", "hold") if cls is EvalConfig else ()
+    of_versions = (
+        ("weights_dir", "steps", "interval", "follow", "eval_base", "hold", "unsafe") if cls is EvalConfig else ()
+    )
     rest = {key: value for key, value in table.items() if key not in ("environment", *of_versions)}
     if isinstance(rest.get("eval"), dict):
         rest["eval"] = {key: value for key, value in rest["eval"].items() if key != "environment"}

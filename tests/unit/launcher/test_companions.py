@@ -1,0 +1,70 @@
+"""What runs beside `sft`: how it is configured, and what it must not inherit."""
+
+from pathlib import Path
+
+import pytest
+
+from prime_rl.config import ConfigError, SFTConfig, parse
+from prime_rl.errors import UserError
+from prime_rl.launcher import companions
+from prime_rl.launcher.companions import Companions, eval_config, server_config
+
+EVAL = {"environment": {"id": "reverse-text"}, "interval": 5}
+
+
+def config(**settings: object) -> SFTConfig:
+    return SFTConfig.model_validate({"output_dir": "out", "model": {"name": "m"}, "eval": EVAL, **settings})
+
+
+def test_the_evaluation_follows_the_run() -> None:
+    """Contract: its model, its weights, its seed; every version of the interval, none of which is removed before."""
+    made = eval_config(config(seed=7))
+    assert (made.model.name, made.weights_dir, made.interval, made.seed) == ("m", Path("out/weights"), 5, 7)
+    assert made.follow
+    assert made.hold
+    assert [env.name for env in made.environments] == ["reverse-text"]
+
+
+def test_the_server_is_of_the_run() -> None:
+    """Contract: the trained model, the run's weights and device; evaluations ask it, whatever port it has."""
+    made = config(inference={"server": {"port": 8123}}, device="cpu")
+    server = server_config(made)
+    assert server is not None
+    assert (server.model.name, server.weights_root, server.device) == ("m", Path("out/weights"), "cpu")
+    assert eval_config(made).client.base_urls == ["http://localhost:8123/v1"]
+    assert server_config(config()) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--inference"], r"inference starts a server for evaluations, and there is no \[eval\]"),
+        (["--eval"], r"no environment to evaluate"),
+        (
+            ["--eval.environment.id", "x", "--inference.model.name", "other"],
+            r"inference\.model\.name is other but model\.name is",
+        ),
+        (
+            ["--eval.environment.id", "x", "--inference", "--eval.client.base-url", "http://far:1/v1"],
+            "give one of them",
+        ),
+    ],
+)
+def test_contradictions_are_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(SFTConfig, arguments, env={})
+
+
+def test_a_server_needs_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: it gets those behind the trainer's; where there are none, nothing is started."""
+    monkeypatch.setattr(companions, "visible_gpus", lambda environ: ["0", "1", "2"])
+    made = config(inference={"tensor_parallel_size": 2})
+    assert Companions(made, {"LOCAL_WORLD_SIZE": "1"})._gpus == ["1", "2"]
+    with pytest.raises(UserError, match=r"needs 2 GPU\(s\) beside the 2 that train, and 3 are visible"):
+        Companions(made, {"LOCAL_WORLD_SIZE": "2"})
+
+
+def test_torchruns_variables_are_not_inherited() -> None:
+    """Contract: an engine that found a rank would wait for others; what names settings of `sft` would be refused."""
+    environ = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PATH": "/bin", "PRIME_DATA__SEQ_LEN": "9"}
+    assert Companions(config(), environ)._environ == {"PATH": "/bin"}
