@@ -115,13 +115,13 @@ class SFTConfig(TrainingConfig):
     def _one_server(self) -> Problem | None:
         assert self.inference is not None
         client = None if self.eval is None else self.eval.client
-        if client is None or "base_url" not in client.model_fields_set:
+        if client is None or (client.discover is None and "base_url" not in client.model_fields_set):
             return None
         own = self._server_url(self.inference)
         if [same_server(url) for url in client.base_urls] == [same_server(own)]:
             return None
-        message = f"eval.client.base_url names a server, and inference starts another ({own}): give one of them"
-        return Problem(message, "eval.client.base_url", "inference")
+        message = f"eval.client names a server, and inference starts another ({own}): give one of them"
+        return Problem(message, "eval.client", "inference")
 
     @staticmethod
     def _server_url(inference: InferenceConfig) -> str:
