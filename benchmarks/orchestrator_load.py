@@ -223,15 +223,16 @@ def measure_throughput(directory: Path, options: argparse.Namespace) -> dict[str
 
 def measure_in_flight(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     batch = 1024
-    steps = 2 * options.in_flight // batch + 1
+    steps = (
+        3 * options.in_flight // batch + 1
+    )  # so many that may be issued that it stays full, with groups that wait for their last
     delays = options.shortest, options.longest
     counts: list[tuple[float, int]] = []
     with Run(directory, options, delays=delays, steps=steps, batch=batch, in_flight=options.in_flight) as run:
         threading.Thread(target=_count_in_flight, args=(run, counts), daemon=True).start()
         run.wait_for_batch(0)
         before, begun = cpu_seconds(run.process.pid), time.monotonic()
-        # As many are issued as steps hold; when a batch less than the difference has landed the fleet is still full.
-        last = steps - options.in_flight // batch - 2
+        last = options.in_flight // batch
         run.wait_for_batch(last)
         ended = time.monotonic()
         cpu = cpu_seconds(run.process.pid) - before
