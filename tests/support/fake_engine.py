@@ -37,9 +37,15 @@ CHATML = (
 )
 
 
-def make_tokenizer(directory: Path, template: str | None = CHATML, **config: Any) -> Path:
-    """A directory with a byte-level BPE tokenizer (a few merges, so that borders matter) and a config.json."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
+def make_tokenizer(directory: Path, template: str | None = CHATML, tags: bool = False, **config: Any) -> Path:
+    """A directory with a byte-level BPE tokenizer (a few merges, so that borders matter) and a config.json.
+
+    `tags`: those of Qwen3 are tokens of their own.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -54,6 +60,8 @@ def make_tokenizer(directory: Path, template: str | None = CHATML, **config: Any
     )
     corpus = ["user\n\n assistant\nsystem\nReverse the text <reversed_text></reversed_text>\n\na b c"] * 3
     tokenizer.train_from_iterator(corpus, trainer)
+    if tags:
+        tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in QWEN_TAGS])
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     fast.chat_template = template
     fast.save_pretrained(directory)

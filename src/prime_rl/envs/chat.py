@@ -68,6 +68,7 @@ class PatientClient(EvalClient):
 
     def _adapted(self, body: dict[str, Any]) -> dict[str, Any]:
         kept = {name: value for name, value in body.items() if name not in self._left_out}
+        kept["messages"] = [_said(message) for message in body["messages"]]
         if self._newer_name and "max_tokens" in kept:
             kept["max_completion_tokens"] = kept.pop("max_tokens")
         return kept
@@ -80,6 +81,11 @@ class PatientClient(EvalClient):
         named = {name for name, value in _NEUTRAL.items() if sent.get(name) == value and re.search(rf"\b{name}\b", refusal)}  # fmt: skip
         self._left_out |= named
         return bool(named)
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message without what it leaves open: a reply that is sent back has fields that APIs answer with, and do not all take."""
+    return {name: value for name, value in message.items() if name == "content" or value not in (None, [], {})}
 
 
 def pause_seconds(failures: int) -> float:

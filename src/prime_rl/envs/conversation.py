@@ -51,7 +51,8 @@ class Conversation:
                 return vf.ProgramResult(0 if self._trace.stop_condition is not None else 1, "", str(body))
             choice = body["choices"][0]
             self._turns += 1
-            self.messages.append(choice["message"])
+            # What a server adds to its replies beyond that need not be taken back by it.
+            self.messages.append({key: value for key, value in choice["message"].items() if value or key == "content"})
             calls = choice["message"].get("tool_calls")
             # A reply that was cut is the last: what it would have called is anybody's guess.
             if not calls or choice["finish_reason"] == "length":
@@ -69,7 +70,7 @@ class Conversation:
         whole = self._overflow == "truncate"
         while True:
             status, body = await self._timed(whole)
-            if status == 200 or self._trace.stop_condition is not None or not TOO_LONG.search(str(body)):
+            if status != 400 or self._trace.stop_condition is not None or not TOO_LONG.search(body):
                 return status, body
             if whole:
                 whole = self._forget()  # nothing left to forget: a short reply, then, if there is room for one

@@ -12,7 +12,10 @@ from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTo
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
 _LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
 CONTEXT_FULL = "context_full"  # the stop condition of a conversation that ended for want of room
-TOO_LONG = re.compile(r"maximum (context|model) length|longer than the maximum|max_model_len", re.IGNORECASE)
+TOO_LONG = re.compile(
+    r"maximum (context|model) length|longer than the maximum|max_model_len|context_length_exceeded|prompt is too long",
+    re.IGNORECASE,
+)
 
 
 class Misaligned(Exception):

@@ -42,6 +42,9 @@ class SharedTools:
         async with self._lock:  # bounded: as above
             if not await self._gone():
                 return
+            for server in self._env._shared_tools.values():
+                if server.runtime is not None:
+                    await server.runtime.stop()  # one that hangs would go on for as long as the worker
             await self._again.aclose()
             taskset = self._env.taskset
             try:

@@ -5,23 +5,23 @@ from typing import Any
 
 from renderers.base import ParsedToolCall, ToolCallParseStatus
 from verifiers.v1.clients.train import TrainClient, serialize_completion, tool_to_wire
-from verifiers.v1.configs.client import TrainClientConfig, resolve_api_key
+from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.types import ToolCall
 
 from prime_rl.envs.conversation import WHOLE_REPLY_HEADER
-from prime_rl.envs.engine import EngineConnection, whole_reply
+from prime_rl.envs.engine import whole_reply
 from prime_rl.envs.tools import MALFORMED_CALL
 
 
 class ConversationClient(TrainClient):
-    """Over an `EngineConnection`; needs a running event loop.
+    """Over a `connection` like `EngineConnection`; needs a running event loop.
 
     `branched`: every prompt is rendered anew by the renderer, none extends the tokens that are there.
     """
 
-    def __init__(self, config: TrainClientConfig, renderer: Any, branched: bool) -> None:
+    def __init__(self, config: TrainClientConfig, connection: Any, renderer: Any, branched: bool) -> None:
         super().__init__(config)
-        self.client = EngineConnection(config.base_url, resolve_api_key(config))
+        self.client = connection
         self._renderer = renderer
         self._branched = branched
 

@@ -15,12 +15,14 @@ from typing import Any, Self
 import verifiers.v1 as vf
 from pydantic import ValidationError
 from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
+from verifiers.v1.configs.client import resolve_api_key
 from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.convert import convert
+from prime_rl.envs.engine import EngineConnection
 from prime_rl.envs.harness import HARNESS_ID, close_session
 from prime_rl.envs.ids import describe, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
@@ -125,7 +127,8 @@ class VerifiersEnv:
             interception = self._env._interception
             client: ConversationClient | PatientClient
             if isinstance(config, vf.TrainClientConfig):
-                client = ConversationClient(config, self._renderer, self._branched)
+                connection = EngineConnection(config.base_url, resolve_api_key(config))
+                client = ConversationClient(config, connection, self._renderer, self._branched)
             else:
                 client = PatientClient(config)
             interception.clients[config.model_dump_json()] = client

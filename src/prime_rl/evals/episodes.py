@@ -48,6 +48,11 @@ class Job:
                 if not self.store.scored(task.task_id, number):
                     yield Attempt(self, task, number)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every attempt was made, well or not."""
+        return all(len(attempts) == self.plan.rollouts_per_example for attempts in self.kept())
+
     def kept(self) -> list[list[EpisodeResult]]:
         """The attempts that there are, by task."""
         numbers = range(self.plan.rollouts_per_example)

@@ -50,9 +50,8 @@ class Entry:
             **({f"pass@{last}": number(metrics.get(f"{prefix}/pass@{last}"))} if last > 1 else {}),
             **({f"pass^{last}": number(metrics.get(f"{prefix}/pass^{last}"))} if last > 1 else {}),
             "errors": str(self.report.errors.total()),
-            "truncated": number(metrics.get(f"{prefix}/is_truncated/mean")),
+            "cut": number(metrics.get(f"{prefix}/is_truncated/mean")),
             "tokens": number(metrics.get(f"{prefix}/num_output_tokens/mean")),
-            "seconds": f"{self.report.seconds:.1f}",
             **({} if prices is None else {"cost": f"{self.cost(prices):.4f}"}),
         }
 
@@ -94,7 +93,7 @@ def markdown(entries: Sequence[Entry], skipped: Mapping[int, str], config: "Eval
     columns = _columns(rows)
     lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     lines += [f"| {' | '.join(row.get(column, '') for column in columns)} |" for row in rows]
-    lines += ["", f"avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks. Solved: reward ≥ {config.solved_at:g}."]  # fmt: skip
+    lines += ["", f"avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks. Solved: reward ≥ {config.solved_at:g}. cut: share of replies without an end."]  # fmt: skip
     lines += ["Failed attempts are left out of every mean, and counted.", ""]
     for entry in entries:
         lines += _passes(entry)
@@ -110,9 +109,10 @@ def markdown(entries: Sequence[Entry], skipped: Mapping[int, str], config: "Eval
 def print_table(entries: Sequence[Entry], config: "EvalConfig") -> None:
     """The report on the console."""
     rows = [entry.cells(config.prices) for entry in entries]
-    table = Table(title=config.model.name, title_justify="left")
+    table = Table(title=config.model.name, title_justify="left", box=None, pad_edge=False)
     for column in _columns(rows):
-        table.add_column(column, justify="left" if column in ("environment", "policy") else "right")
+        named = column in ("environment", "policy")
+        table.add_column(column, justify="left" if named else "right", no_wrap=named)
     for row in rows:
         table.add_row(*(row.get(column, "") for column in _columns(rows)))
     # A log file has no width: rich would cut the columns to 80.

@@ -17,13 +17,14 @@ from prime_rl.evals.episodes import Denied, Job, Round
 from prime_rl.evals.progress import Bars
 from prime_rl.evals.report import Entry, number, print_table, write_report
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
-from prime_rl.evals.store import Store, check_settings
+from prime_rl.evals.store import Store, check_settings, setting
 from prime_rl.evals.targets import API, Target, Versions, targets
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.orchestrator.engine import Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport
 from prime_rl.orchestrator.fleet import RoutedPool
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.protocol import BASE
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
@@ -148,10 +149,12 @@ class Evaluation:
 
     @property
     def entries(self) -> list[Entry]:
-        return list(self._reported.values())
+        return sorted(self._reported.values(), key=lambda entry: entry.target.version)
 
     async def all(self, servers: Servers | None) -> None:
         """Every target, one after the other. Servers that were given weights serve their base again at the end."""
+        if self._config.follow and not self._config.clean:
+            self._take_earlier()
         try:
             async for target in self._targets(servers):
                 if servers is not None and (target.weights is not None or target.base):
@@ -170,6 +173,23 @@ class Evaluation:
         if self._config.weights_dir is not None:
             return targets(self._config, self._versions, self._status.waiting)
         return _only(API if servers is None else servers.as_served())
+
+    def _take_earlier(self) -> None:
+        """Of a run that is followed: versions that an earlier command evaluated, and that were removed since, are reported as well."""
+        places = {env.name: place_of(self._config, env, API).parent for env in self._config.environments}
+        evaluated = {version for place in places.values() for version in list_steps(place)}
+        for version in sorted(evaluated - {BASE, *list_steps(self._versions.directory)}):
+            name = f"step_{version}"
+            hashes = {setting(place / name, "weights") for place in places.values()}
+            target = Target(name, version, str(min(hashes, key=str)))
+            with Stores() as stores:
+                jobs = [self._job(env, target, stores) for env in self._config.environments] if len(hashes) == 1 else []
+                if not jobs or not all(job.complete for job in jobs):
+                    self._versions.skip(version, "it was removed before its evaluation was complete")
+                    continue
+                for job in jobs:
+                    self._conclude(job, target, 0.0)
+            self._versions.given[version] = target.hash
 
     async def _serve(self, servers: Servers, target: Target) -> Target | None:
         """The target, loaded; None where it was removed before that."""

@@ -142,6 +142,12 @@ def check_settings(directory: Path, settings: Mapping[str, Any], but: str = "") 
             )
 
 
+def setting(directory: Path, key: str) -> Any:
+    """One of the settings that the results in `directory` were made with; None where there are none."""
+    path = directory / SETTINGS
+    return json.loads(path.read_bytes()).get(key) if path.exists() else None
+
+
 def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Dotted names: what differs can be named."""
     found: dict[str, Any] = {}

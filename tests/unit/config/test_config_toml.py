@@ -134,14 +134,31 @@ def admissible(cls: type[BaseConfig], table: dict[str, Any]) -> dict[str, Any]:
     """`table` with an end of the run, as schedules need, and exactly one form of environments where `cls` asks for one."""
     if "max_steps" in settings_of(cls):
         table = {**table, "max_steps": 1000}
+    if cls is SFTConfig:
+        return with_evaluation(table)
     if "environment" not in settings_of(cls):
         return table
     environments = table.get("environments") or [{"id": "x"}]
-    of_versions = ("weights_dir", "steps", "interval", "follow", "eval_base") if cls is EvalConfig else ()
+    of_versions = ("weights_dir", "steps", "interval", "follow", "eval_base", "hold") if cls is EvalConfig else ()
     rest = {key: value for key, value in table.items() if key not in ("environment", *of_versions)}
     if isinstance(rest.get("eval"), dict):
         rest["eval"] = {key: value for key, value in rest["eval"].items() if key != "environment"}
     return {**rest, "environments": environments}
+
+
+def with_evaluation(table: dict[str, Any]) -> dict[str, Any]:
+    """A server only where something is evaluated, of the model that is trained, and at no address of its own."""
+    section = table.get("eval")
+    if section is None:
+        return {key: value for key, value in table.items() if key != "inference"}
+    table = {
+        **table,
+        "eval": {**section, "environment": None, "environments": section.get("environments") or [{"id": "x"}]},
+    }
+    if isinstance(table.get("inference"), dict):
+        model = {key: value for key, value in table["inference"].get("model", {}).items() if key != "name"}
+        table["inference"] = {**table["inference"], "model": model}
+    return table
 
 
 @pytest.mark.parametrize("cls", [cls for cls in CLASSES if cls is not RLConfig])

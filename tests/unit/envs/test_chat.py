@@ -32,11 +32,11 @@ def quick(monkeypatch):
     monkeypatch.setattr(chat, "LONGEST_PAUSE_SECONDS", 0.01)
 
 
-async def ask(api, times=1):
+async def ask(api, times=1, body=BODY):
     client = PatientClient(chat_config(5.0).model_copy(update={"base_url": api.base_url}))
     try:
         for _ in range(times):
-            response = await client.get_response(ChatDialect(), BODY, SamplingConfig())
+            response = await client.get_response(ChatDialect(), body, SamplingConfig())
         return response
     finally:
         await client.close()
@@ -116,6 +116,27 @@ async def test_a_parameter_that_says_nothing_is_left_out_where_it_is_not_known()
     async with ChatApi(script=lambda *_: refusal(400, "Unknown: 'max_tokens'")) as api:
         with pytest.raises(ProviderError):
             await ask(api)
+
+
+async def test_a_reply_is_sent_back_without_the_fields_that_it_left_open():
+    """Contract: APIs answer with fields that they do not take; what a message says stays, an empty content too."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    reply = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call],
+        "refusal": None,
+        "annotations": [],
+        "audio": None,
+    }
+    history = [*BODY["messages"], reply, {"role": "tool", "tool_call_id": "c", "content": ""}]
+    async with ChatApi() as api:
+        await ask(api, body={**BODY, "messages": history})
+    assert api.bodies[0]["messages"] == [
+        BODY["messages"][0],
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": ""},
+    ]
 
 
 def test_pauses_grow_and_differ():

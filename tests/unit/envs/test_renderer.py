@@ -1,5 +1,6 @@
 """Renderers: ours is exactly the chat template, a bridge never touches what was sampled, "auto" takes none on trust."""
 
+import ast
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from fake_engine import CHATML, make_tokenizer
 
 from prime_rl.envs.renderer import ChatMLRenderer, RendererError, choose, equals_template
-from prime_rl.envs.tokenizer import FileTokenizer, from_files
+from prime_rl.envs.tokenizer import FileTokenizer, _environment, from_files
 
 # What Qwen3 does and plain ChatML does not: an empty thinking block in a final assistant turn.
 NOT_PLAIN = CHATML.replace(
@@ -50,6 +51,115 @@ def test_chatml_equals_the_template(tokenizer: FileTokenizer, messages: list[dic
     assert rendered.token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=generate)
     lengths = {len(rendered.token_ids), len(rendered.message_indices), len(rendered.sampled_mask)}
     assert len(lengths | {len(rendered.is_content)}) == 1
+
+
+TEMPLATE = (Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja").read_text()
+PLAIN_TEMPLATE = """\
+{% for message in messages %}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{% if add_generation_prompt %}
+{{ '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+calls = st.builds(
+    lambda word, number: {
+        "id": f"call_{number}",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": json.dumps({"word": word})},
+    },
+    texts,
+    st.integers(0, 3),
+)
+with_tools = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "tool"]), "content": texts})
+    | st.fixed_dictionaries(
+        {"role": st.just("assistant"), "content": texts}, optional={"tool_calls": st.lists(calls, max_size=3)}
+    ),
+    min_size=1,
+    max_size=6,
+)
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "é", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def tooled(tmp_path_factory: pytest.TempPathFactory) -> FileTokenizer:
+    tokenizer = from_files(str(make_tokenizer(tmp_path_factory.mktemp("tooled"), TEMPLATE)))
+    assert tokenizer is not None
+    return tokenizer
+
+
+@settings(max_examples=80, deadline=None)
+@given(messages=with_tools, generate=st.booleans())
+def test_chatml_with_tools_equals_the_template(
+    tooled: FileTokenizer, messages: list[dict[str, Any]], generate: bool
+) -> None:
+    """Definitions, calls and results, token for token; each message has its own tokens, in its place."""
+    rendered = ChatMLRenderer(tooled).render(messages, tools=TOOLS, add_generation_prompt=generate)
+    assert rendered.token_ids == tooled.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=generate)
+    indices = [index for index in rendered.message_indices if index >= 0]
+    assert indices == sorted(indices)
+    assert set(indices) == set(range(len(messages)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(messages=conversations, generate=st.booleans())
+def test_tiny_template_without_tools_is_plain_chatml(messages: list[dict[str, Any]], generate: bool) -> None:
+    """The bundled model's template gives byte for byte what it gave before it knew tools."""
+    plain, tooled = (_environment().from_string(source) for source in (PLAIN_TEMPLATE, TEMPLATE))
+    expected = plain.render(messages=messages, add_generation_prompt=generate)
+    assert tooled.render(messages=messages, add_generation_prompt=generate, tools=None) == expected
+    assert tooled.render(messages=messages, add_generation_prompt=generate) == expected
+
+
+def test_tiny_template_is_the_scripts() -> None:
+    """The script that makes the bundled model writes the template that is there."""
+    script = ast.parse((Path(__file__).parents[3] / "scripts" / "make_tiny_model.py").read_text())
+    (value,) = [
+        ast.literal_eval(one.value)
+        for one in script.body
+        if isinstance(one, ast.Assign) and ast.unparse(one.targets[0]) == "CHAT_TEMPLATE"
+    ]
+    assert value == TEMPLATE
+
+
+def test_auto_wants_the_tools_of_the_template(model: Path, tmp_path: Path) -> None:
+    """A renderer that shows tools otherwise than the template does is not taken where there are tools; without, it is."""
+    altered = TEMPLATE.replace("<tool_response>\\n", "<tool_response>")
+    assert altered != TEMPLATE
+    for template, error in (
+        (TEMPLATE, None),
+        (altered, "no renderer shows tools"),
+        (CHATML, "no renderer shows tools"),
+    ):
+        directory = make_tokenizer(tmp_path / str(hash(template)), template)
+        assert choose(str(directory), "auto").name == "chatml"
+        if error is None:
+            assert choose(str(directory), "auto", tools=True).name == "chatml"
+        else:
+            with pytest.raises(RendererError, match=error):
+                choose(str(directory), "auto", tools=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "statuses"),
+    [
+        ("plain", "plain", []),
+        ('hm\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>', "hm", ["ok"]),
+        (
+            "<tool_call>{</tool_call><tool_call>{}</tool_call><tool_call>x",
+            "",
+            ["invalid_json", "missing_name", "unclosed_block"],
+        ),
+    ],
+)
+def test_calls_are_read(tooled: FileTokenizer, text: str, content: str, statuses: list[str]) -> None:
+    """Every attempt, in order, with what is wrong; only where there are tools."""
+    renderer = ChatMLRenderer(tooled)
+    ids = tooled.encode(f"{text}<|im_end|>", add_special_tokens=False)
+    parsed = renderer.parse_response(ids, tools=TOOLS)
+    assert (parsed.content, [call.status for call in parsed.tool_calls]) == (content, statuses)
+    assert (renderer.parse_response(ids).content, renderer.parse_response(ids).tool_calls) == (text, [])
 
 
 def test_file_tokenizer_equals_transformers(model: Path, tokenizer: FileTokenizer) -> None:

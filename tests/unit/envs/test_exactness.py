@@ -1,0 +1,236 @@
+"""Token exactness: whatever is said, sampled, called, cut or branched, the samples are what the engine saw and gave.
+
+The renderers, verifiers' client and graph, and our conversion are the real ones; the engine is a script in this process.
+"""
+
+import asyncio
+import json
+import sys
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
+
+import verifiers.v1 as vf
+from fake_engine import make_tokenizer
+from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
+from verifiers.v1.dialects import ChatDialect
+from verifiers.v1.dialects.chat import parse_message, parse_tools
+from verifiers.v1.graph import prepare_turn
+from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
+
+from prime_rl.envs.convert import samples_of
+from prime_rl.envs.engine import Reply
+from prime_rl.envs.protocol import ROLES
+from prime_rl.envs.renderer import Choice, choose
+from prime_rl.envs.tokenizer import from_files
+from prime_rl.envs.train_client import ConversationClient
+
+TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Sum é.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+        },
+    }
+]
+CALLS = (
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+    '<tool_call>{"name":"add","arguments":{"a": "é"}}</tool_call>',
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1,}}\n</tool_call>',
+    '<tool_call>\n{"name": "add"',
+    "</tool_call><tool_call></tool_call>",
+)
+
+texts = st.text(max_size=12).filter(lambda text: "<|" not in text)
+said = st.lists(st.sampled_from(CALLS) | texts, max_size=3).map("".join)
+# What a model samples: text, or any bytes at all, which need not be letters; ended, or cut.
+replies = st.tuples(said | st.lists(st.integers(3, 258), min_size=1, max_size=10), st.booleans())
+# What comes between two replies, or where the conversation goes on from an earlier point, or without its oldest turns.
+moves = st.sampled_from(["user", "system", "two users", "back", "forget", "again"])
+conversations = st.tuples(
+    st.lists(texts, max_size=1),
+    texts,
+    st.lists(st.tuples(replies, moves, texts), min_size=1, max_size=5),
+    st.booleans(),
+)
+
+
+@dataclass
+class Script:
+    """An engine that answers with the given ids."""
+
+    base_url: str = "http://scripted/v1"
+    next: list[int] = field(default_factory=list)
+    exchanges: list[tuple[list[int], list[int], list[float]]] = field(default_factory=list)
+
+    async def get(self, path: str, cast_to: Any = None) -> Any:
+        return {"data": []}
+
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
+        logprobs = [-0.25 - len(self.exchanges) - i / 64 for i in range(len(self.next))]
+        self.exchanges.append((body["token_ids"], self.next, logprobs))
+        content = [{"token": f"token_id:{t}", "logprob": lp} for t, lp in zip(self.next, logprobs, strict=True)]
+        choice = {"finish_reason": "stop", "token_ids": self.next, "logprobs": {"content": content}}
+        return Reply(json.dumps({"choices": [choice]}).encode())
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """By name of the case: a tokenizer, which has the tags of Qwen3 as tokens where they are needed."""
+    root = tmp_path_factory.mktemp("exact")
+    plain = str(make_tokenizer(root / "plain", TEMPLATE.read_text()))
+    tags = str(make_tokenizer(root / "tags", TEMPLATE.read_text(), tags=True))
+    return {"chatml": plain, "chatml, tags as tokens": tags, "default": plain, "qwen3": tags}
+
+
+@pytest.fixture(scope="module")
+def choices(models: dict[str, str]) -> dict[str, Choice]:
+    return {name: choose(model, name.partition(",")[0], name != "default") for name, model in models.items()}
+
+
+@pytest.fixture(scope="module")
+def clients(choices: dict[str, Choice]) -> dict[tuple[str, bool], Any]:
+    return {
+        (name, branched): _client(name, choice, branched)
+        for name, choice in choices.items()
+        for branched in (False, True)
+    }
+
+
+@pytest.fixture(scope="module")
+def tokenizers(models: dict[str, str]) -> dict[str, Any]:
+    return {name: from_files(model) for name, model in models.items()}
+
+
+@pytest.mark.parametrize("branched", [False, True])
+@pytest.mark.parametrize("name", ["chatml", "chatml, tags as tokens", "default", "qwen3"])
+@settings(max_examples=40, deadline=None)
+@given(conversation=conversations)
+def test_samples_are_what_the_engine_saw(
+    clients: dict[tuple[str, bool], Any],
+    choices: dict[str, Choice],
+    tokenizers: dict[str, Any],
+    name: str,
+    branched: bool,
+    conversation: Any,
+) -> None:
+    """Every sample is one exchange of the engine; each sampled token has its loss and log-probability once; nothing is told twice."""
+    asyncio.run(
+        _check(
+            clients[name, branched],
+            choices[name],
+            tokenizers[name],
+            branched,
+            conversation,
+            with_tools=name != "default",
+        )
+    )
+
+
+async def _check(
+    client: Any, choice: Choice, tokenizer: Any, branched: bool, conversation: Any, with_tools: bool
+) -> None:
+    system, opening, turns, few_shot = conversation
+    engine, trace = Script(), _trace()
+    client.client = engine
+    tools = TOOLS if with_tools else None
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in system]
+    messages += [{"role": "user", "content": opening}]
+    if few_shot:  # a reply that the task made up
+        messages += [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "go on"}]
+    first = len(messages)
+    for (reply, ended), move, text in turns:
+        engine.next = _ids(choice.renderer, tokenizer, reply, ended)
+        messages = [*messages, await _turn(client, trace, messages, tools)]
+        messages = _next(messages, first, move, text)
+    samples = samples_of(trace, branched=branched)
+    if branched:
+        assert len(samples) == len(engine.exchanges)
+    seen = Counter((*prompt, *completion) for prompt, completion, _ in engine.exchanges)
+    assert all(tuple(one.input_ids) in seen for one in samples)
+    given = Counter(
+        pair for prompt, completion, logprobs in engine.exchanges for pair in _placed(prompt, completion, logprobs)
+    )
+    trained = Counter(
+        (place, token, logprob)
+        for one in samples
+        for place, (token, mask, logprob) in enumerate(zip(one.input_ids, one.loss_mask, one.logprobs, strict=True))
+        if mask
+    )
+    assert trained == given
+    assert all(
+        logprob == 0.0 for one in samples for mask, logprob in zip(one.loss_mask, one.logprobs, strict=True) if not mask
+    )
+    for one in samples:
+        assert len(one.roles or b"") == len(one.input_ids)
+        assert {ROLES[role] for role, mask in zip(one.roles or b"", one.loss_mask, strict=True) if mask} == {
+            "assistant"
+        }
+
+
+def _placed(prompt: list[int], completion: list[int], logprobs: list[float]) -> list[tuple[int, int, float]]:
+    return list(zip(range(len(prompt), len(prompt) + len(completion)), completion, array("f", logprobs), strict=True))
+
+
+def _next(messages: list[dict[str, Any]], first: int, move: str, text: str) -> list[dict[str, Any]]:
+    """The conversation with what comes before the next reply: the results of calls, or else as `move` says."""
+    if calls := messages[-1].get("tool_calls"):
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in calls]
+        return [*messages, *results, *([{"role": "user", "content": "and"}] if move == "user" else [])]
+    user = {"role": "user", "content": text}
+    match move:
+        case "system":
+            return [*messages, {"role": "system", "content": text}, user]
+        case "two users":
+            return [*messages, user, user]
+        case "back":  # another answer to the same question
+            return messages[:-1]
+        case "forget":
+            return [*(message for message in messages[:1] if message["role"] == "system"), *messages[first:], user]
+        case "again":  # the whole question once more, in another context
+            return [*messages[:first], user]
+    return [*messages, user]
+
+
+async def _turn(client: Any, trace: Any, messages: list[dict[str, Any]], tools: Any) -> dict[str, Any]:
+    """One model call, as verifiers' interception server makes it."""
+    body = {"model": "m", "messages": messages, **({"tools": tools} if tools else {})}
+    turn = prepare_turn(trace, [parse_message(message) for message in messages], parse_tools(tools))
+    response = await client.get_response(ChatDialect(), body, vf.SamplingConfig(), turn=turn)
+    node = turn.commit(response)
+    trace.calls.append(ModelCall(node=node, usage=response.usage, model="m", time=TimeSpan(start=0.0, end=0.0)))
+    message: dict[str, Any] = response.raw["choices"][0]["message"]
+    return message
+
+
+def _client(name: str, choice: Choice, branched: bool) -> Any:
+    config = vf.TrainClientConfig(
+        base_url=Script.base_url, api_key_var="NONE", renderer=choice.config, renderer_model_name=name
+    )
+    pool = ElasticRendererPool(name, choice.config, multiplex=config.multiplex)
+    pool.renderers[:] = [RendererSlot(choice.renderer)]
+    return ConversationClient(config, Script(), choice.renderer, branched)
+
+
+def _trace() -> Any:
+    task = TraceTask(type="Task", data=vf.TaskData(prompt="x"), key="k", hash="h")
+    return Trace(task=task, state=vf.State(), agent=AgentInfo(config=vf.AgentConfig()))
+
+
+def _ids(renderer: Any, tokenizer: Any, reply: str | list[int], ended: bool) -> list[int]:
+    ids = reply if isinstance(reply, list) else tokenizer.encode(reply, add_special_tokens=False)
+    end = renderer.get_stop_token_ids()[0]
+    return [token for token in ids if token not in renderer.get_stop_token_ids()] + ([end] if ended or not ids else [])
