@@ -13,10 +13,12 @@ episode; only the engine is scripted. The orchestrator has the first core, engin
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,6 +27,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
+from aiohttp import web
 from machine import cpu_seconds, descendants, describe_machine
 
 HERE = Path(__file__).parent
@@ -48,7 +52,14 @@ class SlowEngine(PolicyEngine):
 
     shortest = longest = 0.0
 
-    async def _generate(self, request: Any) -> Any:
+    def _add_routes(self, app: web.Application) -> None:
+        super()._add_routes(app)
+        app.router.add_get("/running", self._running)
+
+    async def _running(self, request: web.Request) -> web.Response:
+        return web.json_response(self.running)
+
+    async def _generate(self, request: web.Request) -> web.Response:
         self.delay = random.uniform(self.shortest, self.longest)
         answer = await super()._generate(request)
         self.exchanges.clear()
@@ -133,7 +144,7 @@ class Run:
         )
         assert self.engine.stdout is not None
         os.sched_setaffinity(self.engine.pid, self.others)
-        url = self.engine.stdout.readline().strip()
+        self.url = url = self.engine.stdout.readline().strip().removesuffix("/v1")
         self.realtime = options.realtime
         lines = [
             f"output_dir = {json.dumps(str(directory))}",
@@ -212,15 +223,16 @@ def measure_throughput(directory: Path, options: argparse.Namespace) -> dict[str
 
 def measure_in_flight(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
     batch = 1024
-    steps = 2 * options.in_flight // batch + 1
+    steps = (
+        3 * options.in_flight // batch + 1
+    )  # so many that may be issued that it stays full, with groups that wait for their last
     delays = options.shortest, options.longest
     counts: list[tuple[float, int]] = []
     with Run(directory, options, delays=delays, steps=steps, batch=batch, in_flight=options.in_flight) as run:
         threading.Thread(target=_count_in_flight, args=(run, counts), daemon=True).start()
         run.wait_for_batch(0)
         before, begun = cpu_seconds(run.process.pid), time.monotonic()
-        # As many are issued as steps hold; when a batch less than the difference has landed the fleet is still full.
-        last = steps - options.in_flight // batch - 2
+        last = options.in_flight // batch
         run.wait_for_batch(last)
         ended = time.monotonic()
         cpu = cpu_seconds(run.process.pid) - before
@@ -229,7 +241,7 @@ def measure_in_flight(directory: Path, options: argparse.Namespace) -> dict[str,
     filling = [one for one in late if filled - 30.0 <= one[0] <= begun]
     full = [one for one in late if begun <= one[0] <= ended]
     return {
-        "in_flight_least": min(count for at, count in counts if begun <= at <= ended),
+        "in_flight_mean": statistics.fmean(count for at, count in counts if begun <= at <= ended),
         "in_flight_most": max(count for _, count in counts),
         "seconds": ended - begun,
         "episodes_landed": last * batch,
@@ -245,15 +257,10 @@ def measure_in_flight(directory: Path, options: argparse.Namespace) -> dict[str,
 
 
 def _count_in_flight(run: Run, counts: list[tuple[float, int]]) -> None:
-    """Thread: connections that the engine has open, one an episode."""
+    """Thread: requests that the engine is busy with, one an episode."""
     while run.process.poll() is None:
-        try:
-            sockets = sum(
-                os.readlink(link).startswith("socket:") for link in Path(f"/proc/{run.engine.pid}/fd").iterdir()
-            )
-        except OSError:  # one was closed meanwhile
-            continue
-        counts.append((time.monotonic(), sockets))
+        with contextlib.suppress(httpx.HTTPError):  # it is busy, or ends
+            counts.append((time.monotonic(), int(httpx.get(f"{run.url}/running", timeout=30.0).text)))
         time.sleep(1.0)
 
 

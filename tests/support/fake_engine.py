@@ -107,7 +107,7 @@ class FakeEngine:
         # A client that goes away cancels its request, as vLLM aborts it.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=4096)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self
