@@ -21,7 +21,7 @@ from prime_rl.evals.store import Store, check_settings, setting
 from prime_rl.evals.targets import API, Target, Versions, targets
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.orchestrator.engine import Misrouted
-from prime_rl.orchestrator.evals import EvalPlan, EvalReport
+from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
 from prime_rl.orchestrator.fleet import RoutedPool
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.protocol import BASE
@@ -233,11 +233,9 @@ class Evaluation:
 
     def _job(self, env: "EvalEnv", target: Target, stores: "Stores") -> Job:
         config, plan = self._config, plan_of(self._config, env, self._chat)
-        tasks = self._pool.tasks(env.name)
-        tasks = tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
         place = place_of(config, env, target)
         clean = config.clean or self._replaced(env.name, target)
-        return Job(plan, tasks, stores.open(place, made_with(config, env, plan, target), clean))
+        return Job(plan, tasks_of(self._pool, plan), stores.open(place, made_with(config, env, plan, target), clean))
 
     def _replaced(self, env: str, target: Target) -> bool:
         """Whether, while versions are followed, another one bore this number that another life of the trainer has replaced since."""

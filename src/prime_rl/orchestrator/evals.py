@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.orchestrator.scores import interval95, ks, pass_at_k, pass_hat_k
 from prime_rl.orchestrator.seeds import request_seed
@@ -124,36 +124,37 @@ async def evaluate(
     *,
     version: int,
     seed: int,
-    max_concurrent: int,
+    room: asyncio.Semaphore,
     timeout: float,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> EvalReport:
     """Run one environment's evaluation.
 
     Args:
         version: The policy version the engines serve; it must not change meanwhile.
+        room: Its places are the episodes that may be in flight, of all environments that share it.
         timeout: Seconds that one episode may take.
-        on_progress: Told finished and total episodes after each one.
+        on_progress: Told after each episode.
     """
     begin = time.monotonic()
-    tasks = pool.tasks(plan.worker)
-    tasks = tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
-    room = asyncio.Semaphore(max_concurrent)  # bounded: every episode that holds a place has its deadline
-    total, finished = len(tasks) * plan.rollouts_per_example, 0
 
     async def one(index: int, number: int) -> EpisodeResult:
-        nonlocal finished
-        async with room:
+        async with room:  # bounded: every episode that holds a place has its deadline
             result = await attempt(pool, plan, index, number, version=version, seed=seed, timeout=timeout)
-        finished += 1
-        if on_progress is not None:
-            on_progress(finished, total)
+        on_progress()
         return result
 
     numbers = range(plan.rollouts_per_example)
+    tasks = tasks_of(pool, plan)
     results = await asyncio.gather(*(one(task.index, number) for task in tasks for number in numbers))
     by_task = [list(results[i : i + len(numbers)]) for i in range(0, len(results), len(numbers))]
     return EvalReport(plan.env, version, time.monotonic() - begin, by_task)
+
+
+def tasks_of(pool: "EnvPool | RoutedPool", plan: EvalPlan) -> Sequence[TaskInfo]:
+    """Those that are to be attempted."""
+    tasks = pool.tasks(plan.worker)
+    return tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
 
 
 async def attempt(

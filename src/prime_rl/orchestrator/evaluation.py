@@ -1,13 +1,13 @@
 """Evaluations during a run: when one is due, and that each is logged once, whatever is killed meanwhile."""
 
 import asyncio
-from functools import partial
+import itertools
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log, read_metrics
-from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate
+from prime_rl.orchestrator.evals import EvalReport, evaluate, tasks_of
 from prime_rl.orchestrator.fleet import Replica, RoutedPool
 from prime_rl.orchestrator.plans import eval_plans, limits
 from prime_rl.orchestrator.recovery import Recovery
@@ -102,11 +102,7 @@ class Evaluations:
                     serving.core.version,
                     RoutedPool(self._pool, serving.fleet, avoid, lambda: serving.superseded),
                 )
-                reports = [
-                    await self._run_plan(pool, plan, version)
-                    for plan in self._plans
-                    if (plan.env, version) not in self._logged
-                ]
+                reports = await self._run_plans(pool, version)
                 spoilt = await pool.spoilt()
                 async with serving.shipping:
                     serving.notice_life()
@@ -126,13 +122,22 @@ class Evaluations:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
-    async def _run_plan(self, pool: RoutedPool, plan: EvalPlan, version: int) -> EvalReport:
-        where = f"evaluating {plan.env} on version {version}"
+    async def _run_plans(self, pool: RoutedPool, version: int) -> list[EvalReport]:
+        """What is not logged yet, all at once: the slowest episodes of one environment leave the engines to the others."""
+        plans = [plan for plan in self._plans if (plan.env, version) not in self._logged]
+        total = sum(len(tasks_of(pool, plan)) * plan.rollouts_per_example for plan in plans)
+        where = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
         self._status.phase(where)
-        return await evaluate(
-            pool, plan, version=version, seed=self.config.seed,
-            max_concurrent=limits(self.config).max_concurrent, timeout=self.config.rollout_timeout,
-            on_progress=partial(self._tell, where),
+        done = itertools.count(1)
+        room = asyncio.Semaphore(limits(self.config).max_concurrent)
+        return await asyncio.gather(
+            *(
+                evaluate(
+                    pool, plan, version=version, seed=self.config.seed, room=room, timeout=self.config.rollout_timeout,
+                    on_progress=lambda: self._status.phase(f"{where}: {next(done)}/{total}"),
+                )
+                for plan in plans
+            )
         )  # fmt: skip
 
     def _log(self, report: EvalReport) -> None:
@@ -145,9 +150,6 @@ class Evaluations:
             report.env, report.version, report.seconds,
             "no episode succeeded" if reward is None else f"reward {reward:.4f}", dict(report.errors),
         )  # fmt: skip
-
-    def _tell(self, where: str, done: int, total: int) -> None:
-        self._status.phase(f"{where}: {done}/{total}")
 
     def _complete(self, version: int) -> bool:
         return all((plan.env, version) in self._logged for plan in self._plans)

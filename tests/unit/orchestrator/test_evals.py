@@ -59,12 +59,19 @@ class SlowPool:
 
 
 async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
-    """Whatever finishes first: results[i] belongs to task i, and no more than max_concurrent run at once."""
-    pool = SlowPool()
-    plan = EvalPlan("env", "env", SamplingConfig(), 3, 2, 100)
-    report = await evaluate(pool, plan, version=0, seed=0, max_concurrent=3, timeout=1)
-    assert [[r.reward for r in attempts] for attempts in report.results] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
+    """Whatever finishes first: results[i] belongs to task i; environments that are evaluated at once share one bound."""
+    pool, room, told = SlowPool(), asyncio.Semaphore(3), []
+    plans = [EvalPlan(name, name, SamplingConfig(), 3, 2, 100) for name in ("one", "other")]
+    reports = await asyncio.gather(
+        *(
+            evaluate(pool, plan, version=0, seed=0, room=room, timeout=1, on_progress=lambda: told.append(1))
+            for plan in plans
+        )
+    )
+    for report in reports:
+        assert [[r.reward for r in attempts] for attempts in report.results] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     assert pool.most == 3
+    assert len(told) == 12
 
 
 def test_every_sampling_parameter_is_sent_so_that_no_server_default_applies():
