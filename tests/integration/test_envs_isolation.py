@@ -111,6 +111,8 @@ async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None
         assert (await has_one).outcome is Outcome.WORKER_DIED
         with pytest.raises(UserError, match="closed"):
             await waits
+        with pytest.raises(UserError, match="closed"):
+            await run(pool)
 
 
 async def test_a_deadline_that_passes_while_all_are_full(tmp_path: Path) -> None:
@@ -123,6 +125,13 @@ async def test_a_deadline_that_passes_while_all_are_full(tmp_path: Path) -> None
         blocker.cancel()
         await asyncio.wait([blocker], timeout=SECONDS)
         assert (await run(pool)).ok
+
+
+async def test_the_wait_for_a_worker_takes_none_of_an_episodes_time(tmp_path: Path) -> None:
+    """Episodes that together take several times as long as one of them may: each has its time once it has a worker."""
+    async with serving(tmp_path, stub(tmp_path, {"seconds": 1.0}, max_concurrent=1)) as pool:
+        results = await asyncio.gather(*(run(pool, number, str(number), seconds=3.0) for number in range(TASKS - 1)))
+    assert [result.outcome for result in results] == [Outcome.OK] * (TASKS - 1)
 
 
 # ---- growing old

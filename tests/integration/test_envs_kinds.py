@@ -63,6 +63,8 @@ async def world(index: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
                 classic("raises", reward="raises"),
                 classic("nan", reward="nan"),
                 classic("slow", kind="slow"),
+                classic("silent", kind="silent"),
+                environment("reverse-classic", {"kind": "two"}, name="short", adapter="classic", requirements=[str(CLASSIC)], max_turns=1),
             ]
         )  # fmt: skip
         async with FakeEngine(make_tokenizer(root / "model")) as engine:
@@ -155,6 +157,21 @@ async def test_classic_that_starts_over_is_two_samples(world: tuple[FakeEngine, 
         assert_exact(sample, [exchange])
 
 
+async def test_classic_turns_that_are_used_up(world: tuple[FakeEngine, EnvPool]) -> None:
+    """`max_turns` cuts a conversation short, which is said; the environment's own end is none that cuts."""
+    _, pool = world
+    short, whole = await run(pool, "short"), await run(pool, "two")
+    assert [(one.outcome, one.num_turns, one.is_truncated) for one in (short, whole)] == [
+        (Outcome.OK, 1, True), (Outcome.OK, 2, False),
+    ]  # fmt: skip
+
+
+async def test_classic_that_asks_nothing(world: tuple[FakeEngine, EnvPool]) -> None:
+    _, pool = world
+    result = await run(pool, "silent")
+    assert (result.outcome, "asked the model nothing" in result.message) == (Outcome.INVALID, True), result.message
+
+
 async def test_classic_faults_are_outcomes(world: tuple[FakeEngine, EnvPool]) -> None:
     """A reward that raises is not a 0; a reward that is no number, and an engine that fails, are what they are."""
     engine, pool = world
@@ -194,6 +211,8 @@ async def test_classic_deadline_and_cancellation(world: tuple[FakeEngine, EnvPoo
         (classic(group_weight=1.0), r"reward function 'rank' scores a group of episodes together"),
         (classic(kinds="two"), r"no argument 'kinds'; did you mean 'kind'\?"),
         (classic(kind="three"), r"failed to load: KeyError: 'three'"),
+        (classic(split="tset"), r"argument split is 'tset'"),
+        (classic(kind="no-eval", split="eval"), r"no tasks of its own for evaluation"),
     ],
 )
 async def test_classic_that_cannot_be_used(

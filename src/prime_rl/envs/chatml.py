@@ -16,6 +16,8 @@ from renderers.base import (
 )
 from renderers.configs import BaseRendererConfig
 
+from prime_rl.envs.messages import parsed_json
+
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 
@@ -183,7 +185,7 @@ def _attempt(raw: str, closed: bool) -> ParsedToolCall:
     if not closed:
         return ParsedToolCall(raw=raw, status=ToolCallParseStatus.UNCLOSED_BLOCK)
     try:
-        call = json.loads(raw)
+        call = parsed_json(raw)
     except ValueError:
         return ParsedToolCall(raw=raw, status=ToolCallParseStatus.INVALID_JSON)
     name = call.get("name") if isinstance(call, dict) else None

@@ -53,22 +53,29 @@ class ClassicEnv:
             )
         self.arguments = sorted({*keywords(load), "split"})
         args = dict(setup.args)
-        split = args.pop("split", "train") if "split" not in keywords(load) else "train"
+        split = "train" if "split" in keywords(load) else args.pop("split", "train")
+        if split not in ("train", "eval"):
+            raise LoadError(f"environment {setup.env_id!r}: argument split is {split!r}: 'train' or 'eval' is needed")
         if not _takes_any(load):
             check_arguments(setup.env_id, setup.args, self.arguments)
         try:
             self._env = _with_signals(functools.partial(load, **args))
+            if split == "eval":
+                self._check_eval_rows(setup.env_id)
             rows = self._env.get_eval_dataset() if split == "eval" else self._env.get_dataset()
             self.task_ids = unique(f"{module_name(setup.env_id)}/{number}" for number in rows["example_id"])
+        except LoadError:
+            raise
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
         if not self.task_ids:
             raise LoadError(f"environment {setup.env_id!r} has no tasks")
         self._rows = rows
         self._weights = _prepare_rubrics(self._env, setup.env_id)
+        self._shortened = False  # by `max_turns`, below what the environment itself would allow
         for member in _members(self._env):
-            if setup.max_turns and isinstance(member, MultiTurnEnv):
-                member.max_turns = min(setup.max_turns, member.max_turns) if member.max_turns > 0 else setup.max_turns
+            if setup.max_turns and isinstance(member, MultiTurnEnv) and not 0 < member.max_turns <= setup.max_turns:
+                member.max_turns, self._shortened = setup.max_turns, True
         self._client = talk.Client(setup, tools=any(member.tool_defs for member in _members(self._env)))
         self.renderer = self._client.renderer_name
 
@@ -97,8 +104,10 @@ class ClassicEnv:
         else:
             self._judge(result, output, client.state, raised)
         conversation.describe(result)
-        result.is_truncated = result.is_truncated or bool(client.state.get("is_truncated"))
-        if result.ok:
+        result.is_truncated = result.is_truncated or self._cut(client.state)
+        if result.ok and not client.turns:
+            result.outcome, result.message = Outcome.INVALID, "no sampled tokens: it asked the model nothing"
+        elif result.ok:
             turns = [client.turns[step["response"].id] for step in client.state["trajectory"]]
             result.samples = conversation.samples(turns)
             result.num_turns = len(turns)
@@ -107,6 +116,20 @@ class ClassicEnv:
             if not result.samples:
                 result.outcome, result.message = Outcome.INVALID, "no sampled tokens"
         return result
+
+    def _check_eval_rows(self, env_id: str) -> None:
+        """verifiers would take the training tasks in their place. Raises LoadError."""
+        self._env.build_eval_dataset()
+        if self._env.eval_dataset is None:
+            raise LoadError(
+                f'environment {env_id!r} has no tasks of its own for evaluation (split = "eval"): leave the split out to be evaluated on those that it is '
+                "trained on, or name another environment"
+            )
+
+    def _cut(self, state: Mapping[str, Any]) -> bool:
+        turns = len(state.get("trajectory", ()))
+        at_limit = state.get("stop_condition") == "max_turns_reached" and turns == self._setup.max_turns
+        return bool(state.get("is_truncated")) or (self._shortened and at_limit)
 
     def _judge(
         self, result: EpisodeResult, output: Mapping[str, Any], state: Mapping[str, Any], raised: list[str]
@@ -156,7 +179,7 @@ class _Client(ClassicClient):  # type: ignore[misc]
     async def get_native_response(
         self, prompt: list[Message], model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
     ) -> Turn:
-        self.state = kwargs["state"]
+        self.state = kwargs.get("state") or self.state  # none where an environment asks on the side
         try:
             turn, _ = await self.client.reply_within(prompt, tools)
         except ContextFull as error:

@@ -10,7 +10,7 @@ from typing import Any
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, Part, SampleTokens
 
 TEXT_LIMIT = 8000  # characters of prompt and completion kept for people to read
-_LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
+LARGEST_REWARD = 1e37  # advantages are a few times as large at most, and sent with 32 bits, which end at 3.4e38
 CONTEXT_FULL = "context_full"  # the stop condition of a conversation that ended for want of room
 TOO_LONG = re.compile(
     r"maximum (context|model) length|longer than the maximum|max_model_len|context_length_exceeded|prompt is too long",
@@ -60,14 +60,19 @@ def samples_of(trace: Any, part: int = 0, branched: bool = False) -> list[Sample
     agent = "" if trace.agent is None else trace.agent.name
     calls = {call.node: call for call in trace.calls if call.node is not None and call.error is None}
     numbers = {id(node): number for number, node in enumerate(trace.nodes)}
-    said = {_words(node.message) for node in trace.nodes if node.sampled}
+    said: dict[tuple[Any, ...], int] = {}  # by what it said, the place of the first reply
+    for number, node in enumerate(trace.nodes):
+        if node.sampled:
+            said.setdefault(_words(node.message), number)
     used: set[int] = set()
     samples = []
     for branch in trace.branches:
         if not branch.trainable:
             continue
         for nodes in _cuts(branch.nodes) if branched else [branch.nodes]:
-            sample = _sample(nodes, numbers, calls, used | _told(nodes, said))
+            again = _again(nodes, numbers, said)
+            told = {id(node) for node in nodes[: again[-1] + 1] if not any(node.mask)} if again else set()
+            sample = _sample(nodes, numbers, calls, used | told, again[0] if again else len(nodes))
             sample.reward, sample.agent, sample.part = float(trace.reward), agent, part
             if any(sample.loss_mask):
                 samples.append(sample)
@@ -80,13 +85,17 @@ def _cuts(nodes: list[Any]) -> list[list[Any]]:
     return [nodes[: end + 1] for end, node in enumerate(nodes) if any(node.mask)]
 
 
-def _told(nodes: list[Any], said: set[tuple[Any, ...]]) -> set[int]:
-    """The start of a conversation that repeats another one: up to the last reply that was rendered anew.
+def _again(nodes: list[Any], numbers: dict[int, int], said: dict[tuple[Any, ...], int]) -> list[int]:
+    """Places of earlier replies that were rendered anew: up to the last of them a conversation repeats another one.
 
     Its tokens may be others than the first time, or its oldest turns left out; what it says is in another sample all the same.
     """
-    again = [end for end, node in enumerate(nodes) if not any(node.mask) and _words(node.message) in said]
-    return {id(node) for node in nodes[: again[-1] + 1]} if again else set()
+    places = []
+    for place, node in enumerate(nodes):
+        first = said.get(_words(node.message))
+        if first is not None and not any(node.mask) and first < numbers.get(id(node), -1):
+            places.append(place)
+    return places
 
 
 def _words(message: Any) -> tuple[Any, ...]:
@@ -95,13 +104,16 @@ def _words(message: Any) -> tuple[Any, ...]:
     return message.role, str(message.content or ""), tuple((call.id, call.name) for call in calls)
 
 
-def _sample(nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], used: set[int]) -> SampleTokens:
+def _sample(
+    nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], used: set[int], replied: int
+) -> SampleTokens:
+    """`used`: nodes that another sample has; `replied`: the place of the first reply that was rendered anew."""
     input_ids: list[int] = []
     loss_mask: list[bool] = []
     logprobs: list[float] = []
     roles: list[int] = []
     prompt_len: int | None = None
-    for node in nodes:
+    for place, node in enumerate(nodes):
         ids, mask, node_logprobs = list(node.token_ids), list(node.mask), list(node.logprobs)
         count = sum(mask)
         _check_node(ids, mask, node_logprobs, count)
@@ -112,8 +124,8 @@ def _sample(nodes: list[Any], numbers: dict[int, int], calls: dict[int, Any], us
         fresh = id(node) not in used
         # `_check_node` made sure that sampled tokens are the node's tail.
         scaffold = len(ids) - count
-        if count and prompt_len is None:
-            prompt_len = len(input_ids) + scaffold
+        if prompt_len is None and (count or place == replied):
+            prompt_len = len(input_ids) + (scaffold if count else 0)
         input_ids += ids
         loss_mask += [False] * scaffold + [fresh] * count
         logprobs += [0.0] * scaffold + (node_logprobs if fresh else [0.0] * count)
@@ -162,7 +174,7 @@ def _verdict(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outco
             return Outcome.ERRORED, f"reward {missing[0]!r} was not computed"
         if trace.num_turns == 0:
             return Outcome.INVALID, f"stopped before the first turn ({trace.stop_condition})"
-        if not abs(trace.reward) <= _LARGEST_REWARD:  # nor one that is no number
+        if not abs(trace.reward) <= LARGEST_REWARD:  # nor one that is no number
             return Outcome.INVALID, f"reward is {trace.reward}"
     return Outcome.OK, ""
 

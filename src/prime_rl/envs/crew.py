@@ -111,6 +111,7 @@ class Crew:
         self._numbers = itertools.count()
         self._waiting: OrderedDict[asyncio.Future[tuple[Life, int]], None] = OrderedDict()
         self._finished = 0  # episodes, of all workers
+        self._left = 0  # seats that were taken, and are not any more
         self._setbacks = 0  # extra workers in a row that did not become ready
         self._no_extra_before = 0.0
 
@@ -133,8 +134,8 @@ class Crew:
 
     # ---- episodes
 
-    async def place(self, deadline: float) -> tuple[Life, int] | None:
-        """A worker with room, and the request's number there; None when there is none by the deadline (a `time.monotonic()` value).
+    async def place(self, seconds: float) -> tuple[Life, int] | None:
+        """A worker with room, and the request's number there; None when for so many seconds there was none, and nobody left one.
 
         Those who wait are served in the order in which they came. Raises UserError once the pool has failed.
         """
@@ -147,12 +148,16 @@ class Crew:
         self._grow()
         placed = False
         try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                found = await waiter
-                placed = True
-                return found
-        except TimeoutError:
-            return None
+            left = -1
+            while (
+                not waiter.done() and left != self._left
+            ):  # bounded: by the episodes that came before, each of which leaves in its time
+                left = self._left
+                await asyncio.wait({waiter}, timeout=seconds)
+            if not waiter.done():
+                return None
+            placed = True
+            return waiter.result()
         finally:
             self._waiting.pop(waiter, None)
             if not placed and waiter.done() and not waiter.cancelled() and waiter.exception() is None:
@@ -162,6 +167,7 @@ class Crew:
         """The episode of a request has ended, one way or another."""
         if (future := life.pending.pop(request, None)) is not None:
             future.cancel()
+        self._left += 1
         self.fill()
 
     def finish(self, life: Life) -> None:

@@ -126,11 +126,17 @@ def _names(source: Path) -> tuple[set[str], set[str]]:
 
 def unique(keys: Iterable[str]) -> list[str]:
     """Keys as ids; repeated ones get a number, so that an id names one task."""
+    given = list(keys)
     seen: Counter[str] = Counter()
+    taken = set(given)
     ids = []
-    for key in keys:
+    for key in given:
         seen[key] += 1
-        ids.append(key if seen[key] == 1 else f"{key}#{seen[key]}")
+        name = key
+        while seen[key] > 1 and (name := f"{key}#{seen[key]}") in taken:  # a key that looks like one of ours
+            seen[key] += 1
+        taken.add(name)
+        ids.append(name)
     return ids
 
 

@@ -38,5 +38,7 @@ def check_arguments(env_id: str, given: Iterable[str], accepted: Sequence[str]) 
         if name not in accepted:
             near = difflib.get_close_matches(name, accepted, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name == "split":
+                hint = ", by which the tasks for evaluation are asked for: name in [[eval.environments]] what is to be evaluated"
             listed = ", ".join(accepted) or "none"
             raise LoadError(f"environment {env_id!r} has no argument {name!r}{hint} (arguments: {listed})")

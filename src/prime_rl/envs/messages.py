@@ -1,11 +1,38 @@
 """Messages of a conversation as the chat route has them: dicts with `role` and `content`."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from prime_rl.envs.convert import TEXT_LIMIT
 
 Message = dict[str, Any]
+MOST_LEVELS = 100  # of what a model nests
+
+
+class NestedTooDeep(ValueError):
+    """It may be JSON, but Python's and others' readers of it end at some depth."""
+
+
+def parsed_json(text: str) -> Any:
+    """What a model wrote, read as JSON.
+
+    Raises:
+        ValueError: it is none, or nested too deep.
+    """
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise NestedTooDeep("nested too deep") from error
+    level = [value]
+    for _ in range(MOST_LEVELS):
+        if not (level := [below for one in level if isinstance(one, dict | list) for below in _within(one)]):
+            return value
+    raise NestedTooDeep(f"nested deeper than {MOST_LEVELS} levels")
+
+
+def _within(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
 
 
 def without_oldest(messages: Sequence[Message]) -> list[Message] | None:

@@ -45,7 +45,7 @@ from typing import Any, Self
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.ids import describe, module_name, unique
 from prime_rl.envs.loading import check_arguments, import_module, keywords
-from prime_rl.envs.messages import Message, text_of
+from prime_rl.envs.messages import Message, parsed_json, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
 from prime_rl.envs.token_client import Client, ContextFull, Conversation, Turn, arguments_of
 
@@ -262,7 +262,7 @@ def _reply(turn: Turn) -> Reply:
         problem = "" if call.status == "ok" else str(call.status)
         if not problem:
             try:
-                arguments = json.loads(arguments_of(call))
+                arguments = parsed_json(arguments_of(call))
             except ValueError:
                 problem = "invalid_json"
             if not isinstance(arguments, dict):

@@ -188,7 +188,8 @@ class EnvPool:
         deadline: float,
         server: str | None = None,
     ) -> EpisodeResult:
-        """One episode; always returns a result by `deadline` (a `time.monotonic()` value) plus a short grace.
+        """One episode; always returns a result by `deadline` (a `time.monotonic()` value) plus a short grace, and the wait for a worker: while
+        others' episodes end, it takes none of this one's time.
 
         `sampling`: temperature, top_p, top_k, min_p, max_tokens, min_tokens, seed …; None values are left out.
         `server`: the address of the one that samples it, with or without /v1.
@@ -200,14 +201,16 @@ class EnvPool:
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
             return EpisodeResult(episode_id, env, task.task_id, outcome, message)
 
-        if (placed := await crew.place(deadline)) is None:
+        timeout = max(0.0, deadline - time.monotonic())
+        if (placed := await crew.place(timeout)) is None:
             if crew.someone_serves:
-                return failed(Outcome.TIMEOUT, f"all workers of {env!r} were full until the deadline")
+                return failed(
+                    Outcome.TIMEOUT, f"all workers of {env!r} were full for {timeout:.0f} s, and no episode ended"
+                )
             return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
         life, request = placed
         sampler = self._samplers.get(env)
         base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
-        timeout = max(0.0, deadline - time.monotonic())
         try:
             async with asyncio.timeout(timeout + GRACE_SECONDS):
                 await self._send(
@@ -216,7 +219,8 @@ class EnvPool:
                 )
                 # Owed by the worker; its crew fails it when the worker is gone.
                 result = await life.pending[request]
-            return vetted(result, episode_id=episode_id, env=env, task_id=task.task_id)
+            tokens = self._chat_timeout is None
+            return vetted(result, episode_id=episode_id, env=env, task_id=task.task_id, tokens=tokens)
         except WorkerGone as gone:
             return failed(gone.outcome, str(gone))
         except TimeoutError:
@@ -232,8 +236,7 @@ class EnvPool:
 
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
-        for crew in self._envs.values():
-            crew.fail(UserError("the environment pool was closed"))
+        self.fail(UserError("the environment pool was closed"))
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from prime_rl.envs import renderer
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.convert import classify
 from prime_rl.envs.engine import EngineConnection, whole_reply
-from prime_rl.envs.messages import Message, without_oldest
+from prime_rl.envs.messages import Message, parsed_json, without_oldest
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, SampleTokens, Setup
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Turn:
     """One reply. P tokens were sent, C sampled."""
 
     prompt_ids: list[int]  # (P,)
-    roles: bytes  # (P,) whose message each token sent belongs to: places in `ROLES`; 0 in what an earlier turn has
+    roles: bytes  # (P,) whose message each token sent belongs to: places in `ROLES`; of no account in what an earlier turn has
     completion_ids: list[int]  # (C,)
     logprobs: list[float]  # (C,)
     text: str
@@ -61,6 +62,7 @@ class Turn:
     tool_calls: list[ParsedToolCall]  # malformed attempts too, as their `status` says
     is_truncated: bool
     history: list[str] = field(repr=False)  # the messages sent and the reply, comparable
+    replied: int = 0  # tokens sent before the first reply that is repeated in them; P where there is none
     counted: tuple[int, int] = (0, 0)  # tokens sent and sampled, by an API that does not tell them
 
     @property
@@ -162,7 +164,8 @@ class Conversation:
         if self._client.api is not None:
             return await self._asked(self._client.api, messages, history, tools)
         prompt = None if self._branched else self._extended(messages, history, tools)
-        return _turn(await self._generate(messages, prompt, tools), history)
+        answer = await self._generate(messages, prompt, tools)
+        return _turn(answer, history, {turn.history[-1] for turn in self.turns} if prompt is None else set())
 
     async def _asked(
         self, api: "ChatRoute", messages: Sequence[Message], history: list[str], tools: list[Any] | None
@@ -173,7 +176,7 @@ class Conversation:
             raise self._failed(_Fault("ProviderError", str(error), error.status_code)) from error
         text, reasoning, calls = told.text, told.reasoning, told.tool_calls
         counted = told.sent, told.sampled
-        return Turn([], b"", [], [], text, reasoning, calls, told.is_truncated, history, counted)
+        return Turn([], b"", [], [], text, reasoning, calls, told.is_truncated, history, counted=counted)
 
     async def _generate(
         self, messages: Sequence[Message], prompt: RenderedTokens | None, tools: list[Any] | None
@@ -288,10 +291,15 @@ def _chat_route(setup: Setup) -> "ChatRoute":
     return ChatRoute(setup.request_timeout)
 
 
-def _turn(answer: Mapping[str, Any], history: list[str]) -> Turn:
+def _turn(answer: Mapping[str, Any], history: list[str], replies: AbstractSet[str]) -> Turn:
+    """`replies`: of the turns before, where this prompt was rendered without them."""
+    leads_to, roles = _speakers(answer["prompt_attribution"])
+    again = [place for place, message in enumerate(history) if message in replies]
+    told = again[-1] if again else -1  # up to there it repeats what an earlier turn has
+    replied = next((place for place, message in enumerate(leads_to) if again and message >= again[0]), len(leads_to))
     return Turn(
         prompt_ids=answer["prompt_ids"],
-        roles=_roles(answer["prompt_attribution"]),
+        roles=bytes(0 if message <= told else roles[message] for message in leads_to),
         completion_ids=answer["completion_ids"],
         logprobs=answer["completion_logprobs"],
         text=answer["content"] or "",
@@ -299,20 +307,20 @@ def _turn(answer: Mapping[str, Any], history: list[str]) -> Turn:
         tool_calls=list(answer["tool_calls"] or []),
         is_truncated=answer["finish_reason"] == "length",
         history=history,
+        replied=replied,
     )
 
 
-def _roles(rendered: RenderedTokens) -> bytes:
-    """Of each token of a prompt; what lies between two messages, or asks for the reply, belongs to the message that it leads to."""
-    numbers = [ROLES.index(role) if role in ROLES else 0 for role in rendered.message_roles]
-    roles = bytearray(len(rendered.token_ids))
-    leads_to = _ASSISTANT
-    for place in range(len(roles) - 1, -1, -1):
-        index = rendered.message_indices[place]
-        if index >= 0:
-            leads_to = numbers[index]
-        roles[place] = leads_to
-    return bytes(roles)
+def _speakers(rendered: RenderedTokens) -> tuple[list[int], list[int]]:
+    """The message of each token of a prompt, and the roles of the messages and of the reply; what lies between two messages belongs to the one that it
+    leads to."""
+    roles = [ROLES.index(role) if role in ROLES else 0 for role in rendered.message_roles]
+    leads_to, message = [0] * len(rendered.token_ids), len(roles)
+    for place in range(len(leads_to) - 1, -1, -1):
+        if rendered.message_indices[place] >= 0:
+            message = rendered.message_indices[place]
+        leads_to[place] = message
+    return leads_to, [*roles, _ASSISTANT]
 
 
 def _parent(earlier: Sequence[Turn], turn: Turn) -> int | None:
@@ -338,7 +346,7 @@ def _sample(path: Sequence[Turn], used: Sequence[bool]) -> SampleTokens:
             roles[begin:start] = turn.roles[begin:start]
             roles[start:end] = bytes([_ASSISTANT]) * (end - start)
         begin = end
-    return SampleTokens.of(ids, map(bool, mask), logprobs, len(path[0].prompt_ids), reward=0.0, roles=roles)
+    return SampleTokens.of(ids, map(bool, mask), logprobs, path[0].replied, reward=0.0, roles=roles)
 
 
 def _comparable(message: Message) -> str:
@@ -354,7 +362,7 @@ def _parsed(arguments: Any) -> Any:
     if not isinstance(arguments, str):
         return arguments
     try:
-        return json.loads(arguments)
+        return parsed_json(arguments)
     except ValueError:
         return arguments
 

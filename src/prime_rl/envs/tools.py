@@ -4,7 +4,6 @@ What a model gets wrong is answered to the model; only a server that is gone is 
 """
 
 import asyncio
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +15,8 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import validator_for
 from mcp.shared.exceptions import MCPError
 from verifiers.v1.harnesses.utils.mcp import mcp_client
+
+from prime_rl.envs.messages import parsed_json
 
 MALFORMED_CALL = "malformed_call"  # name of what was meant to be a call, its text the arguments
 CALL_SECONDS = 60.0
@@ -173,7 +174,7 @@ class Toolbox:
     async def _call(self, name: str, arguments: str) -> Answer:
         tool = self.tools.get(name)
         try:
-            values = json.loads(arguments)
+            values = parsed_json(arguments)
         except ValueError as error:
             return Answer(f"Error: the call is not valid JSON: {error}", malformed=True)
         if name == MALFORMED_CALL:

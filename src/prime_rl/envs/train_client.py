@@ -10,7 +10,10 @@ from verifiers.v1.types import ToolCall
 
 from prime_rl.envs.conversation import WHOLE_REPLY_HEADER
 from prime_rl.envs.engine import whole_reply
+from prime_rl.envs.messages import NestedTooDeep, parsed_json
 from prime_rl.envs.tools import MALFORMED_CALL
+
+_SHOWN = 100  # characters of a call that nests too deep
 
 
 class ConversationClient(TrainClient):
@@ -56,6 +59,17 @@ class ConversationClient(TrainClient):
 def _call(number: int, call: ParsedToolCall) -> ToolCall:
     name = call.id or f"call_{number}"
     if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL) or not call.name:
-        return ToolCall(id=name, name=MALFORMED_CALL, arguments=call.raw)
+        return ToolCall(id=name, name=MALFORMED_CALL, arguments=_readable(call.raw))
     arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
     return ToolCall(id=name, name=call.name, arguments=arguments)
+
+
+def _readable(raw: str) -> str:
+    """Its beginning, where it nests so deep that verifiers, which reads it to compare messages, would not come to its end."""
+    try:
+        parsed_json(raw)
+    except NestedTooDeep:
+        return raw[:_SHOWN]
+    except ValueError:
+        return raw
+    return raw

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_rl.config.shared import EnvConfig
+from prime_rl.envs.variables import passed_on
 from prime_rl.errors import UserError
 
 logger = logging.getLogger("prime_rl.envs")
@@ -106,7 +107,9 @@ def _make(env: EnvConfig, wanted: Sequence[str], place: Path) -> None:
 def _uv(env: EnvConfig, directory: Path, *arguments: object) -> None:
     """Run uv outside any project, whose settings would be taken for ours. Raises UserError."""
     command = ["uv", *map(str, arguments)]
-    variables = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    # A package that is built runs code of its own; uv itself needs the keys to its indexes.
+    passed, _ = passed_on(os.environ, [*env.secrets, *(name for name in os.environ if name.startswith("UV_"))])
+    variables = {name: value for name, value in passed.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
     try:
         done = subprocess.run(
             command, cwd=directory, env=variables, capture_output=True, text=True, timeout=BUILD_SECONDS

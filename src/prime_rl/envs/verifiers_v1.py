@@ -5,7 +5,6 @@ The only module, with `harness` and `renderer`, that imports verifiers or render
 
 import asyncio
 import contextlib
-import difflib
 import itertools
 from array import array
 from functools import partial
@@ -25,6 +24,7 @@ from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import EngineConnection
 from prime_rl.envs.harness import HARNESS_ID, close_session
 from prime_rl.envs.ids import describe, unique
+from prime_rl.envs.loading import check_arguments
 from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
 from prime_rl.envs.shared_tools import SERVER_SECONDS, SharedTools
 from prime_rl.envs.tools import CALL_SECONDS
@@ -159,17 +159,12 @@ def _by_tokens(setup: Setup, choice: renderer.Choice) -> vf.TrainClientConfig:
 
 def _env_config(setup: Setup) -> Any:
     _import(setup.env_id)
-    accepted = _arguments(setup.env_id)
-    for name in setup.args:
-        if name not in accepted:
-            near = difflib.get_close_matches(name, accepted, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise LoadError(
-                f"environment {setup.env_id!r} has no argument {name!r}{hint} (arguments: {', '.join(accepted)})"
-            )
+    check_arguments(setup.env_id, setup.args, _arguments(setup.env_id))
     try:
         bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
         seats = {name: _seat(setup, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
+        if not any(seat.get("harness", {}).get("id") == HARNESS_ID for seat in seats.values()):
+            _refuse_ours(setup)
         return vf.resolve_env_config(
             {
                 "taskset": {"id": setup.env_id, **setup.args},
@@ -204,6 +199,17 @@ def _seat(setup: Setup, seat: Any) -> dict[str, Any]:
     if setup.max_turns:
         data["max_turns"] = min(setup.max_turns, seat.max_turns or setup.max_turns)
     return data
+
+
+def _refuse_ours(setup: Setup) -> None:
+    """Raises LoadError where something is set that our harness alone knows, and the environment talks through another."""
+    given = [
+        name for name, one in (("turn_timeout", setup.turn_timeout), ("overflow", setup.overflow != "stop")) if one
+    ]
+    if given:
+        raise LoadError(
+            f"environment {setup.env_id!r} talks to the model through a harness of its own, which does not know {' and '.join(given)}: leave it out"
+        )
 
 
 def _has_tools(env_id: str, config: Any) -> bool:

@@ -9,18 +9,21 @@ from typing import Any
 
 import numpy as np
 
-from prime_rl.envs.convert import TEXT_LIMIT
+from prime_rl.envs.convert import LARGEST_REWARD, TEXT_LIMIT
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 
 _MESSAGE_LIMIT = 2000  # characters
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def vetted(result: EpisodeResult, *, episode_id: str, env: str, task_id: str) -> EpisodeResult:
-    """The result itself, or an `invalid` one that says what is wrong with it. Metrics that are no finite number are left out."""
+def vetted(result: EpisodeResult, *, episode_id: str, env: str, task_id: str, tokens: bool) -> EpisodeResult:
+    """The result itself, or an `invalid` one that says what is wrong with it. Metrics that are no finite number are left out.
+
+    `tokens`: the model was asked by them, so that there is something to train on.
+    """
     got, asked = (result.episode_id, result.env, result.task_id), (episode_id, env, task_id)
     fault = None if got == asked else f"it is of {_named(got)}, asked was {_named(asked)}"
-    fault = fault or next(_faults(result), None)
+    fault = fault or next(_faults(result, tokens), None)
     if fault is not None and (result.ok or got != asked):
         return EpisodeResult(*asked, Outcome.INVALID, f"the worker's result is unusable: {fault}")
     if fault is not None:
@@ -35,17 +38,19 @@ def vetted(result: EpisodeResult, *, episode_id: str, env: str, task_id: str) ->
     return result
 
 
-def _faults(result: EpisodeResult) -> Iterator[str]:
+def _faults(result: EpisodeResult, tokens: bool) -> Iterator[str]:
+    if result.ok and tokens and not result.samples:
+        yield "it has no samples"
     if result.filtered:
         yield "it claims to be left out by a filter"
     for name in ("num_turns", "input_tokens", "output_tokens"):
         if not 0 <= getattr(result, name) < 1 << 62:
             yield f"{name} is {getattr(result, name)}"
-    yield from _number_faults("reward", result.reward)
-    yield from _table_faults("rewards", result.rewards)
+    yield from _number_faults("reward", result.reward, most=LARGEST_REWARD)
+    yield from _table_faults("rewards", result.rewards, most=LARGEST_REWARD)
     for part in result.parts:
-        yield from _number_faults("a part's reward", part.reward)
-        yield from _table_faults("a part's rewards", part.rewards)
+        yield from _number_faults("a part's reward", part.reward, most=LARGEST_REWARD)
+        yield from _table_faults("a part's rewards", part.rewards, most=LARGEST_REWARD)
         yield from _table_faults("a part's metrics", part.metrics, finite=False)
     for name, table in (("metrics", result.metrics), ("timing", result.timing)):
         yield from _table_faults(name, table, finite=False)
@@ -58,20 +63,20 @@ def _named(ids: tuple[str, str, str]) -> str:
     return f"episode {episode[:100]!r} of {env[:100]!r}, task {task[:100]!r}"
 
 
-def _number_faults(name: str, value: Any, finite: bool = True) -> Iterator[str]:
+def _number_faults(name: str, value: Any, finite: bool = True, most: float = _LARGEST) -> Iterator[str]:
     if isinstance(value, bool) or not isinstance(value, int | float):
         yield f"{name} is a {type(value).__name__}"
     elif finite and not math.isfinite(value):
         yield f"{name} is {value}"
-    elif math.isfinite(value) and abs(value) > _LARGEST:
-        yield f"{name} is beyond 32 bits"
+    elif math.isfinite(value) and abs(value) > most:
+        yield f"{name} is beyond 32 bits" if abs(value) > _LARGEST else f"{name} is {value}: beyond {most:g}"
 
 
-def _table_faults(name: str, values: Mapping[Any, Any], finite: bool = True) -> Iterator[str]:
+def _table_faults(name: str, values: Mapping[Any, Any], finite: bool = True, most: float = _LARGEST) -> Iterator[str]:
     for key, value in values.items():
         if not isinstance(key, str):
             yield f"{name} has a name that is a {type(key).__name__}"
-        yield from _number_faults(f"{name}[{str(key)[:100]!r}]", value, finite)
+        yield from _number_faults(f"{name}[{str(key)[:100]!r}]", value, finite, most)
 
 
 def _sample_faults(sample: SampleTokens) -> Iterator[str]:

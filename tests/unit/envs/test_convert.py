@@ -116,6 +116,27 @@ def test_what_the_environment_said_before_a_fork_is_told_once() -> None:
     assert first.prompt_len == second.prompt_len == 2
 
 
+def test_a_reply_that_the_environment_repeats_is_trained_on() -> None:
+    """Words of its own that an environment puts into the model's mouth are no reply rendered anew: what was sampled before them stays."""
+    ours = [prompt_node([1]), sampled_node([2], [3], "ok"), prompt_node([4])]
+    repeated = SimpleNamespace(**{**vars(prompt_node([5])), "message": message("assistant", "ok")})
+    nodes = [*ours, repeated, prompt_node([6]), sampled_node([7], [8], "fine")]
+    (sample,) = run(episode(trace(nodes=nodes, calls=[], branches=[branch(*nodes)]))).samples
+    assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == [3, 8]
+
+
+def test_after_a_reply_that_is_rendered_anew_the_environment_is_told() -> None:
+    """Once: what came after it, as what came after a reply; what came before has been told."""
+    first = [prompt_node([1]), sampled_node([2], [3], "ok")]
+    anew = SimpleNamespace(**{**vars(prompt_node([2, 9])), "message": message("assistant", "ok")})
+    second = [prompt_node([1]), anew, prompt_node([4]), sampled_node([5], [6], "fine")]
+    nodes = [*first, *second]
+    one, two = run(episode(trace(nodes=nodes, calls=[], branches=[branch(*first), branch(*second)]))).samples
+    assert (one.prompt_len, two.prompt_len) == (2, 1)
+    assert [ROLES[role] for role in two.roles] == ["", "", "", "user", "assistant", "assistant"]
+    assert list(two.loss_mask) == [0, 0, 0, 0, 0, 1]
+
+
 def test_each_conversation_is_a_part() -> None:
     """Two players, or two attempts of one: each has its own reward, and the episode's is their mean."""
 

@@ -28,9 +28,11 @@ from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
 from prime_rl.envs.convert import samples_of
 from prime_rl.envs.engine import Reply
-from prime_rl.envs.protocol import ROLES
+from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
 from prime_rl.envs.renderer import Choice, choose
+from prime_rl.envs.token_client import Conversation
 from prime_rl.envs.tokenizer import from_files
+from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 from prime_rl.envs.train_client import ConversationClient
 
 TEMPLATE = Path(__file__).parents[3] / "assets" / "tiny-reverse" / "chat_template.jinja"
@@ -57,7 +59,7 @@ said = st.lists(st.sampled_from(CALLS) | texts, max_size=3).map("".join)
 # What a model samples: text, or any bytes at all, which need not be letters; ended, or cut.
 replies = st.tuples(said | st.lists(st.integers(3, 258), min_size=1, max_size=10), st.booleans())
 # What comes between two replies, or where the conversation goes on from an earlier point, or without its oldest turns.
-moves = st.sampled_from(["user", "system", "two users", "back", "forget", "again"])
+moves = st.sampled_from(["user", "system", "two users", "back", "forget", "again", "repeat"])
 conversations = st.tuples(
     st.lists(texts, max_size=1),
     texts,
@@ -140,6 +142,64 @@ def test_samples_are_what_the_engine_saw(
     )
 
 
+@dataclass
+class Connected:
+    """What a conversation of a classic or plain environment needs of its client."""
+
+    renderer: Any
+    engine: Script
+    model: str = "m"
+    api: None = None
+
+    def connection(self, base_url: str) -> Script:
+        return self.engine
+
+
+@pytest.mark.parametrize("branched", [False, True])
+@pytest.mark.parametrize("name", ["chatml", "chatml, tags as tokens", "default", "qwen3"])
+@settings(max_examples=40, deadline=None)
+@given(conversation=conversations)
+def test_the_same_without_verifiers(
+    choices: dict[str, Choice], tokenizers: dict[str, Any], name: str, branched: bool, conversation: Any
+) -> None:
+    """Of classic and plain environments, whose conversations are kept by our own client."""
+    asyncio.run(
+        _check_ours(choices[name], tokenizers[name], branched, conversation, TOOLS if name != "default" else None)
+    )
+
+
+async def _check_ours(choice: Choice, tokenizer: Any, branched: bool, conversation: Any, tools: Any) -> None:
+    system, opening, turns, few_shot = conversation
+    engine = Script()
+    setup = Setup("e", "e", {}, "m", "auto", 1, "info", trajectories="branched" if branched else "interleaved")
+    talk = Conversation(Connected(choice.renderer, engine), "http://scripted/v1", {}, 0, setup)  # type: ignore[arg-type]
+    messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in system]
+    messages += [{"role": "user", "content": opening}]
+    if few_shot:
+        messages += [{"role": "assistant", "content": "made up"}, {"role": "user", "content": "go on"}]
+    first = len(messages)
+    for (reply, ended), move, text in turns:
+        engine.next = _ids(choice.renderer, tokenizer, reply, ended)
+        turn = await talk.reply(messages, tools)
+        messages = _next([*messages, turn.message()], first, move, text)
+    _compare(engine, talk.samples(), branched)
+
+
+async def test_a_call_that_nests_without_end(
+    clients: dict[tuple[str, bool], Any], choices: dict[str, Choice], tokenizers: dict[str, Any]
+) -> None:
+    """Deeper than Python reads JSON: a broken call like others, which the model is told of."""
+    engine, trace, client = Script(), _trace(), clients["chatml", False]
+    client.client = engine
+    text = '<tool_call>\n{"name": "add", "arguments": ' + "[" * 3000 + "]" * 3000 + "}\n</tool_call>"
+    engine.next = _ids(choices["chatml"].renderer, tokenizers["chatml"], text, True)
+    message = await _turn(client, trace, [{"role": "user", "content": "a"}], TOOLS)
+    function = message["tool_calls"][0]["function"]
+    assert function["name"] == MALFORMED_CALL
+    assert (await Toolbox().call(function["name"], function["arguments"])).malformed
+    assert (await Toolbox().call("add", "[" * 3000 + "]" * 3000)).malformed
+
+
 async def _check(
     client: Any, choice: Choice, tokenizer: Any, branched: bool, conversation: Any, with_tools: bool
 ) -> None:
@@ -156,7 +216,10 @@ async def _check(
         engine.next = _ids(choice.renderer, tokenizer, reply, ended)
         messages = [*messages, await _turn(client, trace, messages, tools)]
         messages = _next(messages, first, move, text)
-    samples = samples_of(trace, branched=branched)
+    _compare(engine, samples_of(trace, branched=branched), branched)
+
+
+def _compare(engine: Script, samples: list[SampleTokens], branched: bool) -> None:
     if branched:
         assert len(samples) == len(engine.exchanges)
     seen = Counter((*prompt, *completion) for prompt, completion, _ in engine.exchanges)
@@ -198,6 +261,8 @@ def _next(messages: list[dict[str, Any]], first: int, move: str, text: str) -> l
             return [*messages, user, user]
         case "back":  # another answer to the same question
             return messages[:-1]
+        case "repeat":  # the environment says once more what the model has said, as its words
+            return [*messages, user, {"role": "assistant", "content": messages[-1]["content"]}, user]
         case "forget":
             return [*(message for message in messages[:1] if message["role"] == "system"), *messages[first:], user]
         case "again":  # the whole question once more, in another context

@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prime_rl.config import EvalConfig, OrchestratorConfig, parse
 from prime_rl.envs.adapter import LoadError, load
-from prime_rl.envs.ids import WrongVersion, check_version, kind_of, module_name
+from prime_rl.envs.ids import WrongVersion, check_version, kind_of, module_name, unique
 from prime_rl.envs.protocol import Setup
 
 
@@ -35,11 +37,11 @@ def test_module_names(name: str, module: str) -> None:
     assert module_name(name) == module
 
 
-@pytest.mark.parametrize("given", ["", "@1.2.0", "@1.2", "@v1.2.0", "@latest"])
-def test_installed_version(given: str, install: Callable[..., None]) -> None:
+@pytest.mark.parametrize("version", ["", "@1.2.0", "@1.2", "@v1.2.0", "@latest"])
+def test_installed_version(version: str, install: Callable[..., None]) -> None:
     """The installed version, however it is written, or none in particular."""
     install("hub-env", "1.2.0")
-    check_version(f"owner/hub-env{given}")
+    check_version(f"owner/hub-env{version}")
 
 
 def test_another_version(install: Callable[..., None]) -> None:
@@ -88,6 +90,15 @@ def test_kinds(source: str, kind: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert kind_of("owner/some-kind@1.0") == kind
 
 
+@given(st.lists(st.sampled_from(["a", "a#2", "a#3", "b", "a#2#2"])))
+def test_ids_name_one_task_each(keys: list[str]) -> None:
+    """However often a key comes, and also where one looks like a repeated one; a key that comes once stays as it is."""
+    ids = unique(keys)
+    assert len(set(ids)) == len(keys)
+    for key in set(keys):
+        assert ids[keys.index(key)] == key
+
+
 def test_what_is_not_installed_is_left_to_verifiers() -> None:
     assert kind_of("surely-not-there") == "verifiers"
 
@@ -101,10 +112,10 @@ def test_classic_without_its_verifiers(tmp_path: Path, monkeypatch: pytest.Monke
             load(Setup("old-env", "old-env", {}, "model", "auto", 1, "info", adapter=adapter))
 
 
-@pytest.mark.parametrize("given", [["a,owner/b@1.0"], ["a", "owner/b@1.0"], ["a,", "owner/b@1.0"]])
-def test_ids_on_the_command_line(given: list[str]) -> None:
+@pytest.mark.parametrize("listed", [["a,owner/b@1.0"], ["a", "owner/b@1.0"], ["a,", "owner/b@1.0"]])
+def test_ids_on_the_command_line(listed: list[str]) -> None:
     """Lists with commas or blanks; an `@` within an id is not a config file's."""
-    config = parse(EvalConfig, ["--environment-ids", *given], {})
+    config = parse(EvalConfig, ["--environment-ids", *listed], {})
     assert [env.id for env in config.environments] == ["a", "owner/b@1.0"]
     orchestrator = parse(OrchestratorConfig, ["--environment.id", "owner/b@1.0"], {})
     assert orchestrator.environments[0].id == "owner/b@1.0"

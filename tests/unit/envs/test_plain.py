@@ -4,6 +4,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,20 @@ async def test_tools(model: Path, package: Callable[[str, str], str]) -> None:
     assert [token for token, on in zip(sample.input_ids, sample.loss_mask, strict=True) if on] == sampled
 
 
+async def test_a_call_that_nests_without_end(model: Path, package: Callable[[str, str], str]) -> None:
+    """It is a broken one, and the model's fault."""
+    name = package("plain_tools", CALLS)
+
+    def reply(prompt: str) -> str:
+        return (
+            "3" if "invalid_json" in prompt else f'<tool_call>\n{{"name": "add", "arguments": {"[" * 3000}</tool_call>'
+        )
+
+    async with FakeEngine(model, reply=reply, max_model_len=20_000) as engine:
+        result = await play(engine, setup(name, model, renderer="chatml"), max_tokens=10_000)
+    assert (result.outcome, result.reward, result.num_turns) == (Outcome.OK, 1.0, 2), result.message
+
+
 def test_tools_need_a_renderer_that_shows_them(model: Path, package: Callable[[str, str], str]) -> None:
     with pytest.raises(LoadError, match="environment 'plain_tools'.*tools"):
         load(setup(package("plain_tools", CALLS), model))
@@ -172,6 +187,12 @@ async def test_branched(model: Path, package: Callable[[str, str], str]) -> None
         result = await play(engine, setup("guess", model, trajectories="branched"))
     assert [list(sample.input_ids) for sample in result.samples] == [e.prompt + e.completion for e in engine.exchanges]
     assert [sum(sample.loss_mask) for sample in result.samples] == [len(e.completion) for e in engine.exchanges]
+    for number, sample in enumerate(result.samples):
+        assert sample.roles is not None
+        told = [ROLES[role] for role, _ in groupby(sample.roles)]
+        assert told == (["system", "user", "assistant"] if number == 0 else ["", "user", "assistant"])
+        # What the environment said after the first reply counts as that.
+        assert 0 < sample.prompt_len <= len(engine.exchanges[0].prompt)
 
 
 async def test_what_is_rendered_again_is_another_sample(model: Path, package: Callable[[str, str], str]) -> None:
@@ -307,6 +328,7 @@ class Environment:
         ("def tasks(): return 1 / 0\nasync def rollout(task, chat): pass", {}, "failed to load: ZeroDivisionError"),
         ("import surely_not_there\ntasks = []\nasync def rollout(task, chat): pass", {}, "failed to import: ModuleNotFound"),
         ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"cuont": 2}, "no argument 'cuont'; did you mean 'count'?"),
+        ("def tasks(count=1): return []\nasync def rollout(task, chat): pass", {"split": "eval"}, "name in [[eval.environments]] what"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(

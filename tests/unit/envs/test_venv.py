@@ -13,6 +13,7 @@ from prime_rl.errors import UserError
 
 FAKE_UV = """#!/bin/sh
 echo "$@" >> "$UV_CALLS"
+env > "$UV_CALLS.env"
 if [ -n "$UV_FAILS" ] && [ "$1" = pip ]; then printf '%s\\n' "$UV_FAILS" >&2; exit 1; fi
 if [ "$1" = venv ]; then for last; do :; done; mkdir -p "$last/bin"; ln -s /bin/true "$last/bin/python"; fi
 """
@@ -81,6 +82,17 @@ def test_local_package(calls: Path, package: Path) -> None:
     assert prepared("./my_env[extra]") == first
     (package / "my_env.py").write_text("tasks = [1]\n")
     assert prepared("./my_env[extra]") != first
+
+
+def test_builds_see_no_secrets(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built runs code of its own: it gets the keys that the environment was promised, and uv those of its indexes."""
+    for name in ("OPENAI_API_KEY", "HF_TOKEN", "UV_INDEX_OURS_PASSWORD", "USEFUL"):
+        monkeypatch.setenv(name, "s3cret")
+    prepared("x", secrets=["HF_TOKEN"])
+    seen = calls.with_suffix(".env").read_text()
+    assert [name for name in ("OPENAI_API_KEY", "HF_TOKEN", "UV_INDEX_OURS_PASSWORD", "USEFUL") if f"{name}=" in seen] == [
+        "HF_TOKEN", "UV_INDEX_OURS_PASSWORD", "USEFUL",
+    ]  # fmt: skip
 
 
 def test_no_environment_without_requirements(calls: Path) -> None:

@@ -14,7 +14,8 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, ProtocolError, 
 from prime_rl.envs.vetting import vetted
 from prime_rl.orchestrator.samples import exact_streams
 
-ASKED = {"episode_id": "1.0.0", "env": "env", "task_id": "task"}
+IDS = {"episode_id": "1.0.0", "env": "env", "task_id": "task"}
+ASKED: dict[str, Any] = {**IDS, "tokens": True}
 
 
 def sample(**fields: Any) -> SampleTokens:
@@ -22,16 +23,16 @@ def sample(**fields: Any) -> SampleTokens:
 
 
 def result(**fields: Any) -> EpisodeResult:
-    return EpisodeResult(**{**ASKED, "outcome": Outcome.OK, "reward": 1.0, "samples": [sample()], **fields})
+    return EpisodeResult(**{**IDS, "outcome": Outcome.OK, "reward": 1.0, "samples": [sample()], **fields})
 
 
 def test_what_is_right_stays_as_it_is() -> None:
     """The very same object, also one of several parts, with hints and a teacher's values."""
     parts = [Part("a", 0.5, {"x": 0.5}, {"m": 1}, 1, False)]
     rich = sample(hint=array("i", [7]), ref_logprobs=array("f", [0.0, -1.0]), roles=bytes([1, 3, 3]))
-    for one in (result(), result(parts=parts, samples=[rich]), result(samples=[])):
+    for one, tokens in ((result(), True), (result(parts=parts, samples=[rich]), True), (result(samples=[]), False)):
         before = replace(one)
-        assert vetted(one, **ASKED) is one
+        assert vetted(one, **{**ASKED, "tokens": tokens}) is one
         assert one == before
 
 
@@ -44,6 +45,9 @@ def test_what_is_right_stays_as_it_is() -> None:
         ({"reward": math.nan}, "reward is nan"),
         ({"reward": -math.inf}, "reward is -inf"),
         ({"reward": 1e300}, "reward is beyond 32 bits"),
+        ({"reward": -1e38}, "reward is -1e+38: beyond 1e+37"),
+        ({"rewards": {"a": 1e38}}, "rewards['a'] is 1e+38"),
+        ({"samples": []}, "no samples"),
         ({"rewards": {"a": math.nan}}, "rewards['a'] is nan"),
         ({"rewards": {"a": "high"}}, "rewards['a'] is a str"),
         ({"metrics": {"a": None}}, "metrics['a'] is a NoneType"),

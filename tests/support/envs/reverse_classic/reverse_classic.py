@@ -29,10 +29,20 @@ class Slow(vf.SingleTurnEnv):
         return state
 
 
+class Silent(vf.SingleTurnEnv):
+    """It is over before the model is asked anything."""
+
+    @vf.stop(priority=200)
+    async def at_once(self, state: Any) -> bool:
+        return True
+
+
 def load_environment(kind: str = "one", group_weight: float = 0.0, reward: str = "good") -> vf.Environment:
     def likeness(completion: Any, answer: str, **_: Any) -> float:
         if reward == "raises":
             raise ValueError("no reward today")
+        if not completion:
+            return 0.0
         return (
             float("nan") if reward == "nan" else SequenceMatcher(None, completion[-1]["content"] or "", answer).ratio()
         )
@@ -51,7 +61,11 @@ def load_environment(kind: str = "one", group_weight: float = 0.0, reward: str =
         "system_prompt": "Reverse the text.",
         "rubric": rubric,
     }
-    if kind == "one":
+    if kind == "no-eval":
+        del shared["eval_dataset"]
+    if kind == "silent":
+        return Silent(**shared)
+    if kind in ("one", "no-eval"):
         return vf.SingleTurnEnv(**shared)
     if kind == "slow":
         return Slow(**shared)
