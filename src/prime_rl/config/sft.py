@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from prime_rl.config.base import Problem, Section, check
 from prime_rl.config.eval import EvalClientConfig, EvalEnv
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.shared import Environments, Length, SamplingConfig, same_server
+from prime_rl.config.shared import Environments, Examples, Length, SamplingConfig, same_server
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
 
@@ -61,7 +61,7 @@ class SFTEval(Environments[EvalEnv]):
         default=None, description="Steps between two evaluations; their weights are exported (None: none in between)."
     )
     at_start: bool = Field(default=True, description="Evaluate the base model first. The last weights always are.")
-    num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
+    num_examples: Examples = Field(default=-1, description="Tasks per environment (-1: all).")
     rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
     seq_len: PositiveInt = Field(default=2048, description="Most tokens of prompt and reply.")
