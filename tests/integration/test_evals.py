@@ -225,10 +225,11 @@ def test_fine_tuning_ends_well_and_says_so_when_its_evaluation_does_not(tiny_mod
     assert 5 in list_steps(tmp_path / "weights")
     with scripted_engine(tiny_model) as url:
         given = tmp_path / "configs" / "eval.toml"
-        assert f"uv run eval @ {given} --no-hold --no-follow" in done.stderr
-        later = evaluate("@", given, "--no-hold", "--no-follow", "--client.base-url", url, "--client.ready-timeout", 60)
+        assert f"what is missing: uv run eval @ {given} (" in done.stderr
+        later = evaluate("@", given, "--client.base-url", url, "--client.ready-timeout", 60)
     assert later.returncode == 0, later.stdout + later.stderr
-    assert len(attempts(tmp_path, "step_4")) == 3
+    assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
+    assert leases(tmp_path) == []
 
 
 def test_versions_on_a_real_server(inference_server, tmp_path):
