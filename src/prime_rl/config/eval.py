@@ -48,15 +48,9 @@ class PricesConfig(Section):
     output: NonNegativeFloat = Field(default=0.0, description="Price of a million tokens of replies.")
 
 
-class EvalConfig(BaseConfig, Environments[EvalEnv]):
-    """Evaluation of a model that a server holds, or of the versions that it is given."""
+class Measure(Environments[EvalEnv]):
+    """What an evaluation runs, how, and on which server."""
 
-    older: ClassVar[dict[str, Older]] = {
-        **BaseConfig.older,
-        "benchmarks": Older("environment_ids", lambda names: str(names).replace(",", " ").split()),
-    }
-
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     client: EvalClientConfig = Field(
         default_factory=EvalClientConfig, description="The server, or the API, to talk to."
     )
@@ -67,6 +61,17 @@ class EvalConfig(BaseConfig, Environments[EvalEnv]):
     max_concurrent: PositiveInt = Field(default=64, description="Most episodes in flight, of all environments.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
     renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
+
+
+class EvalConfig(BaseConfig, Measure):
+    """Evaluation of a model that a server holds, or of the versions that it is given."""
+
+    older: ClassVar[dict[str, Older]] = {
+        **BaseConfig.older,
+        "benchmarks": Older("environment_ids", lambda names: str(names).replace(",", " ").split()),
+    }
+
+    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
     weights_dir: Path | None = Field(
         default=None, description="Evaluate the versions in this directory, which the server loads one after the other."
     )

@@ -2,12 +2,12 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from prime_rl.config.base import Problem, Section, check
-from prime_rl.config.eval import EvalClientConfig, EvalEnv
+from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.shared import Environments, Examples, Length, SamplingConfig, same_server
+from prime_rl.config.shared import Length, same_server
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
 
@@ -54,23 +54,13 @@ class SFTData(Section):
         return self
 
 
-class SFTEval(Environments[EvalEnv]):
+class SFTEval(Measure):
     """Evaluation of versions while the training goes on: an `eval` of its own follows it."""
 
     interval: PositiveInt | None = Field(
         default=None, description="Steps between two evaluations; their weights are exported (None: none in between)."
     )
     at_start: bool = Field(default=True, description="Evaluate the base model first. The last weights always are.")
-    num_examples: Examples = Field(default=-1, description="Tasks per environment (-1: all).")
-    rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
-    seq_len: PositiveInt = Field(default=2048, description="Most tokens of prompt and reply.")
-    max_concurrent: PositiveInt = Field(default=64, description="Most episodes in flight, of all environments.")
-    rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
-    renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
-    client: EvalClientConfig = Field(
-        default_factory=EvalClientConfig, description="The server (with [inference]: the one that is started)."
-    )
 
     @model_validator(mode="after")
     def _has_environments(self) -> Self:

@@ -11,6 +11,7 @@ from typing import Self
 
 from prime_rl.config import EvalConfig, InferenceConfig, SFTConfig, write_toml
 from prime_rl.config.environ import child_env
+from prime_rl.config.eval import Measure
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn
@@ -34,9 +35,8 @@ def eval_config(config: SFTConfig) -> EvalConfig:
     """Of the evaluation that follows the run."""
     section = config.eval
     assert section is not None
-    same = ("environments", "num_examples", "rollouts_per_example", "sampling", "seq_len", "max_concurrent")
     return EvalConfig(
-        **{name: getattr(section, name) for name in (*same, "rollout_timeout", "renderer", "client")},
+        **{name: getattr(section, name) for name in Measure.model_fields},
         model=ModelConfig(name=config.model.name, trust_remote_code=config.model.trust_remote_code),
         weights_dir=config.output_dir / "weights",
         # Without an interval the last version alone: none of a run without end is a multiple of this.

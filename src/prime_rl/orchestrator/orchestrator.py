@@ -5,7 +5,6 @@ killed at whatever moment: a new life goes on from what stands in the run direct
 """
 
 import asyncio
-import itertools
 import os
 import time
 from collections import Counter, deque
@@ -50,9 +49,8 @@ logger = log.get("orchestrator")
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
 _CANCEL_SECONDS = 60.0
-_LAUNCHED_AT_ONCE = (
-    64  # ten thousand episodes that begin in one turn of the event loop would hold it up for a third of a second
-)
+# Ten thousand episodes that begin in one turn of the event loop would hold it up for a third of a second.
+_LAUNCHED_AT_ONCE = 64
 _ERROR_WINDOW = 256
 _LEAST_OUTCOMES_FOR_ERROR_RATE = 16
 _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE, Outcome.TEACHER_UNAVAILABLE}
@@ -157,7 +155,9 @@ class Orchestrator:
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
         while not self.core.done and not self.stopping:
-            await self._launch()
+            if self._launch():
+                self._wake.set()  # to go on with, once what was started has begun
+                await asyncio.sleep(0)
             await self._next_event()
             while not (self.core.done or self.serving.recovering) and await self._ship():
                 pass
@@ -237,10 +237,11 @@ class Orchestrator:
 
     # -- episodes ------------------------------------------------------------------------------------------------------------
 
-    async def _launch(self) -> None:
-        for number in itertools.count(1):  # bounded: by what the core lets start
+    def _launch(self) -> bool:
+        """Start what may start, but not too much at once. Returns whether more may."""
+        for _ in range(_LAUNCHED_AT_ONCE):
             if self.serving.recovering or self.stopping or (start := self.core.next_start()) is None:
-                return
+                return False
             replica = self.fleet.place(start.group, again=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
             self.fleet.start(start.episode, replica)
@@ -250,8 +251,7 @@ class Orchestrator:
             if not self._running:
                 self._last_landing = time.monotonic()
             self._running[start.episode] = task
-            if number % _LAUNCHED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+        return True
 
     async def _run_episode(self, start: Start, replica: Replica) -> None:
         env = start.task.env

@@ -159,7 +159,12 @@ def with_evaluation(table: dict[str, Any]) -> dict[str, Any]:
     }
     if isinstance(table.get("inference"), dict):
         model = {key: value for key, value in table["inference"].get("model", {}).items() if key != "name"}
-        table["inference"] = {**table["inference"], "model": model, "dry_run": False}  # which is not written
+        table["inference"] = {
+            **table["inference"],
+            "model": model,
+            "dry_run": False,
+            "api_key": None,
+        }  # neither is written
         table["eval"] = {**table["eval"], "client": {}}
     return table
 

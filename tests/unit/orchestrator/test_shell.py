@@ -387,3 +387,15 @@ async def test_batches_of_one_environment_tell_of_all(tmp_path):
         (env,) = {row.env for row in batch.rows(range(len(batch)))}
         assert batch.environments == ["zeta", "alpha"]
         assert {name.split("/")[1] for name in rows[step] if name.startswith("reward/")} >= {"mean", env}
+
+
+async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
+    """Each makes room for another one: starting them must not keep the loop from counting them."""
+    world = World(tmp_path, batch_size=512, max_concurrent=256)
+    world.pool.seconds = 0.0
+    world.pool.before = lambda episode, version: Outcome.ERRORED
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    async with asyncio.timeout(60):
+        with pytest.raises(UserError, match="of the last .* episodes failed"):
+            await world.orchestrator().run()
