@@ -232,6 +232,21 @@ def test_fine_tuning_ends_well_and_says_so_when_its_evaluation_does_not(tiny_mod
     assert leases(tmp_path) == []
 
 
+def test_fine_tuning_that_goes_on_from_before_evaluates_what_it_makes_again(tiny_model, tmp_path):
+    """Contract: results of weights that were given up are not taken for those of the same number, nor do they end the evaluation."""
+    with scripted_engine(tiny_model) as url:
+        first = fine_tune(tmp_path, tiny_model, url, "--ckpt.interval", 2)
+        assert first.returncode == 0, first.stdout + first.stderr
+        before = json.loads((tmp_path / "evals" / "report.json").read_text())["results"]
+        again = fine_tune(tmp_path, tiny_model, url, "--ckpt.interval", 2, "--ckpt.resume-step", 2, "--optim.lr", 1e-3)
+    assert again.returncode == 0, again.stdout + again.stderr
+    after = json.loads((tmp_path / "evals" / "report.json").read_text())["results"]
+    assert [found["policy"] for found in after] == ["step_0", "step_2", "step_4", "step_5"]
+    same = [old["hash"] == new["hash"] for old, new in zip(before, after, strict=True)]
+    assert same == [True, True, False, False]
+    assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
+
+
 def test_versions_on_a_real_server(inference_server, tmp_path):
     """Contract: real vLLM loads each version and proves it; what it samples greedily of one is the same in a sweep and alone, and differs between them."""
     inference_server.reset()
