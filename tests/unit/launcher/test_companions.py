@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import ConfigError, SFTConfig, parse
+from prime_rl.entrypoints import sft
 from prime_rl.errors import UserError
 from prime_rl.launcher import companions
 from prime_rl.launcher.companions import Companions, eval_config, server_config
@@ -78,3 +79,16 @@ def test_what_a_killed_evaluation_held_is_let_go(tmp_path: Path) -> None:
     with Companions(config(eval=None, output_dir=tmp_path), {}) as nothing:
         nothing.finish()
         assert lives.leases(tmp_path) == []
+
+
+def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: it ends with 130 and no stack, as `eval` does."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sft, "load", lambda *_, **__: config())
+    monkeypatch.setattr(sft, "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        sft.main()
+    assert ended.value.code == 130
