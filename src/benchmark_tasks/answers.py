@@ -4,8 +4,11 @@ import re
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 _BOXED = re.compile(r"\\(?:boxed|fbox)\s*(\{|(?=[^\s{]))")
-_SPACING = re.compile(r"\\[!,;: ]|\s+|~")
-_DRESS = re.compile(r"\\(?:left|right|displaystyle|limits|$)")
+_BRACE = re.compile(r"\\[{}\\]|[{}]")
+_SPACING = re.compile(
+    r"\\[!,;: ]|~|(?<![0-9])\s+|\s+(?![0-9])|\s(?=[0-9]{3}(?![0-9]))"
+)  # 3 1/2 is not 31/2, but 1 000 is 1000
+_DRESS = re.compile(r"\\(?:(?:left|right|displaystyle|limits)(?![A-Za-z])|$)")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox|textrm|mathbf)\{([^{}]*)\}")
 
 
@@ -18,30 +21,26 @@ def after_thinking(reply: str) -> str:
 
 def last_boxed(text: str) -> str | None:
     r"""What the last complete `\boxed{…}` holds, braces within it balanced; None without one. `\boxed 7` is 7, as in TeX."""
-    for match in reversed(list(_BOXED.finditer(text))):
-        if match.group(1) != "{":
-            return text[match.end()]
-        inside = _balanced(text, match.end())
-        if inside is not None:
-            return inside.strip()
+    boxes = list(_BOXED.finditer(text))
+    closed = _closing(text, {box.end() for box in boxes if box.group(1) == "{"})
+    for box in reversed(boxes):
+        if box.group(1) != "{":
+            return text[box.end()]
+        if box.end() in closed:
+            return text[box.end() : closed[box.end()]].strip()
     return None
 
 
-def _balanced(text: str, start: int) -> str | None:
-    """From `start`, which is behind an opening brace, to the brace that closes it; None where none does."""
-    depth, place = 1, start
-    while place < len(text):
-        character = text[place]
-        if character == "\\":
-            place += 1  # \{ and \} are characters of the answer
-        elif character == "{":
-            depth += 1
-        elif character == "}":
-            depth -= 1
-            if not depth:
-                return text[start:place]
-        place += 1
-    return None
+def _closing(text: str, starts: set[int]) -> dict[int, int]:
+    """Where each box that begins at one of `starts`, behind its brace, is closed, of those that are. One pass: a reply may be nothing but boxes."""
+    found: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in _BRACE.finditer(text, min(starts, default=len(text)) - 1):
+        if brace.group() == "{":  # \{ and \} are characters of the answer
+            opened.append(brace.end())
+        elif brace.group() == "}" and opened and (start := opened.pop()) in starts:
+            found[start] = brace.start()
+    return found
 
 
 def boxed_answer(reply: str) -> str | None:

@@ -8,7 +8,8 @@ Run as a file and by itself: standard library only, nothing of this package. Wha
 * it dies with the process that started it;
 * limits of processor time, memory, file size, open files and processes;
 * a filter of system calls (seccomp): no new processes, only threads; no sockets, tracing, mounts, namespaces or keys. It is why fork bombs, and
-  programs that stay behind, are impossible also for root, whom the limit of processes does not bind.
+  programs that stay behind, are impossible also for root, whom the limit of processes does not bind. Nor is there any way to other processes of the
+  same user, whose numbers it could guess: no signals, also none for what happens to a file, no limits, priorities, processors or pages of theirs.
 """
 
 import ctypes
@@ -39,13 +40,26 @@ CALLS = {
         "clone": 56, "fork": 57, "vfork": 58, "clone3": 435, "socket": 41, "ptrace": 101, "mount": 165, "umount2": 166, "unshare": 272,
         "setns": 308, "process_vm_readv": 310, "process_vm_writev": 311, "bpf": 321, "keyctl": 250, "add_key": 248, "request_key": 249,
         "mount_setattr": 442, "io_uring_setup": 425, "pidfd_getfd": 438, "kill": 62, "tkill": 200, "tgkill": 234, "pidfd_send_signal": 424,
+        "rt_sigqueueinfo": 129, "rt_tgsigqueueinfo": 297, "setpriority": 141, "sched_setparam": 142, "sched_setscheduler": 144,
+        "sched_setaffinity": 203, "sched_setattr": 314, "ioprio_set": 251, "migrate_pages": 256, "move_pages": 279, "kcmp": 312,
+        "process_madvise": 440, "process_mrelease": 448, "perf_event_open": 298, "prlimit64": 302, "prctl": 157, "fcntl": 72, "ioctl": 16,
     },
     "aarch64": {
         "clone": 220, "clone3": 435, "socket": 198, "ptrace": 117, "mount": 40, "umount2": 39, "unshare": 97, "setns": 268,
         "process_vm_readv": 270, "process_vm_writev": 271, "bpf": 280, "keyctl": 219, "add_key": 217, "request_key": 218, "mount_setattr": 442,
         "io_uring_setup": 425, "pidfd_getfd": 438, "kill": 129, "tkill": 130, "tgkill": 131, "pidfd_send_signal": 424,
+        "rt_sigqueueinfo": 138, "rt_tgsigqueueinfo": 240, "setpriority": 140, "sched_setparam": 118, "sched_setscheduler": 119,
+        "sched_setaffinity": 122, "sched_setattr": 274, "ioprio_set": 30, "migrate_pages": 238, "move_pages": 239, "kcmp": 272,
+        "process_madvise": 440, "process_mrelease": 448, "perf_event_open": 241, "prlimit64": 261, "prctl": 167, "fcntl": 25, "ioctl": 29,
     },
 }  # fmt: skip
+# Of these the argument with that number decides: `True` refuses what is listed, `False` all else.
+BY_ARGUMENT: "dict[str, tuple[int, bool, tuple[int, ...]]]" = {
+    "prlimit64": (0, False, (0,)),  # its own limits, which libc asks for
+    "prctl": (0, True, (PR_SET_PDEATHSIG,)),  # it would outlive who started it
+    "fcntl": (1, True, (8, 10, 15)),  # F_SETOWN, F_SETSIG, F_SETOWN_EX: any signal to anyone
+    "ioctl": (1, True, (0x8901, 0x8902)),  # FIOSETOWN, SIOCSPGRP: the same
+}
 CLONE_THREAD = 0x00010000
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # with an errno in the low bits
 LOAD, JUMP_EQUAL, JUMP_GREATER, JUMP_SET, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
@@ -139,6 +153,13 @@ def program(machine: str) -> bytes:
         (RETURN, 0, 0, ALLOW),
         (RETURN, 0, 0, REFUSE | errno.EPERM),
     ]
+    for name, (place, refused, values) in BY_ARGUMENT.items():
+        hit, other = (REFUSE | errno.EPERM, ALLOW) if refused else (ALLOW, REFUSE | errno.EPERM)
+        # The lower half alone, which is all that the kernel looks at of these; both architectures have it first.
+        decide = [(LOAD, 0, 0, 16 + 8 * place)]
+        for value in values:
+            decide += [(JUMP_EQUAL, 0, 1, value), (RETURN, 0, 0, hit)]
+        code += [(JUMP_EQUAL, 0, len(decide) + 1, calls.pop(name)), *decide, (RETURN, 0, 0, other)]
     for number in calls.values():
         code += [(JUMP_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE | errno.EPERM)]
     code.append((RETURN, 0, 0, ALLOW))

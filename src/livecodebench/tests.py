@@ -129,7 +129,7 @@ def same_value(output: str, expected: str) -> bool:
     """Of two JSON texts."""
     try:
         return bool(json.loads(output) == json.loads(expected))
-    except ValueError:
+    except (ValueError, RecursionError):  # a program prints what it likes
         return False
 
 
@@ -145,7 +145,7 @@ def _same_line(one: str, other: str) -> bool:
     if one == other:
         return True
     try:
-        numbers = [[Decimal(word) for word in line.split()] for line in (one, other)]
-    except InvalidOperation:
+        ours, theirs = ([Decimal(word) for word in line.split()] for line in (one, other))
+        return ours == theirs
+    except InvalidOperation:  # no numbers, or one such as sNaN that equals nothing
         return False
-    return numbers[0] == numbers[1]

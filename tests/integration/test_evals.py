@@ -225,10 +225,26 @@ def test_fine_tuning_ends_well_and_says_so_when_its_evaluation_does_not(tiny_mod
     assert 5 in list_steps(tmp_path / "weights")
     with scripted_engine(tiny_model) as url:
         given = tmp_path / "configs" / "eval.toml"
-        assert f"uv run eval @ {given} --no-hold --no-follow" in done.stderr
-        later = evaluate("@", given, "--no-hold", "--no-follow", "--client.base-url", url, "--client.ready-timeout", 60)
+        assert f"what is missing: uv run eval @ {given} (" in done.stderr
+        later = evaluate("@", given, "--client.base-url", url, "--client.ready-timeout", 60)
     assert later.returncode == 0, later.stdout + later.stderr
-    assert len(attempts(tmp_path, "step_4")) == 3
+    assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
+    assert leases(tmp_path) == []
+
+
+def test_fine_tuning_that_goes_on_from_before_evaluates_what_it_makes_again(tiny_model, tmp_path):
+    """Contract: results of weights that were given up are not taken for those of the same number, nor do they end the evaluation."""
+    with scripted_engine(tiny_model) as url:
+        first = fine_tune(tmp_path, tiny_model, url, "--ckpt.interval", 2)
+        assert first.returncode == 0, first.stdout + first.stderr
+        before = json.loads((tmp_path / "evals" / "report.json").read_text())["results"]
+        again = fine_tune(tmp_path, tiny_model, url, "--ckpt.interval", 2, "--ckpt.resume-step", 2, "--optim.lr", 1e-3)
+    assert again.returncode == 0, again.stdout + again.stderr
+    after = json.loads((tmp_path / "evals" / "report.json").read_text())["results"]
+    assert [found["policy"] for found in after] == ["step_0", "step_2", "step_4", "step_5"]
+    same = [old["hash"] == new["hash"] for old, new in zip(before, after, strict=True)]
+    assert same == [True, True, False, False]
+    assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
 
 
 def test_versions_on_a_real_server(inference_server, tmp_path):

@@ -34,8 +34,9 @@ class ScriptedTrainer:
         for version in to_set_aside(read_versions(self.directory / "weights"), read_lives(self.directory)):
             prune(self.directory / "weights" / f"step_{version}")
 
-    def commit(self, version: int, life: int = 0) -> None:
-        extra = manifest_extra(version, life, self.tensors(version, life))
+    def commit(self, version: int, life: int = 0, **more: dict) -> None:
+        """`more`: where its tensors are, if not on the disk, as the manifest says it."""
+        extra = {**manifest_extra(version, life, self.tensors(version, life)), **more}
         with stage(self.directory / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
             pass
 

@@ -10,6 +10,7 @@ from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
     Environments,
+    Examples,
     Fraction,
     ModelConfig,
     MonitorConfig,
@@ -32,8 +33,8 @@ class EvalClientConfig(ClientConfig):
 class EvalEnv(EnvConfig):
     """An environment that is evaluated."""
 
-    num_examples: int | None = Field(
-        default=None, ge=-1, description="Tasks of this environment (-1: all; None: as above)."
+    num_examples: Examples | None = Field(
+        default=None, description="Tasks of this environment (-1: all; None: as above)."
     )
     rollouts_per_example: PositiveInt | None = Field(
         default=None, description="Attempts at one task of this environment (None: as above)."
@@ -53,7 +54,7 @@ class Measure(Environments[EvalEnv]):
     client: EvalClientConfig = Field(
         default_factory=EvalClientConfig, description="The server, or the API, to talk to."
     )
-    num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
+    num_examples: Examples = Field(default=-1, description="Tasks per environment (-1: all).")
     rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
     seq_len: PositiveInt = Field(default=2048, description="Most tokens of prompt and reply.")

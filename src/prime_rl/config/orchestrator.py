@@ -12,6 +12,7 @@ from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
     Environments,
+    Examples,
     Fraction,
     ModelConfig,
     MonitorConfig,
@@ -34,7 +35,7 @@ class TrainingEnv(EnvConfig):
 class EvalSection(Environments[EnvConfig]):
     """Evaluation during the run. Without environments of its own: the training ones with their argument `split` set to "eval"."""
 
-    num_examples: int = Field(default=-1, ge=-1, description="Tasks per environment (-1: all).")
+    num_examples: Examples = Field(default=-1, description="Tasks per environment (-1: all).")
     rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
     interval: PositiveInt | None = Field(
         default=None, description="Steps between two evaluations (None: none in between)."

@@ -25,6 +25,16 @@ Length = Annotated[int, AfterValidator(_trains)]
 """Tokens of what is trained on."""
 
 
+def _all_or_some(tasks: int) -> int:
+    if tasks < 1 and tasks != -1:
+        raise ValueError("must be at least 1, or -1 for all")
+    return tasks
+
+
+Examples = Annotated[int, AfterValidator(_all_or_some)]
+"""How many tasks are evaluated."""
+
+
 class ModelConfig(Section):
     """The model."""
 

@@ -27,6 +27,8 @@ def main() -> None:
     except UserError as error:
         # Every rank fails alike: one of them says why.
         sys.exit(f"error: {error}" if rank == 0 else 1)
+    except KeyboardInterrupt:  # while the last version is evaluated: the training itself ends in order
+        sys.exit(130)
 
 
 def run(config: SFTConfig, rank: int) -> None:
@@ -58,7 +60,7 @@ def run(config: SFTConfig, rank: int) -> None:
         metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.trainer.sft.train import train
 
-    if rank > 0 or config.bench or config.eval is None:
+    if rank > 0 or config.bench:
         with disk_errors(config.output_dir):
             train(config)
         return

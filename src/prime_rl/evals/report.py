@@ -24,11 +24,13 @@ _MILLION = 1e6
 
 @dataclass(frozen=True)
 class Entry:
-    """One environment at one target. `spent`: tokens of prompts and replies, of all attempts that were ever made."""
+    """One environment at one target. `spent`: tokens of prompts and replies, of all attempts that were ever made; `complete`: whether all of those
+    that were asked for were."""
 
     target: Target
     report: EvalReport
     spent: tuple[int, int]
+    complete: bool
 
     def cost(self, prices: "PricesConfig | None") -> float | None:
         """None where no prices are given."""
@@ -39,11 +41,12 @@ class Entry:
     def cells(self, prices: "PricesConfig | None") -> dict[str, str]:
         """A row of the table."""
         metrics, prefix, k = self.report.metrics(), f"eval/{self.report.env}", self.report.attempts_per_task
+        tasks = len(self.report.results)
         last = max((1 << k.bit_length()) >> 1, 1)  # the largest power of two
         return {
             "environment": self.report.env,
             "policy": self.target.name,
-            "tasks": str(len(self.report.results)),
+            "tasks": str(tasks) if self.complete else f"{sum(map(bool, self.report.results))} of {tasks}",
             "k": str(k),
             "avg@k": number(metrics.get(f"{prefix}/avg@{k}")),
             "± 95 %": number(metrics.get(f"{prefix}/avg@{k}/ci95")),
@@ -65,6 +68,7 @@ class Entry:
             "hash": self.target.hash,
             "tasks": len(self.report.results),
             "attempts_per_task": self.report.attempts_per_task,
+            "complete": self.complete,
             "errors": dict(self.report.errors),
             "input_tokens": self.spent[0],
             "output_tokens": self.spent[1],
@@ -95,6 +99,11 @@ def markdown(entries: Sequence[Entry], skipped: Mapping[int, str], config: "Eval
     lines += [f"| {' | '.join(row.get(column, '') for column in columns)} |" for row in rows]
     lines += ["", f"avg@k: mean reward of k attempts, over tasks. ±: 95 % interval over tasks. Solved: reward ≥ {config.solved_at:g}. cut: share of replies without an end."]  # fmt: skip
     lines += ["Failed attempts are left out of every mean, and counted.", ""]
+    if any(not entry.complete for entry in entries):
+        lines += [
+            "Tasks: of those that are not complete yet, how many were begun; their numbers are of what there is.",
+            "",
+        ]
     for entry in entries:
         lines += _passes(entry)
     if failed := [entry for entry in entries if entry.report.errors]:

@@ -17,8 +17,8 @@ from prime_rl.evals.episodes import Denied, Job, Round
 from prime_rl.evals.progress import Bars
 from prime_rl.evals.report import Entry, number, print_table, write_report
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
-from prime_rl.evals.store import Store, check_settings, setting
-from prime_rl.evals.targets import API, Target, Versions, targets
+from prime_rl.evals.store import Store, alone, check_settings, setting
+from prime_rl.evals.targets import API, Target, Versions, is_lost, targets
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.orchestrator.engine import Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = log.get("eval")
 
-_RESTORE_SECONDS = 120.0
 _NUMBERED = re.compile(r"(.+)#[0-9]+")  # how `envs` tells tasks apart that share an id
 
 
@@ -51,9 +50,21 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
     """Evaluate every environment at every target; results in `evals/<env>/<target>`, `evals/report.md`, metrics, a table.
 
     Raises:
-        UserError: the server does not answer, an environment cannot be loaded, no attempt of one was scored, or too many failed.
+        UserError: the server does not answer, an environment cannot be loaded, a named version is not evaluated, no attempt of an environment was
+            scored, or too many failed; or another evaluation is made in the same directory.
     """
-    status = Status(config.output_dir, "eval")
+    with alone(config.output_dir / "evals"):
+        status = Status(config.output_dir, "eval")
+        try:
+            entries = await _run_evals(config, status)
+        except UserError as error:
+            status.done(f"failed: {error}")
+            raise
+        status.done("finished")
+        return entries
+
+
+async def _run_evals(config: "EvalConfig", status: Status) -> list[Entry]:
     status.phase("waiting for the server")
     chat = await way_of_asking(config, status.waiting) == "chat"
     check_results(config, chat)
@@ -72,7 +83,6 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
     except Misrouted as error:
         raise UserError(str(error)) from error
     except Denied as error:
-        status.done("failed: the key was refused")
         raise UserError(f"{refused_key(config.client)}: {error}. {run.kept()}") from error
     except asyncio.CancelledError:
         logger.warning("interrupted. %s", run.kept())
@@ -82,10 +92,10 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
         await pool.close()
         monitor.close()
         run.report()
+    if missing := run.missing():
+        raise UserError(missing)
     if troubles := [trouble for entry in run.entries if (trouble := trouble_of(entry.report, config)) is not None]:
-        status.done("failed: too many attempts failed")
         raise UserError("; ".join(troubles))
-    status.done("finished")
     return run.entries
 
 
@@ -166,8 +176,7 @@ class Evaluation:
         finally:
             if servers is not None and self._config.weights_dir is not None:
                 self._status.phase("restoring the base model")
-                async with asyncio.timeout(_RESTORE_SECONDS):
-                    await servers.restore()
+                await servers.restore()
 
     def _targets(self, servers: Servers | None) -> AsyncIterator[Target]:
         if self._config.weights_dir is not None:
@@ -197,9 +206,10 @@ class Evaluation:
         try:
             return await servers.serve(target)
         except UserError:
-            if target.weights is None or target.weights.directory.is_dir():
+            if target.weights is None or not is_lost(target.weights):
                 raise
             self._versions.skip(target.version, "it was removed before the servers had loaded it")
+            self._versions.given.pop(target.version)  # should it be made again
             return None
 
     async def _one(self, target: Target, servers: Servers | None) -> None:
@@ -234,17 +244,17 @@ class Evaluation:
     def _job(self, env: "EvalEnv", target: Target, stores: "Stores") -> Job:
         config, plan = self._config, plan_of(self._config, env, self._chat)
         place = place_of(config, env, target)
-        clean = config.clean or self._replaced(env.name, target)
+        clean = config.clean or self._replaced(place, target)
         return Job(plan, tasks_of(self._pool, plan), stores.open(place, made_with(config, env, plan, target), clean))
 
-    def _replaced(self, env: str, target: Target) -> bool:
-        """Whether, while versions are followed, another one bore this number that another life of the trainer has replaced since."""
-        before = self._reported.get((env, target.name))
-        return self._config.follow and before is not None and before.target.hash != target.hash
+    def _replaced(self, place: Path, target: Target) -> bool:
+        """Whether, while versions are followed, another one bore this number, which another life of the trainer has replaced since."""
+        before = setting(place, "weights")
+        return self._config.follow and target.version != BASE and before not in (None, target.hash)
 
     def _conclude(self, job: Job, target: Target, seconds: float) -> None:
         report = EvalReport(job.plan.env, target.version, seconds, job.kept(), self._config.solved_at)
-        self._reported[job.plan.env, target.name] = Entry(target, report, job.store.spent)
+        self._reported[job.plan.env, target.name] = Entry(target, report, job.store.spent, job.complete)
         job.store.write_table(target.version)
 
     def _log(self, entry: Entry) -> None:
@@ -256,6 +266,15 @@ class Evaluation:
             entry.target.name, entry.report.env, entry.report.attempts_per_task, number(reward), number(half),
             dict(entry.report.errors), entry.report.seconds,
         )  # fmt: skip
+
+    def missing(self) -> str | None:
+        """What was asked for and not evaluated: a version that was named, or all of them but the base."""
+        evaluated = {entry.target.version for entry in self.entries}
+        left_out = {version: why for version, why in self._versions.skipped.items() if version not in evaluated}
+        if not self._config.steps and evaluated - {BASE}:
+            return None
+        wanted = sorted(left_out.keys() & set(self._config.steps)) if self._config.steps else sorted(left_out)
+        return "; ".join(f"version {version} was not evaluated: {left_out[version]}" for version in wanted) or None
 
     def kept(self) -> str:
         """For people, when it ends early."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 logger = log.get("eval")
 
+RESTORE_SECONDS = 120.0
 _PROBE_SECONDS = 10.0
 _LOADS = 3  # tries at one version
 _PAUSE_SECONDS = 2.0  # before the second; twice as long before the third
@@ -155,11 +156,19 @@ class Servers:
 
     async def restore(self) -> None:
         """Have all of them serve their base again. What fails is said."""
-        for replica in self.used:
-            try:
+        await asyncio.gather(*(self._restore(replica) for replica in self.used))
+
+    async def _restore(self, replica: Replica) -> None:
+        try:
+            async with asyncio.timeout(RESTORE_SECONDS):
                 replica.given = await replica.engine.reload()
-            except UserError as error:
-                logger.warning("%s does not serve its base again: %s", replica.name, error)
+        except TimeoutError:
+            logger.warning("%s does not serve its base again: no answer in %.0f s", replica.name, RESTORE_SECONDS)
+        except UserError as error:
+            logger.warning("%s does not serve its base again: %s", replica.name, error)
+        except asyncio.CancelledError:
+            logger.warning("%s may not serve its base again: interrupted", replica.name)
+            raise
 
     async def _bring_back(self, replica: Replica) -> bool:
         """Returns whether what it sampled since its last proof is void."""

@@ -10,7 +10,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,35 @@ from prime_rl.orchestrator.evals import reply_tokens
 from prime_rl.transport.commit import disk_errors, sync, write_atomically
 
 RESULTS, TABLE, SETTINGS = "results.jsonl", "results.arrow", "settings.json"
+LOCK = ".lock"
 
 Key = tuple[str, int]  # task id, attempt
 
 
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """No other evaluation writes to the directory, or has the servers load other weights for it, meanwhile.
+
+    Raises:
+        UserError: one does.
+    """
+    with disk_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(
+                f"another evaluation is writing to {directory}: wait for it, or give another --output-dir"
+            ) from error
+        yield
+    finally:
+        os.close(file)
+
+
 class Store:
-    """Open until `close`. Raises UserError where other settings made what is there, or another evaluation writes to it.
+    """Open until `close`. Raises UserError where other settings made what is there.
 
     Attributes:
         results: The last result of every attempt that was made.
@@ -40,7 +64,6 @@ class Store:
             directory.mkdir(parents=True, exist_ok=True)
             self._file = os.open(directory / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            self._lock()
             self._check(settings)
             self.results: dict[Key, EpisodeResult] = {}
             self.spent = (0, 0)
@@ -82,7 +105,7 @@ class Store:
         write_atomically(self.directory / TABLE, sink.getvalue().to_pybytes())
 
     def close(self) -> None:
-        """Make it durable and let others write."""
+        """Make it durable."""
         with disk_errors(self.directory / RESULTS, "a power cut may undo the last results"):
             sync(self.directory / RESULTS)
         os.close(self._file)
@@ -90,14 +113,6 @@ class Store:
     def _take(self, attempt: int, result: EpisodeResult) -> None:
         self.results[result.task_id, attempt] = result
         self.spent = self.spent[0] + result.input_tokens, self.spent[1] + result.output_tokens
-
-    def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another evaluation is writing to {self.directory}: wait for it, or give another --output-dir"
-            ) from error
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         check_settings(self.directory, settings)

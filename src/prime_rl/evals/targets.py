@@ -56,9 +56,8 @@ class Versions:
 
     def base(self) -> Target:
         """The base model: version 0 where it is committed, else whatever the server was started with."""
-        if BASE not in list_steps(self.directory):
-            return Target(f"step_{BASE}", BASE, base=True)
-        found = self.find(BASE)
+        found = self.find(BASE) if BASE in list_steps(self.directory) else None
+        self.skipped.pop(BASE, None)  # it is evaluated either way
         return found or Target(f"step_{BASE}", BASE, base=True)
 
     def find(self, version: int) -> Target | None:
@@ -72,13 +71,22 @@ class Versions:
         if manifest.sender is not None:
             self.skip(version, never_written(directory))
             return None
+        if is_lost(manifest):
+            self.skip(version, f"its tensors were in memory ({manifest.files}), and are there no more")
+            return None
         self.given[version] = manifest.hash
+        self.skipped.pop(version, None)  # made again since it was
         return Target(f"step_{version}", version, manifest.hash, manifest)
 
     def skip(self, version: int, why: str) -> None:
         """Say and remember that `version` is not evaluated."""
         logger.warning("version %d is not evaluated: %s", version, why)
         self.skipped[version] = why
+
+
+def is_lost(manifest: WeightsManifest) -> bool:
+    """Whether a version that was committed is there no more, or its tensors are not."""
+    return not manifest.directory.is_dir() or (manifest.memory is not None and manifest.memory.gone)
 
 
 def check_versions(config: "EvalConfig") -> None:
@@ -128,7 +136,7 @@ async def _follow(
         last = {max(found)} - {BASE} if found and ended else set()  # of the run: worth knowing, whatever the interval
         fresh = [version for version in sorted({*_chosen(config, found), *last}) if _is_new(versions, version)]
         if hold is not None:
-            hold(min([*fresh, _next_after(versions, found)]))
+            hold(min([*fresh, _next_after(versions, found, config.interval or 1)]))
         if fresh:
             if (target := versions.find(fresh[0])) is not None:
                 yield target
@@ -151,20 +159,22 @@ def _hold(run_dir: Path, version: int) -> None:
         write_lease(run_dir, lease, EVAL)
 
 
-def _next_after(versions: Versions, found: list[int]) -> int:
-    """The version that comes after those that were evaluated, and that are not given up by a new life of the trainer."""
+def _next_after(versions: Versions, found: list[int], interval: int) -> int:
+    """The version to evaluate after those that were, and that are not given up by a new life of the trainer. The last one of all stays anyway."""
     newest = max(found, default=BASE)
-    return 1 + max((version for version in versions.given if version <= newest), default=BASE)
+    done = max((version for version in versions.given if version <= newest), default=BASE)
+    return (done // interval + 1) * interval
 
 
 def _is_new(versions: Versions, version: int) -> bool:
-    """Not evaluated yet, or made again since, by another life of the trainer."""
-    if version not in versions.given:
-        return version not in versions.skipped
+    """Not looked at yet, or made again since by another life of the trainer, or written to the disk only since."""
+    if version not in versions.given and version not in versions.skipped:
+        return True
     try:
-        return weights_manifest(version_dir(versions.directory, version)).hash != versions.given[version]
-    except CommitError:  # removed meanwhile: it was evaluated
+        manifest = weights_manifest(version_dir(versions.directory, version))
+    except CommitError:  # removed meanwhile, or damaged, which was said
         return False
+    return manifest.hash != versions.given.get(version) and manifest.sender is None and not is_lost(manifest)
 
 
 def _chosen(config: "EvalConfig", found: list[int]) -> list[int]:
@@ -186,8 +196,8 @@ class Writer:
         found = max(
             (name for name in _WRITERS if name in statuses), key=lambda name: statuses[name].heartbeat, default=""
         )
-        if not found:
-            return self._watch is None and self._monotonic() - self._since > GONE_SECONDS
-        if self._watch is None or found != self.name:
+        if found and (self._watch is None or found != self.name):
             self._watch, self.name = TrainerWatch(self._run_dir, self._monotonic, found), found
+        if self._watch is None:
+            return self._monotonic() - self._since > GONE_SECONDS
         return self._watch.ended(asked_to_stop=False)

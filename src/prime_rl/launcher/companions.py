@@ -74,9 +74,10 @@ class Companions:
         self._ends = ExitStack()
 
     def __enter__(self) -> Self:
-        if self._config.eval is None:
-            return self
         output_dir = self._config.output_dir
+        if self._config.eval is None:
+            drop_lease(output_dir, EVAL)  # a killed run's: nothing would be removed any more
+            return self
         Status(output_dir, "sft")  # an earlier run's last word is not this one's
         write_lease(
             output_dir, first_lease(None), EVAL
@@ -126,10 +127,12 @@ class Companions:
 
     def _failed(self, child: Child) -> UserError:
         why = "\n".join([ending(child.reap(self._known)), *last_words(child.spec.log, child.log_start)])
-        weights = self._config.output_dir / "weights"
+        configs = self._config.output_dir / "configs"
+        # It follows a run that has ended: what is chosen, and the last version, are evaluated, and nothing is waited for.
+        server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if SERVER in self._children else ""
         return UserError(
             f"the training is complete, but {child.name} {why}\n"
-            f"what is missing: uv run eval @ {self._config.output_dir / 'configs' / 'eval.toml'} --no-hold --no-follow (weights: {weights})"
+            f"what is missing: {server}uv run eval @ {configs / f'{EVAL}.toml'} (weights: {self._config.output_dir / 'weights'})"
         )
 
     @property

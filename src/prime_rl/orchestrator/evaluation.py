@@ -12,6 +12,7 @@ from prime_rl.orchestrator.fleet import Replica, RoutedPool
 from prime_rl.orchestrator.plans import eval_plans, limits
 from prime_rl.orchestrator.recovery import Recovery
 from prime_rl.orchestrator.serving import Serving
+from prime_rl.transport.protocol import valid
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
@@ -43,13 +44,16 @@ class Evaluations:
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
         self._logged = self._read_logged()
-        complete = [version for version in self._versions() if self._complete(version)]
-        self._last = max(complete, default=0)  # the version that the interval led to evaluate last
 
     @property
     def running(self) -> bool:
         """Whether an evaluation is being made."""
         return self._running is not None and not self._running.done()
+
+    @property
+    def _last(self) -> int:
+        """The version that the interval led to evaluate last."""
+        return max((version for _, version in self._logged if self._complete(version)), default=0)
 
     def owed(self, version: int) -> bool:
         """Whether `version` is to be evaluated before anything else: the base model, or what an earlier life of this process came not to do."""
@@ -111,7 +115,6 @@ class Evaluations:
                 if not spoilt and not pool.turned_away:
                     for report in reports:
                         self._log(report)
-                    self._last = max(self._last, version)
                     return
             logger.warning("the server was lost during the evaluation of version %d: it is made again", version)
             avoid.update(spoilt)
@@ -124,7 +127,7 @@ class Evaluations:
 
     async def _run_plans(self, pool: RoutedPool, version: int) -> list[EvalReport]:
         """What is not logged yet, all at once: the slowest episodes of one environment leave the engines to the others."""
-        plans = [plan for plan in self._plans if (plan.env, version) not in self._logged]
+        plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
         total = sum(len(tasks_of(pool, plan)) * plan.rollouts_per_example for plan in plans)
         where = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
         self._status.phase(where)
@@ -141,9 +144,10 @@ class Evaluations:
         )  # fmt: skip
 
     def _log(self, report: EvalReport) -> None:
-        metrics = report.metrics()
+        life = self._serving.core.life
+        metrics = {**report.metrics(), f"eval/{report.env}/policy_life": float(life)}
         self._monitor.log(report.version, metrics)
-        self._logged.add((report.env, report.version))
+        self._logged[report.env, report.version] = life
         reward = metrics.get(f"eval/{report.env}/reward/mean")
         logger.info(
             "eval %s on version %d | %.1f s | %s | errors %s",
@@ -152,16 +156,19 @@ class Evaluations:
         )  # fmt: skip
 
     def _complete(self, version: int) -> bool:
-        return all((plan.env, version) in self._logged for plan in self._plans)
+        return all(self._is_logged(plan.env, version) for plan in self._plans)
 
-    def _versions(self) -> set[int]:
-        return {version for _, version in self._logged}
+    def _is_logged(self, env: str, version: int) -> bool:
+        """Whether it is, and the trainer has not gone on from before that version since: what it makes again is another policy."""
+        life = self._logged.get((env, version))
+        return life is not None and valid(version, life, self._serving.history.lives)
 
-    def _read_logged(self) -> set[tuple[str, int]]:
+    def _read_logged(self) -> dict[tuple[str, int], int]:
+        """The life of the trainer in which each was evaluated."""
         rows = read_metrics(self.config.output_dir / "metrics" / "orchestrator.jsonl")
         return {
-            (plan.env, int(row["step"]))
+            (plan.env, int(row["step"])): int(row[key])
             for row in rows
             for plan in self._plans
-            if f"eval/{plan.env}/policy_version" in row
+            if (key := f"eval/{plan.env}/policy_life") in row
         }

@@ -278,6 +278,8 @@ class Serving:
                 self.core.go_back(version)
                 self._hold(life.number, version)
         self._shell.wake()
+        if not self.core.must_go_back:
+            await self._shell.serves(self.core.version)  # it may be one that was made again meanwhile
 
     async def _go_on_with(self, version: int) -> None:
         """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version. Servers that come back are given

@@ -45,11 +45,19 @@ def test_what_is_boxed_comes_back(inside: str) -> None:
     assert last_boxed(f"\\boxed{{1}} x \\boxed{{{inside}}} {{}}") == inside.strip()
 
 
+def test_a_reply_of_nothing_but_boxes() -> None:
+    """Contract: the worker's loop looks at it once, not once for every box. (Quadratic, this took minutes.)"""
+    assert last_boxed("\\boxed{" * 50_000) is None
+    assert last_boxed("\\boxed{7}" + "\\boxed{" * 50_000) == "7"
+    assert last_boxed("\\boxed{" * 50_000 + "7" + "}" * 50_000) == "7"
+
+
 EQUAL = [
     (r"\frac{1}{2}", "0.5"),
     (r"\frac12", r"\dfrac{1}{2}"),
     (r"90^\circ", "90"),
     ("1000", "1,000"),
+    ("1 000 000", "1000000"),
     (r"10\%", "10"),
     (r"\text{Evelyn}", "Evelyn"),
     ("(1,2)", "(1, 2)"),
@@ -62,6 +70,8 @@ EQUAL = [
     (r"x \in [1,3]", "[1,3]"),
 ]
 UNEQUAL = [
+    ("3 1/2", "31/2"),
+    (r"\leftarrow", r"\rightarrow"),
     ("2", "3"),
     ("-2", "2"),
     ("(1,2)", "(2,1)"),

@@ -210,6 +210,13 @@ def test_outputs_compared() -> None:
     assert not same_value("", "1")
 
 
+def test_no_output_is_an_error() -> None:
+    """Contract: whatever a program prints, it is wrong at worst; an error would take the attempt out of the mean."""
+    assert not same_value("[" * 200_000, "1")
+    assert not same_lines("sNaN", "1")
+    assert not same_lines("1 sNaN", "1 2")
+
+
 def test_bad_input(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: one line that says what is wrong."""
     bad = tmp_path / "bad.jsonl"

@@ -78,6 +78,41 @@ def test_no_other_processes(program: str) -> None:
     assert "Operation not permitted" in ran.message
 
 
+LIBC = "import ctypes, os, resource\nlibc = ctypes.CDLL(None, use_errno=True)\n"
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "print(libc.sigqueue({victim}, 9, ctypes.c_void_p()), ctypes.get_errno())",
+        "resource.prlimit({victim}, resource.RLIMIT_CPU, (0, 0))",
+        "os.sched_setaffinity({victim}, [0])",
+        "os.setpriority(os.PRIO_PROCESS, {victim}, 19)",
+        "import fcntl\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {victim})",
+        "import fcntl\nfcntl.fcntl(os.pipe()[0], 10, 9)",
+        "import fcntl\nfcntl.ioctl(os.pipe()[0], 0x8901, ctypes.c_int({victim}))",
+    ],
+)
+def test_other_processes_are_left_alone(attack: str) -> None:
+    """Contract: numbers of processes can be guessed; whoever they are, nothing can be done to them."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as victim:
+        ran = run(LIBC + attack.format(victim=victim.pid))
+        before = os.getpriority(os.PRIO_PROCESS, 0), os.getpriority(os.PRIO_PROCESS, victim.pid)
+        assert victim.poll() is None
+        victim.communicate(b"\n")
+        assert victim.returncode == 0
+    assert before == (before[0], before[0])
+    assert ran.output == "-1 1\n" or "Operation not permitted" in ran.message or "PermissionError" in ran.message
+
+
+def test_it_cannot_outlive_who_started_it() -> None:
+    """Contract: nor ask not to die with it; its own limits are still to be read, and files to be locked."""
+    assert (
+        run(f"{LIBC}print(libc.prctl(1, 0, 0, 0, 0), resource.getrlimit(resource.RLIMIT_CPU)[0])").output == "-1 20\n"
+    )
+    assert run("import fcntl\nwith open('x', 'w') as f: print(fcntl.fcntl(f, fcntl.F_GETFD))").output == "1\n"
+
+
 def test_memory() -> None:
     """Contract: more than the limit is the program's own error."""
     assert "MemoryError" in run("x = bytearray(1 << 30)").message
@@ -214,18 +249,24 @@ def test_the_filter_of_calls(machine: str) -> None:
     assert _verdict(code, architecture, calls["clone3"], 0) == jail.REFUSE | 38
     assert _verdict(code, architecture + 1, 0, 0) & 0x7FFF0000 == jail.REFUSE
     assert _verdict(code, architecture, 0x40000001, 0) & 0x7FFF0000 == jail.REFUSE
+    for name, (place, refused, values) in jail.BY_ARGUMENT.items():
+        for argument in (*values, 0x7777):
+            denied = (argument in values) == refused
+            assert _verdict(code, architecture, calls[name], argument, place) == (
+                jail.REFUSE | 1 if denied else jail.ALLOW
+            )
     for name, number in calls.items():
-        if name not in ("clone", "clone3"):
+        if name not in ("clone", "clone3", *jail.BY_ARGUMENT):
             assert _verdict(code, architecture, number, 0) == jail.REFUSE | 1, name
     for number in set(range(500)) - set(calls.values()):
         assert _verdict(code, architecture, number, 0) == jail.ALLOW
 
 
-def _verdict(code: bytes, architecture: int, number: int, argument: int) -> int:
+def _verdict(code: bytes, architecture: int, number: int, argument: int, at: int = 0) -> int:
     """What the kernel's machine makes of a call."""
     import struct
 
-    words = {0: number, 4: architecture, 16: argument}
+    words = {0: number, 4: architecture, 16 + 8 * at: argument}
     instructions = list(struct.iter_unpack("HBBI", code))
     place, value = 0, 0
     while True:

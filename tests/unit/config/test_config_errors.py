@@ -137,6 +137,15 @@ def test_too_short_to_train(cls: type[BaseConfig], argv: list[str], key: str) ->
     assert problems(cls, argv) == [f"{key}: {expected}, got {argv[-1]} ({argv[-2]})"]
 
 
+@pytest.mark.parametrize("given", ["0", "-2"])
+def test_an_evaluation_of_nothing(given: str) -> None:
+    """Contract: no tasks are no evaluation, rather than one in which "no episode succeeded"."""
+    argv = ["--environment-ids", "a", "--num-examples", given]
+    assert problems(EvalConfig, argv) == [
+        f"num_examples: must be at least 1, or -1 for all, got {given} (--num-examples)"
+    ]
+
+
 def test_wrong_types_in_a_file(write: Write) -> None:
     file = write('max_steps = "many"\nmodel = 3\nckpt = true\n[monitor]\nwandb = { offline = "x" }')
     assert problems(TrainerConfig, ["@", file]) == [

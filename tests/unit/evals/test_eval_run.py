@@ -7,7 +7,9 @@ import pytest
 
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
+from prime_rl.evals import servers
 from prime_rl.monitor import read_metrics
+from prime_rl.monitor.status import read_status
 from support.evaluating import World
 
 TWO = [{"id": "one"}, {"id": "two", "rollouts_per_example": 3, "num_examples": 2, "sampling": {"temperature": 0.5}}]
@@ -123,6 +125,7 @@ async def test_a_served_version_that_is_lost_is_no_other_one(world):
     world.pool.before = lambda env, task, number: world.server.base() if number == 6 else None
     with pytest.raises(UserError, match="started again or given other weights: it serves version 0 .* not 3"):
         await world.run(rollouts_per_example=4, max_concurrent=1)
+    assert read_status(world.directory / "out")["eval"].outcome.startswith("failed: http://engine was started again")
     rows = [json.loads(line) for line in results(world, "step_3").read_text().splitlines()]
     assert len(rows) < 6
     assert all(row["version"] == 3 for row in rows)
@@ -201,6 +204,56 @@ async def test_reports_and_metrics(world):
     rows = read_metrics(world.directory / "out" / "metrics" / "eval.jsonl")
     assert [row["eval/env/policy_version"] for row in rows] == [0, 2]
     assert rows[1]["eval/env/pass@2"] == second["metrics"]["pass@2"]
+
+
+async def test_a_server_that_does_not_take_its_base_again_is_said(world, monkeypatch):
+    """Contract: what was evaluated is not lost by it, and no stack is shown."""
+    versions(world, 0, 2)
+    monkeypatch.setattr(servers, "RESTORE_SECONDS", 0.05)
+    reload = world.server.reload
+
+    async def slow():
+        if world.server.now.version != 0:
+            await asyncio.sleep(30)
+        return await reload()
+
+    monkeypatch.setattr(world.server, "reload", slow)
+    found = await world.run(weights_dir=world.weights)
+    assert list(found) == [("env", "step_0"), ("env", "step_2")]
+
+
+async def test_two_commands_do_not_disturb_each_other(world):
+    """Contract: the second one into a directory ends before the servers are given anything for it, also one that is to begin anew."""
+    versions(world, 0, 5)
+    others = []
+
+    def before(env, task, number):
+        if number == 6:
+            others.append(asyncio.ensure_future(world.run(weights_dir=world.weights, clean=True)))
+
+    world.pool.before = before
+    await world.run(weights_dir=world.weights, max_concurrent=1, rollouts_per_example=3)
+    with pytest.raises(UserError, match="another evaluation is writing to"):
+        await others[0]
+    assert len(world.server.updates) == 2
+    assert len(world.pool.made) == 24
+
+
+async def test_an_interrupted_report_says_that_it_is_not_complete(world):
+    """Contract: numbers of a few tasks are not taken for those of all."""
+
+    def interrupt(env, task, number):
+        if number == 3:
+            command.cancel()
+
+    world.pool.before = interrupt
+    command = asyncio.create_task(world.run(max_concurrent=1))
+    await asyncio.wait([command], timeout=10)
+    evals = world.directory / "out" / "evals"
+    assert "| env | step_0 | 3 of 4 | 1 |" in (evals / "report.md").read_text()
+    assert json.loads((evals / "report.json").read_text())["results"][0]["complete"] is False
+    await world.run()
+    assert "| env | step_0 | 4 | 1 |" in (evals / "report.md").read_text()
 
 
 def results(world, target):

@@ -8,7 +8,7 @@ import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals.store import Store, flat
+from prime_rl.evals.store import Store, alone, flat
 
 
 def result(task="t", reward=1.0, outcome=Outcome.OK, **more):
@@ -72,11 +72,11 @@ def test_clean_begins_anew(tmp_path):
 
 
 def test_two_do_not_write_at_once(tmp_path):
-    store = Store(tmp_path / "s", {})
-    with pytest.raises(UserError, match="another evaluation is writing"):
-        Store(tmp_path / "s", {})
-    store.close()
-    Store(tmp_path / "s", {}).close()
+    with alone(tmp_path / "evals"):
+        with pytest.raises(UserError, match="another evaluation is writing"), alone(tmp_path / "evals"):
+            pass
+    with alone(tmp_path / "evals"):
+        pass
 
 
 def test_a_damaged_line_is_named(tmp_path):

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from dataclasses import asdict
 
 import pytest
 
@@ -10,7 +11,12 @@ from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals.targets import Writer, check_versions
 from prime_rl.monitor import Status
+from prime_rl.monitor.status import status_path
+from prime_rl.transport.lives import EVAL, read_lease
+from prime_rl.transport.memory import in_memory
 from support.evaluating import World
+
+SENDER = {"host": "h", "port": 1, "token": "t", "timeout": 1.0}
 
 
 @pytest.fixture
@@ -150,6 +156,89 @@ async def test_following_again_reports_what_was_evaluated_before_and_removed_sin
     assert "* 10: it was removed before its evaluation was complete" in (world.directory / "out" / "evals" / "report.md").read_text()  # fmt: skip
 
 
+async def test_following_a_run_that_goes_on_from_before_evaluates_what_it_makes_again(world):
+    """Contract: an earlier follower's results of a number that another life of the trainer makes again are replaced: complete, or given up as removed."""
+    commit(world, 0, 5, 10)
+    run = Status(world.directory / "run", "sft")
+
+    def interrupt(env, task, number):
+        if number == 10:  # the second attempt at version 10
+            command.cancel()
+
+    world.pool.before = interrupt
+    command = asyncio.create_task(world.run(weights_dir=world.weights, follow=True, max_concurrent=1))
+    await asyncio.wait([command], timeout=30)
+    shutil.rmtree(
+        world.weights / "step_10"
+    )  # the new life began before the follower, and has come to 5 when that looks
+    made = len(world.pool.made)
+
+    def before(env, task, number):
+        if number == made + 1:
+            shutil.rmtree(world.weights / "step_5")
+            commit(world, 5, 10, life=1)
+            run.done("finished")
+
+    world.pool.before = before
+    settings = {"weights_dir": world.weights, "follow": True, "rollouts_per_example": 2, "max_concurrent": 1}
+    found = await asyncio.wait_for(world.run(**settings), 30)
+    assert names(found) == ["step_0", "step_5", "step_10"]
+    assert len(world.pool.made) == made + 4 + 8 + 8  # of the base what was missing, of the others all
+    report = (world.directory / "out" / "evals" / "report.md").read_text()
+    assert "not evaluated" not in report
+
+
+async def test_what_is_written_to_the_disk_only_later_is_evaluated_then(world):
+    """Contract: a version that was sent counts as not there until its tensors are."""
+    commit(world, 0)
+    world.trainer.commit(5, sender=SENDER)
+    run = Status(world.directory / "run", "trainer")
+
+    def write() -> None:
+        shutil.rmtree(world.weights / "step_5")
+        commit(world, 5)
+        run.done("finished")
+
+    asyncio.get_running_loop().call_later(0.5, write)
+    found = await asyncio.wait_for(world.run(weights_dir=world.weights, follow=True), 30)
+    assert names(found) == ["step_0", "step_5"]
+
+
+async def test_a_version_that_was_asked_for_and_is_not_evaluated_is_a_failure(world):
+    """Contract: the exit status says that it is not there; without names it is one only if no version could be loaded."""
+    commit(world, 0, 10)
+    world.trainer.commit(5, sender=SENDER)
+    assert names(await world.run(weights_dir=world.weights)) == ["step_0", "step_10"]
+    with pytest.raises(UserError, match=r"version 5 was not evaluated: .* never written"):
+        await world.run(weights_dir=world.weights, steps=[5, 10])
+    shutil.rmtree(world.weights / "step_10")
+    with pytest.raises(UserError, match=r"version 5 was not evaluated: .* never written"):
+        await world.run(weights_dir=world.weights, output_dir=world.directory / "other")
+
+
+async def test_a_version_whose_memory_is_gone_is_skipped_and_reported(world):
+    """Contract: what lay in the memory of a host that was started again is as good as removed; the others are evaluated."""
+    commit(world, 0, 10)
+    world.trainer.commit(5, memory=asdict(in_memory(world.directory / "gone", "nonce")))
+    assert names(await world.run(weights_dir=world.weights)) == ["step_0", "step_10"]
+    assert "* 5: its tensors were in memory" in (world.directory / "out" / "evals" / "report.md").read_text()
+
+
+async def test_a_follower_holds_what_it_will_evaluate_and_no_more(world):
+    """Contract: versions that are never evaluated may be removed."""
+    commit(world, 0, 10)
+    run = Status(world.directory / "run", "sft")
+    held = []
+
+    def look() -> None:
+        held.append(read_lease(world.directory / "run", EVAL).version)
+        run.done("finished")
+
+    asyncio.get_running_loop().call_later(0.5, look)
+    await asyncio.wait_for(world.run(weights_dir=world.weights, follow=True, hold=True, interval=10), 30)
+    assert held == [20]
+
+
 def test_a_run_that_gives_no_sign_has_ended(tmp_path):
     """Contract: nobody waits for a run that never comes, or that was killed; a heartbeat is a sign, a failure may be started again."""
     now = 0.0
@@ -164,6 +253,12 @@ def test_a_run_that_gives_no_sign_has_ended(tmp_path):
     status.done("failed: no memory")
     assert not writer.ended()
     now = 400.0
+    assert writer.ended()
+    Status(tmp_path, "sft").close()
+    assert not writer.ended()
+    status_path(tmp_path, "sft").unlink()  # by a launcher that was to start it again, and was killed then
+    assert not writer.ended()
+    now = 600.0
     assert writer.ended()
 
 

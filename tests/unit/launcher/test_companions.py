@@ -5,9 +5,12 @@ from pathlib import Path
 import pytest
 
 from prime_rl.config import ConfigError, SFTConfig, parse
+from prime_rl.entrypoints import sft
 from prime_rl.errors import UserError
 from prime_rl.launcher import companions
 from prime_rl.launcher.companions import Companions, eval_config, server_config
+from prime_rl.transport import lives
+from prime_rl.transport.protocol import Lease
 
 EVAL = {"environment": {"id": "reverse-text"}, "interval": 5}
 
@@ -68,3 +71,24 @@ def test_torchruns_variables_are_not_inherited() -> None:
     """Contract: an engine that found a rank would wait for others; what names settings of `sft` would be refused."""
     environ = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PATH": "/bin", "PRIME_DATA__SEQ_LEN": "9"}
     assert Companions(config(), environ)._environ == {"PATH": "/bin"}
+
+
+def test_what_a_killed_evaluation_held_is_let_go(tmp_path: Path) -> None:
+    """Contract: a run that goes on without evaluating removes its versions as if there had been none."""
+    lives.write_lease(tmp_path, Lease(0, 5), lives.EVAL)
+    with Companions(config(eval=None, output_dir=tmp_path), {}) as nothing:
+        nothing.finish()
+        assert lives.leases(tmp_path) == []
+
+
+def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: it ends with 130 and no stack, as `eval` does."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sft, "load", lambda *_, **__: config())
+    monkeypatch.setattr(sft, "run", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        sft.main()
+    assert ended.value.code == 130

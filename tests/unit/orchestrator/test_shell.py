@@ -201,6 +201,34 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
     assert evaluated == set(world.pool.evaluated)
 
 
+async def test_a_version_that_another_life_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
+    """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, also after a restart of this process."""
+    settings = {"interval": 1, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
+    world = World(tmp_path, max_steps=2, eval=settings)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    await until(has_batch(world, 0), run=run)
+    world.trainer.commit(1)
+    await until(has_batch(world, 1), run=run)
+    assert world.pool.evaluated == [1]
+    world.trainer.live(1, 0)
+    world.trainer.commit(1, life=1)
+    await until(lambda: world.pool.evaluated == [1, 1], run=run)
+    world.trainer.commit(2, life=1)
+    await run
+    assert world.pool.evaluated == [1, 1, 2]
+    rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
+    assert [row["eval/held-out/policy_life"] for row in rows if "eval/held-out/policy_life" in row] == [1, 1]
+    evaluations = world.orchestrator().evaluations
+    evaluations._serving.history.look()
+    assert not evaluations.due_at_end(2)
+    world.trainer.live(2, 1)
+    evaluations._serving.history.look()
+    assert evaluations.due_at_end(2)
+    assert evaluations._last == 1
+
+
 async def test_an_evaluation_during_which_the_server_was_lost_is_made_again(tmp_path):
     """What the base model sampled after a silent restart is not logged as the served version's."""
     world = World(tmp_path, max_steps=1, eval={"at_start": False, "environments": [{"id": "env", "name": "held-out"}]})
