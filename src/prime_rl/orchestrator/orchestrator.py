@@ -154,7 +154,7 @@ class Orchestrator:
 
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
-        while not self.core.done and not self.stopping:
+        while not self.core.done and not self.stopping:  # bounded: by the end of the run; each event has a deadline
             if self._launch():
                 self._wake.set()  # to go on with, once what was started has begun
                 await asyncio.sleep(0)
