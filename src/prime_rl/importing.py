@@ -64,9 +64,7 @@ def find_module(path: str, key: str) -> tuple[str, str]:
             raise UserError(f"{key}: there is no file {where}")
         _check_defined(Path(where), name, path, key)
         return where, name
-    # `python -m …`, as `rl` starts its processes, finds modules in the working directory; a console script such as `rl` itself does not.
-    if not {"", str(Path.cwd())} & set(sys.path):
-        sys.path.append(str(Path.cwd()))
+    look_here()
     try:
         found = importlib.util.find_spec(where)
     except (ImportError, ValueError):  # a package above it is missing
@@ -104,6 +102,12 @@ def _bound(node: ast.AST) -> list[str]:
         case ast.Name(ctx=ast.Store()):
             return [node.id]
     return []
+
+
+def look_here() -> None:
+    """Find modules in the working directory: `python -m …`, as `rl` starts its processes, does; a console script such as `rl` itself does not."""
+    if not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))
 
 
 def takes(function: Callable[..., Any], name: str) -> bool:

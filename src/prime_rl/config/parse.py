@@ -18,6 +18,14 @@ from prime_rl.config.schema import Keys, find, settings
 Config = TypeVar("Config", bound=BaseConfig)
 
 
+def say(text: str) -> None:
+    """Print a long text, of which somebody may read the beginning alone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # whoever read it has read enough; nor may the interpreter complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None = None) -> Config:
     """The configuration of this process, from `argv` (None: the command line) and the environment.
 
@@ -26,10 +34,7 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
     arguments = sys.argv[1:] if argv is None else list(argv)
     name = prog or os.path.basename(sys.argv[0])
     if "-h" in arguments or "--help" in arguments:
-        try:
-            print(help_text(cls, name), flush=True)
-        except BrokenPipeError:  # whoever read it has read enough; nor may the interpreter complain at its end
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        say(help_text(cls, name))
         raise SystemExit(0)
     try:
         config, hints = resolve(cls, arguments, os.environ)

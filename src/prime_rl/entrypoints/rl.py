@@ -7,6 +7,7 @@ from pathlib import Path
 
 from prime_rl import lifeline
 from prime_rl.config import RLConfig, load
+from prime_rl.config.parse import say
 from prime_rl.errors import UserError
 
 
@@ -45,7 +46,7 @@ def _examine(what: str, arguments: Sequence[str]) -> int:
         return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("usage: rl audit RUN (the run's output directory)")
-    print(audit_text(Path(arguments[0])))
+    say(audit_text(Path(arguments[0])))
     return 0
 
 

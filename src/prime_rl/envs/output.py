@@ -43,6 +43,11 @@ class Log:
                 if data:
                     self.path.replace(self.former)
 
+    def begin(self) -> None:
+        """Be there, however little is said."""
+        with contextlib.suppress(OSError):
+            self._open().close()
+
     def note(self, text: str) -> None:
         """A line of ours."""
         self.write(f"prime-rl: {text}\n".encode())

@@ -299,6 +299,7 @@ class EnvPool:
         """A new worker process. Raises OSError."""
         assert self._lifeline is not None
         assert self._directory is not None
+        crew.log.begin()
         life = await process.spawn(
             identity,
             self._address,

@@ -250,6 +250,7 @@ def main() -> None:
     args = parser.parse_args()
     token = os.environ.pop(TOKEN_VAR, "")  # not for the programs that an environment starts
     asyncio.run(_serve(args, token))
+    zmq.asyncio.Context.instance().term()  # the last message leaves: waits for as long as the socket lingers, a second
     # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
     logging.shutdown()
     sys.stdout.flush()

@@ -99,6 +99,12 @@ def check_versions(config: "EvalConfig") -> None:
         return
     found = list_steps(config.weights_dir)
     there = ", ".join(map(str, found)) or "none"
+    if not found and (config.weights_dir / "weights").is_dir():
+        raise UserError(
+            f"weights_dir: {config.weights_dir} is a run: its versions are in {config.weights_dir / 'weights'}"
+        )
+    if not config.weights_dir.is_dir():
+        raise UserError(f"weights_dir: {config.weights_dir} is not there")
     if missing := [step for step in config.steps if step not in found and step != BASE]:
         named = ", ".join(map(str, missing))
         raise UserError(f"steps: there is no version {named} in {config.weights_dir} (there: {there})")

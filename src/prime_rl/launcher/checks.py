@@ -1,5 +1,6 @@
 """What can be known to fail before anything is started. Cheap: imports no torch, no vLLM, no environment."""
 
+import difflib
 import importlib.util
 import json
 import shutil
@@ -8,12 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import prime_rl
 from prime_rl.config import OrchestratorConfig
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import ids, venv
 from prime_rl.envs.adapter import CLASSIC
 from prime_rl.errors import UserError
-from prime_rl.importing import find_module
+from prime_rl.importing import find_module, look_here
 from prime_rl.inference.ports import check_unheld
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header
@@ -88,11 +90,12 @@ def check_environment(environment: EnvConfig) -> None:
     if environment.requirements:
         venv.check(environment)
         return
+    look_here()
     module = ids.module_name(environment.id)
     if ids.find(environment.id) is None and not _is_builtin_taskset(module):
         raise UserError(
-            f"environment {environment.id} is not installed (no module {module}): "
-            f"`uv run prime env install {environment.id}`, or `uv add` its package"
+            f"environment {environment.id} is not installed (no module {module}, nor a {module}.py here): "
+            f"`uv run prime env install {environment.id}`, `uv add` its package, or name it in `requirements`{_near(environment.id)}"
         )
     kind = ids.kind_of(environment.id) if environment.adapter == "auto" else environment.adapter
     if kind == "classic":
@@ -101,6 +104,13 @@ def check_environment(environment: EnvConfig) -> None:
         ids.check_version(environment.id)
     except ids.WrongVersion as error:
         raise UserError(str(error)) from error
+
+
+def _near(environment_id: str) -> str:
+    """A bundled environment that may have been meant."""
+    bundled = [path.name.replace("_", "-") for path in Path(prime_rl.__file__).parents[1].iterdir() if path.is_dir()]
+    near = difflib.get_close_matches(environment_id, bundled, 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:

@@ -124,6 +124,8 @@ class Companions:
             time.sleep(_POLL_SECONDS)
         if evaluation.reap(self._known) != 0:
             raise self._failed(evaluation)
+        report = self._config.output_dir / "evals" / "report.md"
+        logger.info("evaluated, see %s\n%s", report, report.read_text() if report.is_file() else "nothing")
 
     def _failed(self, child: Child) -> UserError:
         why = "\n".join([ending(child.reap(self._known)), *last_words(child.spec.log, child.log_start)])

@@ -68,7 +68,8 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
     assert current is not None
     try:
         _hear(current.cancel)  # nothing has been made that could be lost
-        status.phase("waiting for teachers")
+        if teachers.names:
+            status.phase("waiting for teachers")
         await teachers.start(status.waiting)
         pool = make_pool(config, teachers)
         async with AsyncExitStack() as stack:

@@ -50,8 +50,13 @@ def test_a_version_that_is_not_there_is_an_error_that_lists_what_is(world):
     commit(world, 0, 10, 20)
     with pytest.raises(UserError, match=r"there is no version 15, 30 in .*weights \(there: 0, 10, 20\)"):
         check_versions(world.config(weights_dir=world.weights, steps=[10, 15, 30]))
-    with pytest.raises(UserError, match=r"no version to evaluate in .*nowhere \(there: none; --follow waits"):
+    (world.directory / "empty").mkdir()
+    with pytest.raises(UserError, match=r"no version to evaluate in .*empty \(there: none; --follow waits"):
+        check_versions(world.config(weights_dir=world.directory / "empty"))
+    with pytest.raises(UserError, match="nowhere is not there"):
         check_versions(world.config(weights_dir=world.directory / "nowhere"))
+    with pytest.raises(UserError, match=r"is a run: its versions are in .*weights"):
+        check_versions(world.config(weights_dir=world.weights.parent))
     check_versions(world.config(weights_dir=world.weights, steps=[20]))
     check_versions(world.config(weights_dir=world.directory / "nowhere", follow=True))
 

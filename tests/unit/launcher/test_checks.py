@@ -1,6 +1,7 @@
 """Bad input is found before anything is started, and named."""
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,16 @@ def test_datasets(tmp_path: Path) -> None:
     for missing in (str(tmp_path / "none"), "none.jsonl", "./none"):
         with pytest.raises(UserError, match="does not exist"):
             check_dataset(missing)
+
+
+def test_an_environment_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: workers find it there, and so does the check before; a slip of the pen gets the bundled one that is near."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [one for one in sys.path if one not in ("", str(tmp_path))])
+    (tmp_path / "guess_here.py").write_text("def tasks(): return []\nasync def rollout(task, chat): return 0.0\n")
+    check_environment(EnvConfig(id="guess-here"))
+    with pytest.raises(UserError, match="did you mean reverse-text"):
+        check_environment(EnvConfig(id="reverse-txt"))
 
 
 def test_environments() -> None:
