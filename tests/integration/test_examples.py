@@ -18,7 +18,10 @@ ENVIRONMENTS = {
     "wordle": "wordle",
     "tool_use": "calculator",
     "self_play": "kuhn-poker",
+    "hendrycks_math": "hendrycks-math",
+    "intellect_math": "intellect-math",
 }
+EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}  # what some of them are laid out for
 RUNS = [f"{name}/{file}.toml" for name in ENVIRONMENTS for file in ("rl", "cpu")]
 DEMONSTRATIONS = {
     "wordle": ("sft.toml", "--games", 40),
@@ -29,9 +32,10 @@ DEMONSTRATIONS = {
 
 @pytest.mark.parametrize("config", RUNS)
 def test_dry_run(config: str, tmp_path: Path) -> None:
-    """A whole run is planned from the file alone, without a GPU."""
+    """A whole run is planned from the file alone: on a machine without a GPU, and what asks for eight where they are."""
     arguments = ("@", EXAMPLES / config, "--output-dir", tmp_path / "run", "--dry-run")
-    with Command("rl", *arguments, log=tmp_path / "log") as command:
+    env = EIGHT_GPUS if "_math/rl" in config else None
+    with Command("rl", *arguments, log=tmp_path / "log", env=env) as command:
         command.succeed(60)
     name = ENVIRONMENTS[Path(config).parent.name]
     assert f'id = "{name}"' in (tmp_path / "run" / "configs" / "orchestrator.toml").read_text()
