@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 
 from benchmark_tasks.aime import aime_problems
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, math_tasks
 
-__all__ = ["Aime2024Taskset"]
+__all__ = ["Aime2024Taskset", "LocalEnv"]
 
 
 class Aime2024Config(BenchmarkConfig):

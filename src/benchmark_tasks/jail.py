@@ -28,7 +28,7 @@ AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY, NR_MOUNT_SETATTR = -100, 0x8000, 0x1,
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 22, 38, 2
 NR_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 NOBODY = 65534
-WORK = "/work"
+WORK = "/sandbox-of-one-run"  # no machine has its Python below it
 # What Python and its extensions load, beside its own directories.
 VISIBLE = ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")

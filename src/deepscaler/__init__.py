@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, Problem, math_tasks
 
-__all__ = ["DeepscalerTaskset"]
+__all__ = ["DeepscalerTaskset", "LocalEnv"]
 
 
 class DeepscalerConfig(BenchmarkConfig):

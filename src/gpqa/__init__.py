@@ -13,10 +13,11 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from benchmark_tasks.answers import after_thinking, boxed_answer, plain
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.rows import Row
 from benchmark_tasks.taskset import BenchmarkConfig, matches, pick
 
-__all__ = ["GpqaTaskset"]
+__all__ = ["GpqaTaskset", "LocalEnv"]
 
 LETTERS = "ABCD"
 OPTIONS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")

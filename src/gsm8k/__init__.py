@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.rows import DataError
 from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, Problem, math_tasks
 
-__all__ = ["Gsm8kTaskset"]
+__all__ = ["Gsm8kTaskset", "LocalEnv"]
 
 MARK = "####"
 

@@ -12,10 +12,11 @@ from pydantic import Field
 
 from benchmark_tasks.answers import last_boxed
 from benchmark_tasks.genesys import is_genesys, math_problems
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.rows import DataError, Rows
 from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, Problem, matches, math_tasks
 
-__all__ = ["HendrycksMathTaskset"]
+__all__ = ["HendrycksMathTaskset", "LocalEnv"]
 
 SUBSETS = (
     "algebra",

@@ -10,10 +10,11 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from benchmark_tasks.genesys import math_problems
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.rows import DataError, Rows
 from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, math_tasks
 
-__all__ = ["IntellectMathTaskset"]
+__all__ = ["IntellectMathTaskset", "LocalEnv"]
 
 
 class IntellectMathConfig(BenchmarkConfig):

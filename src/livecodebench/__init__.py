@@ -18,12 +18,13 @@ import verifiers.v1 as vf
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from benchmark_tasks.answers import after_thinking
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.sandbox import Limits, check
 from benchmark_tasks.taskset import BenchmarkConfig, pick
 from livecodebench.data import CodeProblem, Where, read_problems
 from livecodebench.tests import passes
 
-__all__ = ["LiveCodeBenchTaskset"]
+__all__ = ["LiveCodeBenchTaskset", "LocalEnv"]
 
 INSTRUCTIONS = (
     "You are an expert Python programmer. Solve the problem with a correct and fast Python program. Reason first, then give the whole program in "

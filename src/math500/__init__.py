@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import Field
 
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.taskset import BenchmarkConfig, MathTask, MathTaskConfig, Problem, matches, math_tasks
 
-__all__ = ["Math500Taskset"]
+__all__ = ["LocalEnv", "Math500Taskset"]
 
 
 class Math500Config(BenchmarkConfig):

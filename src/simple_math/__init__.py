@@ -11,9 +11,10 @@ from typing import Literal, Self
 import verifiers.v1 as vf
 from pydantic import Field, PositiveInt, model_validator
 
+from benchmark_tasks.local import LocalEnv
 from benchmark_tasks.taskset import BOXED, MathData, MathTask, MathTaskConfig
 
-__all__ = ["SimpleMathTaskset"]
+__all__ = ["LocalEnv", "SimpleMathTaskset"]
 
 SIGNS = {"add": "+", "subtract": "-", "multiply": "*"}
 EVAL_SHARE = 5  # one problem in this many is held out

@@ -1,0 +1,19 @@
+"""How a problem is put to a model: one conversation, in this process. verifiers' defaults are a shell in a remote sandbox."""
+
+import verifiers.v1 as vf
+
+from prime_rl.envs.harness import HARNESS_ID, close_session
+
+
+class LocalEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig(harness={"id": HARNESS_ID}, runtime={"type": "subprocess"})
+
+
+class LocalEnv(vf.Env[LocalEnvConfig]):
+    """One agent, which answers; the same for every benchmark."""
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        await agents.agent.run(task)
+
+    async def stop(self) -> None:
+        await close_session()
