@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
@@ -61,6 +62,27 @@ def run_training() -> Iterator[Callable[[TrainerConfig], None]]:
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+CHANGED_LOGITS: dict[str, dict[str, object]] = {
+    "granite": {"logits_scaling": 8.0},
+    "cohere2": {"logit_scale": 0.0625},
+    "gemma2": {"attn_logit_softcapping": None, "final_logit_softcapping": 2.0},
+}
+"""Model types whose own forward changes the logits after the head, with the settings that make a tiny model do so."""
+
+
+def make_changed_logits_model(directory: Path, model_type: str, tokenizer_of: Path) -> Path:
+    """A random model of `model_type` with the tokenizer of another model."""
+    config = AutoConfig.for_model(
+        model_type, vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
+        bos_token_id=None, eos_token_id=None, pad_token_id=None, **CHANGED_LOGITS[model_type],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    AutoTokenizer.from_pretrained(tokenizer_of).save_pretrained(directory)
+    return directory
 
 
 def make_sample(rng: np.random.Generator, name: str, tokens: int, temperature: float = 0.7) -> Sample:

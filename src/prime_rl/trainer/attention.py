@@ -246,7 +246,10 @@ def register(backend: str) -> set[Any]:
         assert cu_seqlens is not None, "the trainer passes document boundaries to every layer"
         assert max_seqlen is not None, "and the length of the longest document with them"
         if dropout or softcap is not None or s_aux is not None:
-            raise UserError("attention with dropout, soft-capped scores or sinks is not supported by the trainer")
+            kind = type(module).__name__
+            raise UserError(
+                f"{kind}: attention with dropout, soft-capped scores or sinks is not supported by the trainer"
+            )
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [1, H, T, D] -> [T, H, D]
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return kernel(q, k, v, cu_seqlens, max_seqlen, scale, sliding_window)[None], None

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.func import functional_call
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from prime_rl.errors import UserError
@@ -60,6 +61,63 @@ class Policy(nn.Module):
         if isinstance(loss, SequenceLoss):
             return loss(*logprob_entropy(*head, self.head_chunk), batch.streams, *batch.documents())
         return fused_token_loss(*head, batch.streams, loss, self.head_chunk, self.compiled)
+
+    @torch.no_grad()
+    def head_error(self, input_ids_T: Tensor) -> Tensor:
+        """The largest difference [] between log-probabilities of our head and of the model's own logits, over one document of T tokens.
+
+        Both heads start from the same hidden states, in float32, and see the same rows of the vocabulary: what is compared
+        is what the model's own forward does to its logits, which is the same for every row.
+        """
+        for unit in self.routers:
+            unit.unshard()
+        hidden_1TH = torch.empty(0)
+
+        def to_float32(_: nn.Module, __: Any, output: Any) -> Any:
+            nonlocal hidden_1TH
+            hidden_1TH = output.last_hidden_state = output.last_hidden_state.float()
+            return output
+
+        tokens = len(input_ids_T)
+        positions = torch.arange(tokens, device=input_ids_T.device)
+        boundaries = attention.boundaries(positions.new_tensor([0, tokens], dtype=torch.int32), tokens)
+        weight_VH = self.lm.lm_head.weight[:HEAD_CHECK_ROWS].float()
+        hook = self.lm.model.register_forward_hook(to_float32)
+        try:
+            inputs = {"input_ids": input_ids_T[None], "position_ids": positions[None], "use_cache": False, **boundaries}
+            logits_TV = functional_call(self.lm, {"lm_head.weight": weight_VH}, (), inputs, tie_weights=False).logits[0]
+        finally:
+            hook.remove()
+        labels_T = input_ids_T % len(weight_VH)
+        theirs = torch.log_softmax(logits_TV.float(), -1).gather(1, labels_T[:, None]).squeeze(1)
+        ones = torch.ones(tokens, device=input_ids_T.device)
+        ours, _ = logprob_entropy(hidden_1TH[0], weight_VH, labels_T, ones, self.head_chunk)
+        return (ours - theirs).abs().max()
+
+
+HEAD_CHECK_TOKENS, HEAD_CHECK_ROWS, HEAD_CHECK_LIMIT = 64, 4096, 1e-3
+
+
+def check_head(policy: Policy, source: Source, world: World) -> None:
+    """Compare our head with the model's own on a short random document, eagerly: nothing is compiled for it.
+
+    Raises:
+        UserError: the model's forward does something to its logits that our head does not (a scale, a soft-cap).
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = source.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (HEAD_CHECK_TOKENS,), generator=generator).to(world.device)
+    with torch.compiler.set_stance("force_eager"):
+        error = policy.head_error(ids).item()
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # checkpoints and exports read sharded parameters
+    moe.load_sums(policy)  # discarded: these tokens are of no step
+    if not error <= HEAD_CHECK_LIMIT:  # NaN is refused as well
+        raise UserError(
+            f"model {source.name} cannot be trained: the forward of {type(policy.lm).__name__} changes its logits after the head, "
+            f"and log-probabilities without that are off by {error:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
+        )
 
 
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:
@@ -131,6 +189,7 @@ def build_policy(
     # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
     frees_root = settings.reshard and memory.shape.root_is_read_once
     fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frees_root)
+    register_fsdp_forward_method(policy, "head_error")
     units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
     reduction: Any = SingleRankReduction()
     for unit in units:

@@ -224,3 +224,16 @@ def test_wrong_columns_write_nothing(run: Run, tied_model: Path, tmp_path: Path)
     with pytest.raises(UserError, match="has the columns question, answer; fine-tuning needs"):
         run(make_config(tmp_path / "run", tied_model, tmp_path / "rows.jsonl", max_steps=1))
     assert not (tmp_path / "run" / "weights").exists()
+
+
+@pytest.mark.parametrize("model_type", support.CHANGED_LOGITS)
+def test_a_model_that_changes_its_logits_is_refused(
+    model_type: str, run: Run, dataset: Path, tied_model: Path, tmp_path: Path
+) -> None:
+    """Contract: where the model's own forward scales or caps the logits, training on those without it is refused before anything is
+    committed, in one line with the architecture and the size of the error."""
+    model = support.make_changed_logits_model(tmp_path / "model", model_type, tied_model)
+    with pytest.raises(UserError, match=rf"(?i){model_type}ForCausalLM changes its logits .* off by \d") as caught:
+        run(make_config(tmp_path, model, dataset, max_steps=1))
+    assert "\n" not in str(caught.value)
+    assert not list_steps(tmp_path / "weights")

@@ -485,3 +485,16 @@ def test_each_transport_keeps_the_same_versions(
     run_training(support.make_config(run, tied_model, max_steps=6, weights={**weights, "transport": carried}, **settings))  # fmt: skip
     assert hashes(run)[5] == found[5]
     assert 6 in hashes(run)
+
+
+@pytest.mark.parametrize("model_type", support.CHANGED_LOGITS)
+def test_a_model_that_changes_its_logits_is_refused(
+    model_type: str, run_training: Run, tied_model: Path, tmp_path: Path
+) -> None:
+    """Contract: where the model's own forward scales or caps the logits, training on those without it is refused before anything is
+    committed, in one line with the architecture and the size of the error."""
+    model = support.make_changed_logits_model(tmp_path / "model", model_type, tied_model)
+    with pytest.raises(UserError, match=rf"(?i){model_type}ForCausalLM changes its logits .* off by \d") as caught:
+        run_training(support.make_config(tmp_path, model, max_steps=1))
+    assert "\n" not in str(caught.value)
+    assert not list_steps(tmp_path / "weights")

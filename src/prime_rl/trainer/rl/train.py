@@ -22,7 +22,7 @@ from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import make_loss
 from prime_rl.trainer.loss_metrics import describe
 from prime_rl.trainer.memory import watched
-from prime_rl.trainer.model import build_policy
+from prime_rl.trainer.model import build_policy, check_head
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world
@@ -79,6 +79,7 @@ def run(
     policy = build_policy(
         source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim, lent=lent
     )
+    check_head(policy, source, world)
     optimizer = build_optimizer(policy, config.optim)
     say_without_effect(config, policy, world)
     progress = checkpoints.load(policy, optimizer)

@@ -18,7 +18,7 @@ from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import watched
-from prime_rl.trainer.model import build_policy
+from prime_rl.trainer.model import build_policy, check_head
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
@@ -61,6 +61,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     tokens = config.data.seq_len * config.data.micro_batch_size
     check_host_memory(config, source, world, tokens, SMALL_SFT)
     policy = build_policy(source, config.model, world, config.seed, tokens=tokens, optim=config.optim)
+    check_head(policy, source, world)
     optimizer = build_optimizer(policy, config.optim)
     say_without_effect(config, policy, world)
     progress = checkpoints.load(policy, optimizer)
