@@ -23,7 +23,13 @@ class Command:
     """One running `python -m prime_rl.entrypoints.<name> …`; its output goes to `log`."""
 
     def __init__(
-        self, name: str, *arguments: object, log: Path, env: dict[str, str] | None = None, module: str | None = None
+        self,
+        name: str,
+        *arguments: object,
+        log: Path,
+        env: dict[str, str] | None = None,
+        module: str | None = None,
+        cwd: Path = REPOSITORY,
     ) -> None:
         self.name = name
         self.log = log
@@ -34,7 +40,7 @@ class Command:
                 [sys.executable, "-m", module or f"prime_rl.entrypoints.{name}", *map(str, arguments)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=REPOSITORY,
+                cwd=cwd,
                 env={**inherited(), "OMP_NUM_THREADS": "1", **self._line.env, **(env or {})},
                 pass_fds=self._line.pass_fds,
                 start_new_session=True,

@@ -1,0 +1,119 @@
+"""Contract: every line of PRIME-RL's READMEs does what docs/commands.md says. What `runs` says is in test_commands_run.py."""
+
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from support.commands import PAGE, Row, make_checkout, parse_line, read_rows, run_line
+from support.processes import REPOSITORY
+from support.serving import commit
+
+ROWS = read_rows()
+EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+MODEL = REPOSITORY / "assets" / "tiny-reverse"
+
+
+def rows_of(*kinds: str) -> list[Row]:
+    return [row for row in ROWS if row.kind in kinds]
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The weights of an earlier run: versions 10 to 50."""
+    root = tmp_path_factory.mktemp("earlier") / "weights"
+    tensors = load_file(MODEL / "model.safetensors")
+    for version in (10, 20, 30, 40, 50):
+        commit(root, version, MODEL, tensors)
+    return root
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    directory = make_checkout(tmp_path / "prime-rl")
+    for name in ("8b", "14b"):
+        (directory / f"qwen{name}.toml").write_text(f'[model]\nname = "Qwen/Qwen3-{name.upper()}"\n')
+    return directory
+
+
+@pytest.mark.parametrize("row", rows_of("plans", "hint"), ids=str)
+def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> None:
+    """Pasted with `--dry-run` the line is accepted, writes its resolved configuration, and says what the page promises."""
+    if "outputs/weights" in row.line:
+        (checkout / "outputs").mkdir()
+        shutil.copytree(request.getfixturevalue("versions"), checkout / "outputs" / "weights")
+    line = row.line
+    if "--nnodes=2" in line:  # one node cannot wait for another here
+        line = re.sub(r"--nnodes=2", "--nnodes=1", line)
+        line = re.sub(r"--nproc[-_]per[-_]node 8", "--nproc-per-node 1", line).replace("--node-rank 1", "--node-rank 0")
+    status, output = run_line(line, checkout, "--dry-run", environment=EIGHT_GPUS)
+    assert status == 0, output
+    assert row.text in output
+    assert "Traceback" not in output
+    assert any(path.is_file() for path in checkout.glob("outputs*/**/*.toml")), "no resolved configuration"
+
+
+@pytest.mark.parametrize("row", rows_of("refused"), ids=str)
+def test_refused(row: Row, checkout: Path) -> None:
+    """A line that cannot be meant ends at once, in one line that says what to type."""
+    status, output = run_line(row.line, checkout, environment=EIGHT_GPUS)
+    assert status not in (0, None), output
+    assert row.text in output
+    assert "Traceback" not in output
+    assert not (checkout / "outputs").exists(), "something was started"
+
+
+@pytest.mark.parametrize("command", sorted({row.text.split()[0] for row in rows_of("help")}))
+def test_help(command: str, checkout: Path) -> None:
+    """`--help` lists the options that the documents name, with their defaults."""
+    status, output = run_line(f"uv run {command} --help", checkout, environment={"COLUMNS": "300"})
+    assert status == 0
+    missing = []
+    for row in rows_of("help"):
+        entrypoint, option, *default = row.text.split()
+        if entrypoint != command:
+            continue
+        found = [line for line in re.split(r"\n(?=  -|\[)", output) if line.split()[:1] == [option]]
+        off = "off unless given" if option.startswith("[") else ""
+        expected = f"[default: {default[0]}]" if default else off
+        if not any(expected in " ".join(line.split()) for line in found):
+            missing.append((row.text, found))
+    assert not missing
+
+
+def test_migrated() -> None:
+    """What is not carried over has a line in docs/migration.md."""
+    migration = (REPOSITORY / "docs" / "migration.md").read_text()
+    assert [row.line for row in rows_of("migrated") if row.text not in migration] == []
+
+
+def test_named_paths_and_tests_exist() -> None:
+    assert [row.text for row in rows_of("path", "test") if not (REPOSITORY / row.text).exists()] == []
+
+
+def test_programs_of_others_are_installed() -> None:
+    """What the documents call besides our own commands comes with the installation."""
+    for program in ("wandb", "hf", "prime", "vf-eval", "pre-commit", "torchrun"):
+        assert shutil.which(program, path=str(REPOSITORY / ".venv" / "bin")), program
+
+
+def test_the_page_counts_its_rows() -> None:
+    """Nothing is left out silently: the page's sum is that of its rows."""
+    counts = Counter(row.kind for row in ROWS)
+    working = sum(counts[kind] for kind in ("runs", "plans", "hint", "help", "path", "test"))
+    expected = (
+        f"{len(ROWS)} rows: {working} work, {counts['refused']} are refused with the line to type, "
+        f"{counts['migrated']} are in docs/migration.md, {counts['elsewhere']} cannot be tried here."
+    )
+    assert expected in PAGE.read_text(), expected
+
+
+def test_lines_are_read_as_a_shell_reads_them() -> None:
+    """A check of this test's own reading."""
+    assert parse_line("A=1 uv run rl @ a.toml --x \"{'y': 1}\" --host $API_KEY") == (
+        {"A": "1"},
+        ["rl", "@", "a.toml", "--x", "{'y': 1}", "--host", "secret"],
+    )
