@@ -7,7 +7,6 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, Validati
 from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.origin import Origins
 from prime_rl.config.share import share, without_copies
 from prime_rl.config.shared import CkptConfig, Device, ModelConfig, WandbConfig
 from prime_rl.config.trainer import TrainerConfig
@@ -90,9 +89,7 @@ class RLConfig(BaseConfig):
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        context = info.context or {}
-        origins, hints = context.get("origins", Origins([])), context.get("hints", [])
-        return share(data, origins, hints) if isinstance(data, dict) else data
+        return share(data, info.context) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -33,13 +33,21 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None}
 DEFAULT_PORT = 8000
 
 
-def share(tree: Tree, origins: Origins, hints: list[str]) -> Tree:
-    """`tree` (what the user gave of an RLConfig) with shared settings in every section. Raises Problems."""
-    return _Sharing(tree, origins, hints).run()
+def share(tree: Tree, context: Any) -> Tree:
+    """`tree` (what the user gave of an RLConfig) with shared settings in every section. Raises Problems.
+
+    `context` is the parser's, with `origins` and `hints`; without one all sources are equally strong.
+    """
+    return _Sharing(tree, context).run()
+
+
+def share_server(tree: Tree, context: Any) -> Tree:
+    """`tree` (of an SFTConfig) where the server that is started has the model, and evaluations ask that server."""
+    return _Sharing(tree, context).evaluations()
 
 
 def without_copies(table: Tree) -> Tree:
-    """The complete table of a run without the values that `share` fills into its sections from the top."""
+    """The complete table of a run without the values that are filled into its sections."""
     table = deepcopy(table)
     present = [name for name in ALL if isinstance(table.get(name), dict)]
     copies = [(key, f"{section}.{key}") for key, sections in COMMON.items() for section in sections]
@@ -54,6 +62,14 @@ def without_copies(table: Tree) -> Tree:
             _remove(table, f"{section}.monitor.wandb")
     if "inference" in present:
         _remove(table, "orchestrator.client.base_url")
+    return table
+
+
+def without_address(table: Tree) -> Tree:
+    """The complete table of an SFTConfig without the address that follows from the server's."""
+    table = deepcopy(table)
+    if isinstance(table.get("inference"), dict):
+        _remove(table, "eval.client.base_url")
     return table
 
 
@@ -88,9 +104,10 @@ def _same(one: Any, other: Any) -> bool:
 class _Sharing:
     """The table of a run, in which shared settings are filled into the sections."""
 
-    def __init__(self, tree: Tree, origins: Origins, hints: list[str]) -> None:
+    def __init__(self, tree: Tree, context: Any) -> None:
         self._tree = {key: _as_table(value) for key, value in tree.items()}
-        self._origins, self._hints = origins, hints
+        self._origins: Origins = context["origins"] if context else Origins([])
+        self._hints: list[str] = context["hints"] if context else []
 
     def run(self) -> Tree:
         self._tree.setdefault("trainer", {})
@@ -105,9 +122,14 @@ class _Sharing:
         for section in pair:
             problems += self._wandb(section, f"{section}.monitor.wandb")
         if "inference" in present and "orchestrator" in present:
-            problems.append(self._address())
+            problems.append(self._address("orchestrator.client"))
         check(*problems)
         self._fake_data()
+        return self._tree
+
+    def evaluations(self) -> Tree:
+        if isinstance(self._tree.get("inference"), dict) and isinstance(self._tree.get("eval"), dict):
+            check(self._unify(["model.name", "inference.model.name"]), self._address("eval.client"))
         return self._tree
 
     def _get(self, key: str) -> tuple[bool, Any]:
@@ -117,6 +139,8 @@ class _Sharing:
         return self._origins.strength(tuple(key.split(".")))
 
     def _set(self, key: str, value: Any) -> None:
+        """Set what was not given, or by a weaker source, which then has no part in the value."""
+        self._origins.forget(tuple(key.split(".")))
         *tables, last = key.split(".")
         here = self._tree
         for part in tables:
@@ -124,11 +148,6 @@ class _Sharing:
             if not isinstance(here, dict):
                 return  # A wrong type, which validation reports.
         here[last] = value
-
-    def _override(self, key: str, value: Any) -> None:
-        """Set what was given by a weaker source, which then has no part in the value."""
-        self._origins.forget(tuple(key.split(".")))
-        self._set(key, value)
 
     def _contradiction(self, one: str, value: Any, other: str, different: Any) -> Problem:
         origin = self._origins.exact(tuple(one.split(".")))
@@ -154,9 +173,7 @@ class _Sharing:
             if not _same(value, other := self._get(place)[1]):
                 return self._contradiction(first, value, place, other)
         for place in places:
-            if place in given and place != first and place not in others:
-                self._override(place, value)
-            else:
+            if place not in (first, *others):
                 self._set(place, value)
         return None
 
@@ -170,12 +187,8 @@ class _Sharing:
         if stronger == 0:
             return [Problem(f"{on[0]} is on but {off[0]} is off: processes checkpoint together", on[0], off[0])]
         for place in places:
-            if stronger < 0 and place in on:
-                self._override(place, None)
-            elif stronger < 0:
-                self._set(place, None)
-            elif place not in on:
-                self._override(place, {})
+            if place not in (on if stronger > 0 else off):
+                self._set(place, {} if stronger > 0 else None)
         if stronger < 0:
             return []
         return [self._unify([f"{place}.{name}" for place in places]) for name in CkptConfig.model_fields]
@@ -185,7 +198,7 @@ class _Sharing:
         if self._get("seq_len")[1] is not None:
             if all(self._strength(place) <= self._strength("seq_len") for place in places):
                 return [self._unify(["seq_len", place]) for place in places]
-            self._override("seq_len", None)
+            self._set("seq_len", None)
         if sum(self._get(place)[0] for place in places) == 1:
             self._unify(places)
         return []
@@ -196,13 +209,13 @@ class _Sharing:
         found, own = self._get(place)
         stronger = self._strength("wandb") - self._strength(place)
         if given and shared is None and own is not None and stronger > 0:
-            self._override(place, None)
+            self._set(place, None)
         if not isinstance(shared, dict) or (found and own is None and stronger < 0):
             return []
         if found and own is None and stronger == 0:
             return [Problem(f"wandb is on but {place} is off", "wandb", place)]
         if own is None:
-            self._override(place, {})
+            self._set(place, {})
         problems: list[Problem | None] = []
         for name in WandbConfig.model_fields:
             top, key = f"wandb.{name}", f"{place}.{name}"
@@ -211,30 +224,25 @@ class _Sharing:
                 continue
             named = f"{value}-{section}" if name in ("name", "id") else value
             stronger = self._strength(top) - self._strength(key)
-            if not found:
+            if not found or stronger > 0:
                 self._set(key, named)
-            elif stronger > 0:
-                self._override(key, named)
             elif stronger == 0 and not _same(own, named):
                 problems.append(self._contradiction(top, value, key, own))
         return problems
 
-    def _address(self) -> Problem | None:
-        """Let the orchestrator's client and the inference server agree on host and port."""
-        key, host_key, port_key = "orchestrator.client.base_url", "inference.server.host", "inference.server.port"
-        if self._get("orchestrator.client.admin_base_url")[1] is not None:
-            router = "orchestrator.client.admin_base_url"
-            message = (
-                f"{router} names servers behind a router, but [inference] starts its own: leave one of the two out"
-            )
-            return Problem(message, router)
-        if self._get("orchestrator.client.discover")[1] is not None:
+    def _address(self, client: str) -> Problem | None:
+        """Let a client and the inference server agree on host and port."""
+        key, router, discover = f"{client}.base_url", f"{client}.admin_base_url", f"{client}.discover"
+        host_key, port_key = "inference.server.host", "inference.server.port"
+        leave_out = "but [inference] starts its own: leave one of the two out"
+        if self._get(router)[1] is not None:
+            return Problem(f"{router} names servers behind a router, {leave_out}", router)
+        if self._get(discover)[1] is not None:
             # The server that is started registers beside the others. A base_url beside it is refused by the client's section.
-            return self._unify(["orchestrator.client.discover", "inference.server.register_dir"])
+            return self._unify([discover, "inference.server.register_dir"])
         host, (port_given, port), url = self._get(host_key)[1], self._get(port_key), self._get(key)[1]
         if isinstance(url, list) and len(url) > 1:
-            message = f"{key} names {len(url)} servers, but [inference] starts its own: leave one of the two out (inference_servers starts several)"
-            return Problem(message, key)
+            return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)
         url = url[0] if isinstance(url, list) and url else url
         if url:
             try:
@@ -243,20 +251,17 @@ class _Sharing:
             except ValueError:
                 return None  # Not an address: validation reports it.
             same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
-            server = self._strength(port_key) if same_host else max(self._strength(host_key), self._strength(port_key))
-            stronger = self._strength(key) - server
-            if same_host and (not port_given or str(url_port) == str(port)):
+            rivals = [port_key] if same_host else [port_key, host_key]
+            stronger = self._strength(key) - max(map(self._strength, rivals))
+            if same_host and (not port_given or stronger > 0 or str(url_port) == str(port)):
                 self._set(port_key, url_port)
-                return None
-            if same_host and stronger > 0:
-                self._override(port_key, url_port)
                 return None
             if stronger >= 0:
                 listens = f"{host or 'localhost'}:{port if port_given else DEFAULT_PORT}"
                 message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
                 return Problem(message, key, port_key, host_key)
         name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
-        self._override(key, f"http://{name}:{port if port_given else DEFAULT_PORT}/v1")
+        self._set(key, f"http://{name}:{port if port_given else DEFAULT_PORT}/v1")
         return None
 
     def _fake_data(self) -> None:
@@ -264,11 +269,11 @@ class _Sharing:
         it trains on the orchestrator's, and what a file for the trainer alone says of random ones has no part."""
         key = "trainer.data.fake"
         given, fake = self._get(key)
-        if self._tree.get("bench") is not True and fake is not None:
+        if self._tree.get("bench") is True and not given:
+            found, batch_size = self._get("orchestrator.batch_size")
+            self._set(key, {"batch_size": batch_size} if found else {})
+        elif self._tree.get("bench") is not True and fake is not None:
             origin = self._origins.of(tuple(key.split(".")))
             where = f" ({origin.text})" if origin is not None else ""
             self._hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
-            self._override(key, None)
-        elif self._tree.get("bench") is True and not given:
-            found, batch_size = self._get("orchestrator.batch_size")
-            self._set(key, {"batch_size": batch_size} if found else {})
+            self._set(key, None)
