@@ -57,9 +57,12 @@ def without_copies(table: Tree) -> Tree:
         found, copy = _get(table, place)
         if given and found and _same(value, copy):
             _remove(table, place)
-    if isinstance(table.get("wandb"), dict):
+    shared = table.get("wandb")
+    if isinstance(shared, dict):
         for section in PAIR:
-            _remove(table, f"{section}.monitor.wandb")
+            filled = {key: _named(key, value, section) for key, value in shared.items()}
+            if _get(table, f"{section}.monitor.wandb")[1] == filled:
+                _remove(table, f"{section}.monitor.wandb")
     if "inference" in present:
         _remove(table, "orchestrator.client.base_url")
     return table
@@ -97,6 +100,11 @@ def _get(tree: Tree, key: str) -> tuple[bool, Any]:
     return True, here
 
 
+def _named(key: str, value: Any, section: str) -> Any:
+    """The value of `wandb.key` in the monitor of `section`: name and id have the name of the process behind them."""
+    return f"{value}-{section}" if key in ("name", "id") and value not in (None, "None") else value
+
+
 def _same(one: Any, other: Any) -> bool:
     return one == other or str(one) == str(other)  # A path may be given as Path or as text.
 
@@ -119,8 +127,7 @@ class _Sharing:
         ]
         problems += self._ckpt(["ckpt", *(f"{section}.ckpt" for section in pair)])
         problems += self._seq_len([f"{section}.seq_len" for section in pair])
-        for section in pair:
-            problems += self._wandb(section, f"{section}.monitor.wandb")
+        problems += self._wandb(pair)
         if "inference" in present and "orchestrator" in present:
             problems.append(self._address("orchestrator.client"))
         check(*problems)
@@ -203,31 +210,40 @@ class _Sharing:
             self._unify(places)
         return []
 
-    def _wandb(self, section: str, place: str) -> list[Problem | None]:
-        """Fill `wandb` into the monitor of `section`, name and id with the name of the process behind them."""
+    def _wandb(self, sections: list[str]) -> list[Problem | None]:
+        """Fill `wandb` into the monitors of `sections`; one that differs by a stronger source leaves no shared setting."""
         given, shared = self._get("wandb")
-        found, own = self._get(place)
-        stronger = self._strength("wandb") - self._strength(place)
-        if given and shared is None and own is not None and stronger > 0:
-            self._set(place, None)
-        if not isinstance(shared, dict) or (found and own is None and stronger < 0):
-            return []
-        if found and own is None and stronger == 0:
-            return [Problem(f"wandb is on but {place} is off", "wandb", place)]
-        if own is None:
-            self._set(place, {})
         problems: list[Problem | None] = []
-        for name in WandbConfig.model_fields:
-            top, key = f"wandb.{name}", f"{place}.{name}"
-            value, (found, own) = shared.get(name), self._get(key)
-            if value is None:
+        differs = False
+        for section, place in [(section, f"{section}.monitor.wandb") for section in sections]:
+            found, own = self._get(place)
+            stronger = self._strength("wandb") - self._strength(place)
+            if given and shared is None and own is not None and stronger > 0:
+                self._set(place, None)
+            if not isinstance(shared, dict):
                 continue
-            named = f"{value}-{section}" if name in ("name", "id") else value
-            stronger = self._strength(top) - self._strength(key)
-            if not found or stronger > 0:
-                self._set(key, named)
-            elif stronger == 0 and not _same(own, named):
-                problems.append(self._contradiction(top, value, key, own))
+            if found and own is None and stronger <= 0:
+                differs = True
+                problems.append(Problem(f"wandb is on but {place} is off", "wandb", place) if stronger == 0 else None)
+                continue
+            if own is None:
+                self._set(place, {})
+            for top, key, value in [
+                (f"wandb.{name}", f"{place}.{name}", shared.get(name)) for name in WandbConfig.model_fields
+            ]:
+                found, own = self._get(key)
+                named = _named(top.removeprefix("wandb."), value, section)
+                stronger = self._strength(top) - self._strength(key)
+                if value is None or (found and _same(own, named)):
+                    continue
+                if not found or stronger > 0:
+                    self._set(key, named)
+                elif stronger == 0:
+                    problems.append(self._contradiction(top, value, key, own))
+                else:
+                    differs = True
+        if differs:
+            self._tree["wandb"] = None
         return problems
 
     def _address(self, client: str) -> Problem | None:

@@ -238,6 +238,18 @@ def test_wandb_of_a_stronger_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [["--trainer.monitor.wandb.project", "q"], ["--trainer.monitor.no-wandb"], ["--trainer.monitor.wandb.id", "i"]],
+)
+def test_a_monitor_of_its_own_is_written_and_fed_back(tmp_path: Path, argv: list[str]) -> None:
+    """Contract: the run's own file gives the same run, where a section differs from the top by a stronger source, too."""
+    (tmp_path / "run.toml").write_text('[wandb]\nproject = "p"\nname = "n"')
+    config = rl("@", str(tmp_path / "run.toml"), *argv)
+    write_toml(config, tmp_path / "resolved.toml")
+    assert parse(RLConfig, ["@", str(tmp_path / "resolved.toml")], {}) == config
+
+
+@pytest.mark.parametrize(
     ("orch", "infer", "argv", "url", "port"),
     [
         ("http://localhost:1", "port = 2", ["--inference.server.port", "3"], "http://localhost:3/v1", 3),
