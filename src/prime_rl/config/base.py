@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 
@@ -43,7 +43,10 @@ def check(*found: Problem | None) -> None:
 
 
 class Older(NamedTuple):
-    """An older spelling: the key that replaced it, and how its value is written there."""
+    """An older spelling: the key that replaced it, and how its value is written there.
+
+    Of a key that is still there, values that `convert` leaves alone are no older spelling.
+    """
 
     key: str
     convert: Callable[[Any], Any]
@@ -77,10 +80,14 @@ def default_type(field: FieldInfo) -> str | None:
     return str(default.type)
 
 
+def _lower_case(word: Any) -> Any:
+    return word.lower() if isinstance(word, str) else word
+
+
 class LogConfig(Section):
     """Console and log file."""
 
-    level: Literal["debug", "info", "warning", "error"] = Field(
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower_case)] = Field(
         default="info", description="Least severe messages shown."
     )
 

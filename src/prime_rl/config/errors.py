@@ -1,13 +1,13 @@
 """Mistakes as readable lines: the key, what is wrong, where it came from, and what was probably meant."""
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from pydantic import ValidationError
 
 from prime_rl.config.base import Problem, Problems, Section
-from prime_rl.config.origin import Origins, spell
+from prime_rl.config.origin import SECTIONS_OF_RL, Origin, Origins, spell
 from prime_rl.config.schema import Keys, all_paths, find, settings, type_tag
 from prime_rl.redact import without_password
 
@@ -27,28 +27,35 @@ class _Report:
     def unknown(self, keys: Keys, value: Any, section: type[Section], rivals: tuple[type[Section], ...]) -> None:
         """`keys` name nothing in `section`, which was chosen among `rivals` by `type`."""
         owners = [type_tag(rival) for rival in rivals if keys[-1] in settings(rival)]
-        keys = (*keys, *_only_path(value))
+        position = len(keys) - 1
+        keys = (*keys, *_first_path(value))
         origin = self._origins.of(keys)
         within = f" of type '{type_tag(section)}'" if len(rivals) > 1 else ""
         if origin is not None and origin.kind != "file":
             said = f"{origin.text} names no setting{within}"
         else:
             said = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
-        near = nearest(self._root, keys, section)
-        if owners:
+        near = nearest(self._root, keys, section, position)
+        if keys[0] in SECTIONS_OF_RL and keys[0] not in settings(self._root):
+            said += f": it is for `rl`; `{keys[0]}` by itself has {self._spell(keys[1:], origin)}"
+        elif owners:
             *but_last, last = [f"'{owner}'" for owner in owners]
             said += f"; it belongs to type {', '.join(but_last)}{' or ' if but_last else ''}{last}"
         elif near is not None:
-            said += f"; did you mean {spell(near, origin.kind if origin is not None else 'file')}?"
+            said += f"; did you mean {self._spell(near, origin)}?"
         self._problems.append(said)
 
+    @staticmethod
+    def _spell(keys: Keys, origin: Origin | None) -> str:
+        return spell(keys, origin.kind if origin is not None else "file")
 
-def _only_path(value: Any) -> Keys:
-    """The keys down to what a table holds, as long as it is one thing."""
-    if not isinstance(value, dict) or len(value) != 1:
+
+def _first_path(value: Any) -> Keys:
+    """The keys down to the first thing that a table holds."""
+    if not isinstance(value, dict) or not value:
         return ()
     key, inner = next(iter(value.items()))
-    return (key, *_only_path(inner))
+    return (key, *_first_path(inner))
 
 
 def _known(
@@ -72,23 +79,33 @@ def _known(
     return known
 
 
-def nearest(root: type[Section], keys: Keys, section: type[Section]) -> Keys | None:
-    """The setting that `keys` probably meant. `section` is the last table on the way that exists.
+def nearest(root: type[Section], keys: Keys, section: type[Section], position: int) -> Keys | None:
+    """The setting that `keys` probably meant, None where none is likely. `section` has no `keys[position]`.
 
-    In this order: a neighbour of similar name, the same name elsewhere, a similar path.
+    In this order: the same name with other dots (--model-name), a neighbour of similar name, the same name elsewhere, a
+    similar name with other dots.
     """
-    for position in range(len(keys)):
-        close = difflib.get_close_matches(keys[position], settings(section), n=1)
-        mended = (*keys[:position], *close, *keys[position + 1 :])
-        if close and find(root, mended) is not None:
-            return mended
     paths = list(all_paths(root))
-    same = [path for path in paths if path[-1] == keys[-1]]
+    unknown = "_".join(keys[position:])
+    names = {"_".join(path[position:]): path for path in paths if path[:position] == keys[:position]}
+    if unknown in names:
+        return names[unknown]
+    for name in _close(keys[position], settings(section)):
+        mended = (*keys[:position], name, *keys[position + 1 :])
+        if find(root, mended) is not None:
+            return mended
+    same = [path for path in paths if path[-1] == keys[-1] and set(keys[position:]) <= set(path)]
     if same:
         return min(same, key=lambda path: (-len(set(path) & set(keys)), len(path)))
-    dotted = {".".join(path): path for path in paths}
-    close = difflib.get_close_matches(".".join(keys), dotted, n=1)
-    return dotted[close[0]] if close else None
+    close = difflib.get_close_matches(unknown, names, n=1, cutoff=0.8)
+    return names[close[0]] if close else None
+
+
+def _close(word: str, names: Iterable[str]) -> list[str]:
+    """Of `names` those like `word`, and those that it abbreviates as `dp` does `data_parallel_size`; the likeliest first."""
+    initials = {name: "".join(part[0] for part in name.split("_")) for name in names}
+    abbreviated = [name for name, letters in initials.items() if len(word) > 1 and letters.startswith(word)]
+    return [*difflib.get_close_matches(word, initials), *sorted(abbreviated, key=len)]
 
 
 _SHAPES = {"model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "list_type": "a list"}

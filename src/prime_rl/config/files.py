@@ -11,6 +11,13 @@ from prime_rl.config.origin import Assignment, Layer, Origin
 from prime_rl.config.schema import Keys
 
 INCLUDE = "include"
+# configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, of older releases is configs/NAME/train.toml.
+_OLDER_FOLDERS = {
+    "trainer": "train.toml",
+    "training": "train.toml",
+    "orchestrator": "orch.toml",
+    "inference": "infer.toml",
+}
 
 _HEADER = re.compile(r"^\s*\[(\[)?\s*(?P<keys>[^\[\]#]+?)\s*\]\]?\s*(#.*)?$")
 _KEY = re.compile(r"""^\s*(?P<keys>(?:[\w-]+|"[^"]*"|'[^']*')(?:\s*\.\s*(?:[\w-]+|"[^"]*"|'[^']*'))*)\s*=""")
@@ -57,10 +64,16 @@ def _malformed(path: Path, message: str) -> str:
 
 
 def _nearest_file(path: Path) -> str:
+    for folder, name in _OLDER_FOLDERS.items():
+        if folder in path.parts[:-1]:
+            position = path.parts.index(folder)
+            today = Path(*path.parts[:position], path.with_suffix("").parts[position + 1], name)
+            if today.is_file():
+                return f" (today it is {today})"
     if not path.parent.is_dir():
         return f" (nor is there a directory {path.parent})"
-    near = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=1)
-    return f" (did you mean {path.parent / near[0]}?)" if near else ""
+    near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
+    return f" (did you mean {path.parent / near[0]}.toml?)" if near else ""
 
 
 def _included(value: Any, path: Path) -> list[str]:

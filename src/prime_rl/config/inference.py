@@ -1,11 +1,12 @@
 """Settings of the inference server."""
 
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Problem, Section
+from prime_rl.config.base import BaseConfig, Older, Problem, Section
 from prime_rl.config.shared import Device, ModelConfig
 from prime_rl.redact import has_password
 
@@ -32,8 +33,18 @@ class InferenceModel(ModelConfig):
     )
 
 
+def _port_of(address: Any) -> Any:
+    """The port of an address like http://localhost:8001; anything else as it is."""
+    try:
+        return urlsplit(address).port or address if isinstance(address, str) and "://" in address else address
+    except ValueError:
+        return address
+
+
 class ServerConfig(Section):
     """Where the server listens."""
+
+    older: ClassVar[dict[str, Older]] = {"port": Older("port", _port_of)}
 
     host: str | None = Field(
         default=None, description="Address (None: loopback, or all addresses when there is an API key)."

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from prime_rl.config.schema import Keys
 
 PREFIX = "PRIME_"
+SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
 
 
 @dataclass(frozen=True)
@@ -130,34 +131,42 @@ def put_item(tree: dict[str, Any], keys: Keys, index: int, value: Any) -> None:
 
 def is_shared_copy(keys: Keys) -> bool:
     """Whether `keys` lie in a section of `rl` into which settings of the same name are filled from the top."""
-    return len(keys) > 1 and keys[0] in ("trainer", "orchestrator", "inference")
+    return len(keys) > 1 and keys[0] in SECTIONS_OF_RL
 
 
 class Origins:
     """Which origin set a key last."""
 
     def __init__(self, layers: Iterable[Layer]) -> None:
-        """`layers` from the lowest to the highest."""
-        self._by_keys: dict[Keys, Origin] = {}
-        for assignment in (assignment for layer in layers for assignment in layer):
-            if assignment.value != {} and not assignment.mark:
-                self._forget_within(assignment.keys)
-            self._by_keys[assignment.keys] = assignment.origin
+        """`layers` from the weakest to the strongest; what one of them assigns is equally strong."""
+        self._by_keys: dict[Keys, tuple[Origin, int]] = {}
+        for strength, layer in enumerate(layers):
+            for assignment in layer:
+                if assignment.value != {} and not assignment.mark:
+                    self.forget(assignment.keys)
+                self._by_keys[assignment.keys] = assignment.origin, strength
 
     def exact(self, keys: Keys) -> Origin | None:
         """Origin of the very setting, or of the shared setting of `rl` that it was filled from."""
-        return self._by_keys.get(keys) or (self._by_keys.get(keys[1:]) if is_shared_copy(keys) else None)
+        entry = self._by_keys.get(keys) or (self._by_keys.get(keys[1:]) if is_shared_copy(keys) else None)
+        return entry[0] if entry is not None else None
 
     def given(self, keys: Keys) -> bool:
         return keys in self._by_keys
 
-    def of(self, keys: Keys) -> Origin | None:
-        """Origin of `keys`, else of the table around it, else of something within it; None where nobody gave it."""
-        origin = self.exact(keys)
-        for length in range(len(keys) - 1, 0, -1):
-            origin = origin or self._by_keys.get(keys[:length])
-        return origin or next((inner for given, inner in self._by_keys.items() if given[: len(keys)] == keys), None)
+    def strength(self, keys: Keys) -> int:
+        """The layer of the strongest source of `keys` or of something within it; -1 where nobody gave it."""
+        return max((layer for given, (_, layer) in self._by_keys.items() if given[: len(keys)] == keys), default=-1)
 
-    def _forget_within(self, keys: Keys) -> None:
+    def of(self, keys: Keys) -> Origin | None:
+        """Origin of `keys`, else of something within it, else of the table around it; None where nobody gave it."""
+        origin = self.exact(keys)
+        origin = origin or next((one for given, (one, _) in self._by_keys.items() if given[: len(keys)] == keys), None)
+        for length in range(len(keys) - 1, 0, -1):
+            origin = origin or self.exact(keys[:length])
+        return origin
+
+    def forget(self, keys: Keys) -> None:
+        """Drop `keys` and everything within: another value stands there now."""
         for given in [given for given in self._by_keys if given[: len(keys)] == keys]:
             del self._by_keys[given]

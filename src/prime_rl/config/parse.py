@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
@@ -14,6 +15,7 @@ from prime_rl.config.errors import describe, unknown_keys
 from prime_rl.config.help import help_text
 from prime_rl.config.origin import Assignment, Layer, Origins, of_one_type, put_item, spell
 from prime_rl.config.schema import Keys, find, settings
+from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
 
@@ -68,8 +70,9 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
 
     line = command_line.read(argv, cls)
     hints: list[str] = []
-    # From the lowest to the highest.
-    given = [environ.read(env, cls), line.root_files, line.section_files, line.options]
+    # From the weakest to the strongest. Files for sections stand beside the last one for the whole, and beside one another.
+    *earlier, last = [list(file) for _, file in groupby(line.root_files, lambda one: one.origin.source)] or [[]]
+    given = [environ.read(env, cls), *earlier, [*last, *line.section_files], line.options]
     layers = [[_todays(assignment, cls, hints) for assignment in layer] for layer in given]
     layers = of_one_type(layers, hints)
     origins = Origins(layers)
@@ -80,7 +83,7 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
     tree, unknown = unknown_keys(cls, tree, origins)
     problems += unknown
     try:
-        config = cls.model_validate(tree)
+        config = cls.model_validate(tree, context={"origins": origins, "hints": hints})
     except ValidationError as error:
         raise ConfigError(problems + describe(error, cls, origins, incomplete=bool(line.problems))) from None
     if problems:
@@ -123,8 +126,12 @@ def _todays(assignment: Assignment, cls: type[Section], hints: list[str]) -> Ass
             continue
         new, origin = (*keys[:-1], older.key), assignment.origin
         value = older.convert(assignment.value)
+        if (new, value) == (keys, assignment.value):
+            continue
         shown = ",".join(value) if isinstance(value, list) else value
-        hints.append(f"{origin.text} {assignment.value} is an older spelling of {spell(new, origin.kind)} {shown}")
+        hints.append(
+            f"{origin.text} {without_password(str(assignment.value))} is an older spelling of {spell(new, origin.kind)} {shown}"
+        )
         return Assignment(new, value, origin)
     return assignment
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, model_validator
 
 from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.inference import InferenceConfig
@@ -88,8 +88,8 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _share(cls, data: Any) -> Any:
-        return share(data) if isinstance(data, dict) else data
+    def _share(cls, data: Any, info: ValidationInfo) -> Any:
+        return share(data, info.context) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

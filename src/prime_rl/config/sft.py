@@ -1,13 +1,14 @@
 """Settings of supervised fine-tuning."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 
-from prime_rl.config.base import Problem, Section, check
+from prime_rl.config.base import Problem, Section
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.shared import Length, same_server
+from prime_rl.config.share import share_server, without_address
+from prime_rl.config.shared import Length
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
 
@@ -79,40 +80,18 @@ class SFTConfig(TrainingConfig):
         default=None, description="The server for evaluations, started beside (None: one that runs already)."
     )
 
-    @model_validator(mode="after")
-    def _evaluates(self) -> Self:
-        if self.inference is None:
-            return self
-        check(self._has_use_for_a_server(), self._one_model(), self._one_server())
-        assert self.eval is not None
-        self.inference.model.name = self.model.name
-        self.eval.client.base_url = self._server_url(self.inference)
-        return self
-
-    def _has_use_for_a_server(self) -> Problem | None:
-        if self.eval is not None:
-            return None
-        return Problem("inference starts a server for evaluations, and there is no [eval]", "inference", "eval")
-
-    def _one_model(self) -> Problem | None:
-        assert self.inference is not None
-        model = self.inference.model
-        if "name" not in model.model_fields_set or model.name == self.model.name:
-            return None
-        message = f"inference.model.name is {model.name} but model.name is {self.model.name}: give it once"
-        return Problem(message, "inference.model.name", "model.name")
-
-    def _one_server(self) -> Problem | None:
-        assert self.inference is not None
-        client = None if self.eval is None else self.eval.client
-        if client is None or (client.discover is None and "base_url" not in client.model_fields_set):
-            return None
-        own = self._server_url(self.inference)
-        if [same_server(url) for url in client.base_urls] == [same_server(own)]:
-            return None
-        message = f"eval.client names a server, and inference starts another ({own}): give one of them"
-        return Problem(message, "eval.client", "inference")
-
     @staticmethod
-    def _server_url(inference: InferenceConfig) -> str:
-        return f"http://localhost:{inference.server.port}/v1"
+    def as_given(table: dict[str, Any]) -> dict[str, Any]:
+        """The server's address once, where the server is."""
+        return without_address(table)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_server(cls, data: Any, info: ValidationInfo) -> Any:
+        return share_server(data, info.context) if isinstance(data, dict) else data
+
+    @model_validator(mode="after")
+    def _has_use_for_a_server(self) -> Self:
+        if self.inference is not None and self.eval is None:
+            raise Problem("inference starts a server for evaluations, and there is no [eval]", "inference", "eval")
+        return self

@@ -1,18 +1,20 @@
-"""Settings that the processes of a run have in common: given once, filled into every section, contradictions refused.
+"""Settings that the processes of a run have in common: given once, filled into every section.
 
-Works on the table as it was given, before validation: only there is it visible what was given and what is a default.
+The same setting in several places (at the top, in sections) has the value of the strongest source, as the same key has:
+options over files over variables. Equally strong sources that differ are refused. Works on the table before validation:
+only there is it visible what was given and what is a default.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 from urllib.parse import urlsplit
 
 from prime_rl.config.base import Problem, Section, check
+from prime_rl.config.origin import SECTIONS_OF_RL, Origins, spell
 from prime_rl.config.shared import CkptConfig, WandbConfig
 
 Tree = dict[str, Any]
-ALL = ("trainer", "orchestrator", "inference")
+ALL = SECTIONS_OF_RL
 PAIR = ("trainer", "orchestrator")
 
 # The same in every process, wherever it is given: at the top, or in a section, whose value then reaches the others.
@@ -31,29 +33,21 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None}
 DEFAULT_PORT = 8000
 
 
-def share(given: Tree) -> Tree:
-    """`given` (what the user gave of an RLConfig) with shared settings in every section. Raises Problems."""
-    tree = {key: _as_table(value) for key, value in given.items()}
-    tree.setdefault("trainer", {})
-    present = tuple(name for name in ALL if isinstance(tree.get(name), dict))
-    problems = []
-    for key, sections in COMMON.items():
-        places = [key, *(f"{section}.{key}" for section in sections if section in present)]
-        problems.append(_unify(tree, places))
-    pair = [section for section in PAIR if section in present]
-    problems += _share_ckpt(tree, ["ckpt", *(f"{section}.ckpt" for section in pair)])
-    problems += _share_seq_len(tree, pair)
-    for section in pair:
-        problems += _share_wandb(tree, section)
-    if "inference" in present and "orchestrator" in present:
-        problems.append(_share_address(tree))
-    check(*problems)
-    _fill_bench_data(tree)
-    return tree
+def share(tree: Tree, context: Any) -> Tree:
+    """`tree` (what the user gave of an RLConfig) with shared settings in every section. Raises Problems.
+
+    `context` is the parser's, with `origins` and `hints`; without one all sources are equally strong.
+    """
+    return _Sharing(tree, context).run()
+
+
+def share_server(tree: Tree, context: Any) -> Tree:
+    """`tree` (of an SFTConfig) where the server that is started has the model, and evaluations ask that server."""
+    return _Sharing(tree, context).evaluations()
 
 
 def without_copies(table: Tree) -> Tree:
-    """The complete table of a run without the values that `share` fills into its sections from the top."""
+    """The complete table of a run without the values that are filled into its sections."""
     table = deepcopy(table)
     present = [name for name in ALL if isinstance(table.get(name), dict)]
     copies = [(key, f"{section}.{key}") for key, sections in COMMON.items() for section in sections]
@@ -63,11 +57,22 @@ def without_copies(table: Tree) -> Tree:
         found, copy = _get(table, place)
         if given and found and _same(value, copy):
             _remove(table, place)
-    if isinstance(table.get("wandb"), dict):
+    shared = table.get("wandb")
+    if isinstance(shared, dict):
         for section in PAIR:
-            _remove(table, f"{section}.monitor.wandb")
+            filled = {key: _named(key, value, section) for key, value in shared.items()}
+            if _get(table, f"{section}.monitor.wandb")[1] == filled:
+                _remove(table, f"{section}.monitor.wandb")
     if "inference" in present:
         _remove(table, "orchestrator.client.base_url")
+    return table
+
+
+def without_address(table: Tree) -> Tree:
+    """The complete table of an SFTConfig without the address that follows from the server's."""
+    table = deepcopy(table)
+    if isinstance(table.get("inference"), dict):
+        _remove(table, "eval.client.base_url")
     return table
 
 
@@ -95,137 +100,196 @@ def _get(tree: Tree, key: str) -> tuple[bool, Any]:
     return True, here
 
 
-def _set(tree: Tree, key: str, value: Any) -> None:
-    *tables, last = key.split(".")
-    here = tree
-    for part in tables:
-        here = here.setdefault(part, {})
-        if not isinstance(here, dict):
-            return  # A wrong type, which validation reports.
-    here[last] = value
-
-
-def _contradiction(one: str, value: Any, other: str, different: Any) -> Problem:
-    return Problem(f"{other} is {different} but {one} is {value}: both are the same setting, give it once", one, other)
-
-
-def _unify(tree: Tree, places: list[str]) -> Problem | None:
-    """Give all `places` the one value that some of them have; the Problem if they have several."""
-    given = [(place, value) for place in places for found, value in [_get(tree, place)] if found]
-    if not given:
-        return None
-    first, value = given[0]
-    for place, other in given[1:]:
-        if not _same(value, other):
-            return _contradiction(first, value, place, other)
-    for place in places:
-        _set(tree, place, value)
-    return None
+def _named(key: str, value: Any, section: str) -> Any:
+    """The value of `wandb.key` in the monitor of `section`: name and id have the name of the process behind them."""
+    return f"{value}-{section}" if key in ("name", "id") and value not in (None, "None") else value
 
 
 def _same(one: Any, other: Any) -> bool:
     return one == other or str(one) == str(other)  # A path may be given as Path or as text.
 
 
-def _share_ckpt(tree: Tree, places: list[str]) -> list[Problem | None]:
-    given = [(place, value) for place in places for found, value in [_get(tree, place)] if found]
-    if not given:
-        return []
-    off = [place for place, value in given if value is None]
-    on = [place for place, value in given if value is not None]
-    if off and on:
-        return [Problem(f"{on[0]} is on but {off[0]} is off: processes checkpoint together", on[0], off[0])]
-    for place in places:
-        if off:
-            _set(tree, place, None)
-        elif not _get(tree, place)[0]:
-            _set(tree, place, {})
-    return [] if off else [_unify(tree, [f"{place}.{name}" for place in places]) for name in CkptConfig.model_fields]
+class _Sharing:
+    """The table of a run, in which shared settings are filled into the sections."""
 
+    def __init__(self, tree: Tree, context: Any) -> None:
+        self._tree = {key: _as_table(value) for key, value in tree.items()}
+        self._origins: Origins = context["origins"] if context else Origins([])
+        self._hints: list[str] = context["hints"] if context else []
 
-def _share_seq_len(tree: Tree, sections: list[str]) -> list[Problem | None]:
-    """As the common settings, except that sections may differ if the top says nothing: micro-batches may be longer."""
-    places = [f"{section}.seq_len" for section in sections]
-    top = tree.get("seq_len")
-    values = [value for place in places for found, value in [_get(tree, place)] if found]
-    if top is not None:
-        return [_unify(tree, ["seq_len", place]) for place in places]
-    if len(values) == 1:
-        _unify(tree, places)
-    return []
+    def run(self) -> Tree:
+        self._tree.setdefault("trainer", {})
+        present = tuple(name for name in ALL if isinstance(self._tree.get(name), dict))
+        pair = [section for section in PAIR if section in present]
+        problems = [
+            self._unify([key, *(f"{section}.{key}" for section in sections if section in present)])
+            for key, sections in COMMON.items()
+        ]
+        problems += self._ckpt(["ckpt", *(f"{section}.ckpt" for section in pair)])
+        problems += self._seq_len([f"{section}.seq_len" for section in pair])
+        problems += self._wandb(pair)
+        if "inference" in present and "orchestrator" in present:
+            problems.append(self._address("orchestrator.client"))
+        check(*problems)
+        self._fake_data()
+        return self._tree
 
+    def evaluations(self) -> Tree:
+        if isinstance(self._tree.get("inference"), dict) and isinstance(self._tree.get("eval"), dict):
+            check(self._unify(["model.name", "inference.model.name"]), self._address("eval.client"))
+        return self._tree
 
-def _share_wandb(tree: Tree, section: str) -> list[Problem | None]:
-    """Fill `wandb` into the monitor of `section`, name and id with the name of the process behind them."""
-    shared, place = tree.get("wandb"), f"{section}.monitor.wandb"
-    if not isinstance(shared, dict):
-        return []
-    found, own = _get(tree, place)
-    if found and own is None:
-        return [Problem(f"wandb is on but {place} is off", "wandb", place)]
-    if not found:
-        _set(tree, place, {})
-    rename: dict[str, Callable[[Any], Any]] = dict.fromkeys(("name", "id"), lambda text: f"{text}-{section}")
-    problems = []
-    for name in WandbConfig.model_fields:
-        value = shared.get(name)
-        if value is None:
-            continue
-        value = rename.get(name, lambda same: same)(value)
-        found, own = _get(tree, f"{place}.{name}")
-        if not found:
-            _set(tree, f"{place}.{name}", value)
-        elif not _same(own, value):
-            problems.append(_contradiction(f"wandb.{name}", shared[name], f"{place}.{name}", own))
-    return list(problems)
+    def _get(self, key: str) -> tuple[bool, Any]:
+        return _get(self._tree, key)
 
+    def _strength(self, key: str) -> int:
+        return self._origins.strength(tuple(key.split(".")))
 
-def _share_address(tree: Tree) -> Problem | None:
-    """Let the orchestrator's client and the inference server agree on host and port."""
-    found, url = _get(tree, "orchestrator.client.base_url")
-    if _get(tree, "orchestrator.client.admin_base_url")[1] not in (None, "None"):
-        key = "orchestrator.client.admin_base_url"
-        return Problem(
-            f"{key} names servers behind a router, but [inference] starts its own: leave one of the two out", key
+    def _set(self, key: str, value: Any) -> None:
+        """Set what was not given, or by a weaker source, which then has no part in the value."""
+        self._origins.forget(tuple(key.split(".")))
+        *tables, last = key.split(".")
+        here = self._tree
+        for part in tables:
+            here = here.setdefault(part, {})
+            if not isinstance(here, dict):
+                return  # A wrong type, which validation reports.
+        here[last] = value
+
+    def _contradiction(self, one: str, value: Any, other: str, different: Any) -> Problem:
+        origin = self._origins.exact(tuple(one.split(".")))
+        top = one if one in COMMON else one.partition(".")[2]
+        advice = (
+            ""
+            if origin is None or origin.kind == "option"
+            else f", or decide by {spell(tuple(top.split('.')), 'option')}"
         )
-    discover = _get(tree, "orchestrator.client.discover")[1]
-    if discover not in (None, "None"):
-        # The server that is started registers beside the others. A base_url beside it is refused by the client's section.
-        return _unify(tree, ["orchestrator.client.discover", "inference.server.register_dir"])
-    host, (port_given, port) = _get(tree, "inference.server.host")[1], _get(tree, "inference.server.port")
-    if not found or url is None:
-        if found or port_given or host is not None:
-            name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
-            _set(tree, "orchestrator.client.base_url", f"http://{name}:{port if port_given else DEFAULT_PORT}/v1")
+        return Problem(
+            f"{other} is {different} but {one} is {value}: both are the same setting, give it once{advice}", one, other
+        )
+
+    def _unify(self, places: list[str]) -> Problem | None:
+        """Give all `places` the value that the strongest source gave one of them; the Problem if it gave several."""
+        given = [place for place in places if self._get(place)[0]]
+        if not given:
+            return None
+        strongest = max(self._strength(place) for place in given)
+        first, *others = [place for place in given if self._strength(place) == strongest]
+        value = self._get(first)[1]
+        for place in others:
+            if not _same(value, other := self._get(place)[1]):
+                return self._contradiction(first, value, place, other)
+        for place in places:
+            if place not in (first, *others):
+                self._set(place, value)
         return None
-    if isinstance(url, list) and len(url) > 1:
-        return Problem(
-            f"orchestrator.client.base_url names {len(url)} servers, but [inference] starts its own: leave one of the two out (inference_servers starts several)",
-            "orchestrator.client.base_url",
-        )
-    url = url[0] if isinstance(url, list) and url else url
-    try:
-        address = urlsplit(str(url))
-        url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
-    except ValueError:
-        return None  # Not an address: validation reports it.
-    same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
-    if same_host and not port_given:
-        _set(tree, "inference.server.port", url_port)
-    elif not same_host or str(url_port) != str(port):
-        server = f"{host or 'localhost'}:{port if port_given else DEFAULT_PORT}"
-        return Problem(
-            f"orchestrator.client.base_url is {url} but inference.server listens on {server}: give one of them",
-            "orchestrator.client.base_url",
-            "inference.server.port",
-            "inference.server.host",
-        )
-    return None
 
+    def _ckpt(self, places: list[str]) -> list[Problem | None]:
+        given = [place for place in places if self._get(place)[0]]
+        if not given:
+            return []
+        on = [place for place in given if self._get(place)[1] is not None]
+        off = [place for place in given if place not in on]
+        stronger = max(map(self._strength, on), default=-2) - max(map(self._strength, off), default=-2)
+        if stronger == 0:
+            return [Problem(f"{on[0]} is on but {off[0]} is off: processes checkpoint together", on[0], off[0])]
+        for place in places:
+            if place not in (on if stronger > 0 else off):
+                self._set(place, {} if stronger > 0 else None)
+        if stronger < 0:
+            return []
+        return [self._unify([f"{place}.{name}" for place in places]) for name in CkptConfig.model_fields]
 
-def _fill_bench_data(tree: Tree) -> None:
-    """Under bench the trainer is measured by itself: on random samples, as many as the orchestrator would send."""
-    if tree.get("bench") is not True or _get(tree, "trainer.data.fake")[0]:
-        return
-    found, batch_size = _get(tree, "orchestrator.batch_size")
-    _set(tree, "trainer.data.fake", {"batch_size": batch_size} if found else {})
+    def _seq_len(self, places: list[str]) -> list[Problem | None]:
+        """As the common settings, but sections that are stronger than the top may differ: micro-batches may be longer."""
+        if self._get("seq_len")[1] is not None:
+            if all(self._strength(place) <= self._strength("seq_len") for place in places):
+                return [self._unify(["seq_len", place]) for place in places]
+            self._set("seq_len", None)
+        if sum(self._get(place)[0] for place in places) == 1:
+            self._unify(places)
+        return []
+
+    def _wandb(self, sections: list[str]) -> list[Problem | None]:
+        """Fill `wandb` into the monitors of `sections`; one that differs by a stronger source leaves no shared setting."""
+        given, shared = self._get("wandb")
+        problems: list[Problem | None] = []
+        differs = False
+        for section, place in [(section, f"{section}.monitor.wandb") for section in sections]:
+            found, own = self._get(place)
+            stronger = self._strength("wandb") - self._strength(place)
+            if given and shared is None and own is not None and stronger > 0:
+                self._set(place, None)
+            if not isinstance(shared, dict):
+                continue
+            if found and own is None and stronger <= 0:
+                differs = True
+                problems.append(Problem(f"wandb is on but {place} is off", "wandb", place) if stronger == 0 else None)
+                continue
+            if own is None:
+                self._set(place, {})
+            for top, key, value in [
+                (f"wandb.{name}", f"{place}.{name}", shared.get(name)) for name in WandbConfig.model_fields
+            ]:
+                found, own = self._get(key)
+                named = _named(top.removeprefix("wandb."), value, section)
+                stronger = self._strength(top) - self._strength(key)
+                if value is None or (found and _same(own, named)):
+                    continue
+                if not found or stronger > 0:
+                    self._set(key, named)
+                elif stronger == 0:
+                    problems.append(self._contradiction(top, value, key, own))
+                else:
+                    differs = True
+        if differs:
+            self._tree["wandb"] = None
+        return problems
+
+    def _address(self, client: str) -> Problem | None:
+        """Let a client and the inference server agree on host and port."""
+        key, router, discover = f"{client}.base_url", f"{client}.admin_base_url", f"{client}.discover"
+        host_key, port_key = "inference.server.host", "inference.server.port"
+        leave_out = "but [inference] starts its own: leave one of the two out"
+        if self._get(router)[1] is not None:
+            return Problem(f"{router} names servers behind a router, {leave_out}", router)
+        if self._get(discover)[1] is not None:
+            # The server that is started registers beside the others. A base_url beside it is refused by the client's section.
+            return self._unify([discover, "inference.server.register_dir"])
+        host, (port_given, port), url = self._get(host_key)[1], self._get(port_key), self._get(key)[1]
+        if isinstance(url, list) and len(url) > 1:
+            return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)
+        url = url[0] if isinstance(url, list) and url else url
+        if url:
+            try:
+                address = urlsplit(str(url))
+                url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
+            except ValueError:
+                return None  # Not an address: validation reports it.
+            same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
+            rivals = [port_key] if same_host else [port_key, host_key]
+            stronger = self._strength(key) - max(map(self._strength, rivals))
+            if same_host and (not port_given or stronger > 0 or str(url_port) == str(port)):
+                self._set(port_key, url_port)
+                return None
+            if stronger >= 0:
+                listens = f"{host or 'localhost'}:{port if port_given else DEFAULT_PORT}"
+                message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
+                return Problem(message, key, port_key, host_key)
+        name = "localhost" if host in LOCAL_HOSTS else f"[{host}]" if ":" in str(host) else host
+        self._set(key, f"http://{name}:{port if port_given else DEFAULT_PORT}/v1")
+        return None
+
+    def _fake_data(self) -> None:
+        """Under bench the trainer is measured by itself, on as many random samples as the orchestrator would send; else
+        it trains on the orchestrator's, and what a file for the trainer alone says of random ones has no part."""
+        key = "trainer.data.fake"
+        given, fake = self._get(key)
+        if self._tree.get("bench") is True and not given:
+            found, batch_size = self._get("orchestrator.batch_size")
+            self._set(key, {"batch_size": batch_size} if found else {})
+        elif self._tree.get("bench") is not True and fake is not None:
+            origin = self._origins.of(tuple(key.split(".")))
+            where = f" ({origin.text})" if origin is not None else ""
+            self._hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
+            self._set(key, None)

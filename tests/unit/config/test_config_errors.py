@@ -85,10 +85,39 @@ def test_unknown_key_in_a_section_file(write: Write) -> None:
         ("--trainer.monitor.wandb-run.name", "--trainer.monitor.wandb.name"),
         ("--inference.tensor-parallel", "--inference.tensor-parallel-size"),
         ("--no-cleen", "--clean"),
+        ("--model-name", "--model.name"),
+        ("--inference.tp", "--inference.tensor-parallel-size"),
     ],
 )
 def test_unknown_option_suggests_the_nearest(option: str, meant: str) -> None:
     assert problems(RLConfig, [option, *ORCH]) == [f"{option} names no setting; did you mean {meant}?"]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--pp.rank",
+        "--data.num_workers",
+        "--train.micro_bs",
+        "--monitor.wandb.log-extras.interval",
+        "--wandb.log-extras",
+    ],
+)
+def test_nothing_is_suggested_where_nothing_is_alike(option: str) -> None:
+    assert problems(TrainerConfig, [option, "4"]) == [f"{option} names no setting"]
+
+
+def test_an_unknown_option_is_not_said_to_come_from_a_file(write: Write) -> None:
+    extras = "--trainer.monitor.wandb.log-extras"
+    argv = ["--trainer", "@", write("max_steps = 5"), f"{extras}.distributions", f"{extras}.interval", "10"]
+    assert problems(RLConfig, [*ORCH, *argv]) == [f"{extras}.distributions names no setting"]
+
+
+def test_a_setting_of_another_process() -> None:
+    argv = ["--monitor.wandb.id", "a", "--orchestrator.monitor.wandb.id", "b"]
+    assert problems(TrainerConfig, argv) == [
+        "--orchestrator.monitor.wandb.id names no setting: it is for `rl`; `orchestrator` by itself has --monitor.wandb.id"
+    ]
 
 
 def test_a_key_of_another_member_of_a_union() -> None:
@@ -206,6 +235,29 @@ def test_missing_files(write: Write, tmp_path: Path) -> None:
     # What the file would have given is not complained about.
     for cls in (RLConfig, OrchestratorConfig, EvalConfig):
         assert problems(cls, ["@", "xx.toml"]) == ["no such file: xx.toml (did you mean x.toml?)"]
+
+
+def test_a_file_of_an_older_release_names_todays(write: Write, tmp_path: Path) -> None:
+    """configs/trainer/NAME.toml is configs/NAME/train.toml; only what is there is named."""
+    write("")
+    roles = [("trainer", "train"), ("training", "train"), ("orchestrator", "orch"), ("inference", "infer")]
+    (tmp_path / "configs/math").mkdir(parents=True)
+    for folder, name in roles:
+        (today := tmp_path / f"configs/math/{name}.toml").write_text("")
+        for older in (f"configs/{folder}/math.toml", f"configs/{folder}/math/1b.toml"):
+            line = f"no such file: {older} (today it is configs/math/{name}.toml)"
+            assert problems(TrainerConfig, ["@", older]) == [line]
+        today.unlink()
+    line = "no such file: configs/trainer/math.toml (nor is there a directory configs/trainer)"
+    assert problems(TrainerConfig, ["@", "configs/trainer/math.toml"]) == [line]
+
+
+def test_no_unrelated_file_is_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("eval.toml", "infer.toml", "rl.json"):
+        Path(name).write_text("")
+    for name in ("train.toml", "rl.toml"):
+        assert problems(TrainerConfig, ["@", name]) == [f"no such file: {name}"]
 
 
 def test_at_without_a_file() -> None:

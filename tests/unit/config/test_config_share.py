@@ -17,6 +17,7 @@ from prime_rl.config import (
     write_toml,
 )
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.parse import resolve
 from prime_rl.config.shared import ClientConfig
 
 ORCH = ["--orchestrator.environment.id", "x"]
@@ -119,12 +120,180 @@ def test_several_contradictions_are_listed_together() -> None:
 
 
 def test_a_contradiction_between_files_names_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And an option of the top or of any section decides it."""
     monkeypatch.chdir(tmp_path)
     Path("train.toml").write_text("\nmax_steps = 20")
     Path("orch.toml").write_text("max_steps = 30")
-    line = problem("--trainer", "@", "train.toml", "--orchestrator", "@", "orch.toml")
+    files = ("--trainer", "@", "train.toml", "--orchestrator", "@", "orch.toml")
+    line = problem(*files)
+    assert "decide by --max-steps" in line
     assert "trainer.max_steps: train.toml, line 2" in line
     assert "orchestrator.max_steps: orch.toml, line 1" in line
+    for option in ("--max-steps", "--trainer.max-steps", "--orchestrator.max-steps"):
+        config = rl(*files, option, "5")
+        assert (config.max_steps, config.trainer.max_steps, config.orchestrator.max_steps) == (5, 5, 5)
+
+
+SOURCES = ("variable", "file", "option")
+
+
+@pytest.mark.parametrize(("key", "text", "other", "expected", "sections"), SHARED)
+@pytest.mark.parametrize("at_top", [True, False])
+@pytest.mark.parametrize(("weaker", "stronger"), [(0, 1), (0, 2), (1, 2)])
+def test_the_stronger_source_wins_between_the_top_and_a_section(
+    tmp_path: Path,
+    weaker: int,
+    stronger: int,
+    at_top: bool,
+    key: str,
+    text: str,
+    other: str,
+    expected: object,
+    sections: tuple[str, ...],
+) -> None:
+    """Contract: option over file over variable, also where the two stand in different places; the winner counts everywhere."""
+    places = [key, f"{sections[-1]}.{key}"] if at_top else [f"{sections[-1]}.{key}", key]
+    argv, env = ["--inference", *ORCH], {}
+    for place, kind, given in zip(places, (SOURCES[stronger], SOURCES[weaker]), (text, other), strict=True):
+        if kind == "variable":
+            env["PRIME_" + place.upper().replace(".", "__")] = given
+        elif kind == "option":
+            argv += [f"--{place}", given]
+        else:
+            file = tmp_path / "run.toml"
+            file.write_text(f"{place} = {given if given.isdigit() else repr(given)}")
+            argv += ["@", str(file)]
+    config = parse(RLConfig, argv, env)
+    for section in sections:
+        assert value(config, f"{section}.{key}") == expected
+
+
+@pytest.mark.parametrize("files", [("top", "section"), ("section", "top")])
+def test_a_later_file_wins_wherever_the_setting_stands(tmp_path: Path, files: tuple[str, str]) -> None:
+    """As it does for the same key. A file for one section is beside the last of them: there neither wins."""
+    (tmp_path / "top").write_text("max_steps = 1")
+    (tmp_path / "section").write_text("trainer.max_steps = 2")
+    config = rl(*(token for name in files for token in ("@", str(tmp_path / name))))
+    assert config.max_steps == config.orchestrator.max_steps == (2 if files[-1] == "section" else 1)
+    (tmp_path / "train").write_text("max_steps = 3")
+    assert "max_steps is 3" in problem("@", str(tmp_path / "top"), "--trainer", "@", str(tmp_path / "train"))
+
+
+def test_two_variables_that_differ_are_an_error_that_names_both() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(RLConfig, ORCH, {"PRIME_MAX_STEPS": "1", "PRIME_TRAINER__MAX_STEPS": "2"})
+    (line,) = caught.value.problems
+    assert "max_steps: PRIME_MAX_STEPS" in line
+    assert "trainer.max_steps: PRIME_TRAINER__MAX_STEPS" in line
+
+
+def test_what_a_stronger_source_replaced_is_not_named_in_errors(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text("max_steps = 20\n[ckpt]\nresume_step = 10")
+    line = problem("--trainer", "@", str(tmp_path / "train.toml"), "--max-steps", "5")
+    assert "max_steps: --max-steps" in line
+    assert f"ckpt.resume_step: {tmp_path / 'train.toml'}, line 3" in line
+
+
+def test_lengths_that_an_option_gives_one_section(tmp_path: Path) -> None:
+    """Over files that give every section its own it concerns that section; over the top of a file it is the length."""
+    (tmp_path / "run.toml").write_text("seq_len = 256")
+    top = rl("@", str(tmp_path / "run.toml"), "--trainer.seq-len", "512")
+    assert (top.trainer.seq_len, top.orchestrator.seq_len) == (512, 512)
+    (tmp_path / "run.toml").write_text("[trainer]\nseq_len = 256\n[orchestrator]\nseq_len = 256")
+    own = rl("@", str(tmp_path / "run.toml"), "--trainer.seq-len", "512")
+    assert (own.trainer.seq_len, own.orchestrator.seq_len) == (512, 256)
+
+
+def test_a_stronger_source_switches_checkpoints_on_and_off(tmp_path: Path) -> None:
+    on, off = tmp_path / "on.toml", tmp_path / "off.toml"
+    on.write_text("[ckpt]\ninterval = 3")
+    off.write_text('ckpt = "None"')
+    for place in ("ckpt", "orchestrator.ckpt"):
+        *section, name = place.split(".")
+        config = rl("--trainer", "@", str(on), f"--{'.'.join([*section, f'no-{name}'])}")
+        assert (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt) == (None, None, None)
+        config = rl("--trainer", "@", str(off), f"--{place}.keep", "2")
+        assert config.ckpt is not None
+        assert config.ckpt == config.trainer.ckpt == config.orchestrator.ckpt
+    assert parse(RLConfig, [*ORCH, "@", str(on)], {"PRIME_ORCHESTRATOR__CKPT": "false"}).orchestrator.ckpt is not None
+    assert "ckpt is on but trainer.ckpt is off" in problem("@", str(on), "--trainer", "@", str(off))
+
+
+def test_wandb_of_a_stronger_source(tmp_path: Path) -> None:
+    (tmp_path / "train.toml").write_text('[monitor.wandb]\nproject = "p"\nname = "n"')
+    file = ("--trainer", "@", str(tmp_path / "train.toml"))
+    config = rl(*file, "--wandb.name", "run")
+    trainer, orchestrator = config.trainer.monitor.wandb, config.orchestrator.monitor.wandb
+    assert trainer is not None
+    assert orchestrator is not None
+    assert (trainer.project, trainer.name, orchestrator.name) == ("p", "run-trainer", "run-orchestrator")
+    assert rl(*file, "--no-wandb").trainer.monitor.wandb is None
+    (tmp_path / "run.toml").write_text('[wandb]\nproject = "p"')
+    config = rl("@", str(tmp_path / "run.toml"), "--trainer.monitor.wandb.project", "q")
+    assert config.trainer.monitor.wandb is not None
+    assert config.orchestrator.monitor.wandb is not None
+    assert (config.trainer.monitor.wandb.project, config.orchestrator.monitor.wandb.project) == ("q", "p")
+    config = rl("@", str(tmp_path / "run.toml"), "--trainer.monitor.no-wandb")
+    assert (config.trainer.monitor.wandb, config.orchestrator.monitor.wandb is None) == (None, False)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["--trainer.monitor.wandb.project", "q"], ["--trainer.monitor.no-wandb"], ["--trainer.monitor.wandb.id", "i"]],
+)
+def test_a_monitor_of_its_own_is_written_and_fed_back(tmp_path: Path, argv: list[str]) -> None:
+    """Contract: the run's own file gives the same run, where a section differs from the top by a stronger source, too."""
+    (tmp_path / "run.toml").write_text('[wandb]\nproject = "p"\nname = "n"')
+    config = rl("@", str(tmp_path / "run.toml"), *argv)
+    write_toml(config, tmp_path / "resolved.toml")
+    assert parse(RLConfig, ["@", str(tmp_path / "resolved.toml")], {}) == config
+
+
+@pytest.mark.parametrize(
+    ("orch", "infer", "argv", "url", "port"),
+    [
+        ("http://localhost:1", "port = 2", ["--inference.server.port", "3"], "http://localhost:3/v1", 3),
+        (
+            "http://localhost:1",
+            "port = 2",
+            ["--orchestrator.client.base-url", "http://localhost:3"],
+            "http://localhost:3",
+            3,
+        ),
+        ("http://far:1", "port = 2", ["--inference.server.port", "3"], "http://localhost:3/v1", 3),
+        ("http://far:1", 'host = "here"', ["--inference.server.host", "there"], "http://there:8000/v1", 8000),
+        ("http://localhost:1", "", ["--inference.server.host", "0.0.0.0"], "http://localhost:1", 1),
+    ],
+)
+def test_the_stronger_source_gives_the_address(
+    tmp_path: Path, orch: str, infer: str, argv: list[str], url: str, port: int
+) -> None:
+    (tmp_path / "run.toml").write_text(
+        f'[orchestrator.client]\nbase_url = "{orch}"\n[inference.server]\n{infer}', encoding="utf-8"
+    )
+    config = rl("@", str(tmp_path / "run.toml"), *argv)
+    assert config.inference is not None
+    assert (config.orchestrator.client.base_url, config.inference.server.port) == (url, port)
+
+
+def test_a_remote_server_beside_one_of_its_own_is_refused_from_whatever_source(tmp_path: Path) -> None:
+    (tmp_path / "infer.toml").write_text("[server]\nport = 2")
+    argv = ("--inference", "@", str(tmp_path / "infer.toml"), "--orchestrator.client.base-url", "http://far:2")
+    assert "but inference.server listens on localhost:2" in problem(*argv)
+
+
+def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: what they say for each process alone (a directory each, random samples) is decided, or left out with a hint."""
+    monkeypatch.chdir(Path(__file__).parents[3])
+    files = [("trainer", "train"), ("orchestrator", "orch"), ("inference", "infer")]
+    argv = [token for section, name in files for token in (f"--{section}", "@", f"examples/debug/rl/{name}.toml")]
+    with pytest.raises(ConfigError, match="decide by --output-dir"):
+        parse(RLConfig, argv, {})
+    resolved = resolve(RLConfig, [*argv, "--output-dir", "x"], {})
+    assert resolved.config.trainer.output_dir == Path("x")
+    assert resolved.config.trainer.data.fake is None
+    (hint,) = resolved.hints
+    assert hint.startswith("trainer.data.fake (examples/debug/rl/train.toml, line ")
 
 
 def test_checkpoints_are_on_or_off_for_both() -> None:
@@ -363,6 +532,13 @@ def test_servers_are_named_or_started_not_both() -> None:
             "http://localhost:8001/v1",
             "--orchestrator.client.port 8001 is an older spelling of"
             " --orchestrator.client.base-url http://localhost:8001/v1",
+        ),
+        (
+            RLConfig,
+            [*ORCH, "--inference.server.port", "http://localhost:8001"],
+            "inference.server.port",
+            8001,
+            "--inference.server.port http://localhost:8001 is an older spelling of --inference.server.port 8001",
         ),
     ],
 )

@@ -44,8 +44,8 @@ def test_the_server_is_of_the_run() -> None:
         (["--inference"], r"inference starts a server for evaluations, and there is no \[eval\]"),
         (["--eval"], r"no environment to evaluate"),
         (
-            ["--eval.environment.id", "x", "--inference.model.name", "other"],
-            r"inference\.model\.name is other but model\.name is",
+            ["--eval.environment.id", "x", "--model.name", "one", "--inference.model.name", "other"],
+            r"inference\.model\.name is other but model\.name is one",
         ),
         (
             ["--eval.environment.id", "x", "--inference", "--eval.client.base-url", "http://far:1/v1"],
@@ -56,6 +56,18 @@ def test_the_server_is_of_the_run() -> None:
 def test_contradictions_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(SFTConfig, arguments, env={})
+
+
+def test_an_option_wins_over_what_a_file_says_of_the_server(tmp_path: Path) -> None:
+    (tmp_path / "sft.toml").write_text(
+        '[inference]\nmodel.name = "other"\nserver.port = 2\n[eval]\nclient.base_url = "http://localhost:2"\n[eval.environment]\nid = "x"'
+    )
+    argv = ["@", str(tmp_path / "sft.toml"), "--model.name", "one", "--inference.server.port", "3"]
+    made = parse(SFTConfig, argv, env={})
+    assert made.inference is not None
+    assert made.eval is not None
+    assert (made.model.name, made.inference.model.name) == ("one", "one")
+    assert (made.inference.server.port, made.eval.client.base_url) == (3, "http://localhost:3/v1")
 
 
 def test_a_server_needs_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
