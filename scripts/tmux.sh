@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Follow the logs of a run in tmux: trainer, orchestrator and inference, one pane each, and a shell of its own.
+# Shells for a run in tmux, panes named Trainer, Orchestrator and Inference, each with its log beside it.
 #
 #   bash scripts/tmux.sh [-s session] [-o output_dir]
 #   bash scripts/tmux.sh exp-1          older spelling of: -s exp-1 -o outputs/exp-1
@@ -53,25 +53,29 @@ if $kill; then
   exit 0
 fi
 
+cd "$(dirname "${BASH_SOURCE[0]}")/.."  # where `uv run` works, and what a relative output_dir is relative to
+
 if ! tmux has-session -t "=$session" 2> /dev/null; then
   mkdir -p "$output_dir/logs"
-  follow() { # the command that follows one log, also before it exists and after it is replaced
-    printf 'tail -n 200 -F %q 2>/dev/null' "$output_dir/logs/$1.log"
+  row() { # pane of the shell, its name. A title could be changed by the shell's prompt, @name is ours
+    local log="$output_dir/logs/${2,,}.log" beside
+    # Also before the log exists, and after it is replaced.
+    beside=$(tmux split-window -d -h -P -F '#{pane_id}' -t "$1" "$(printf 'tail -n 200 -F %q 2>/dev/null' "$log")")
+    tmux set-option -p -t "$1" @name "$2"
+    tmux set-option -p -t "$beside" @name "$log"
   }
-  add_pane() { # name
-    tmux select-pane -T "$1" -t "$(tmux split-window -v -P -F '#{pane_id}' -t "=$session:Logs" "$(follow "$1")")"
-    tmux select-layout -t "=$session:Logs" even-vertical > /dev/null
-  }
-  first=$(tmux new-session -d -s "$session" -n Logs -x 200 -y 60 -P -F '#{pane_id}' "$(follow trainer)")
-  tmux select-pane -T trainer -t "$first"
-  add_pane orchestrator
-  add_pane inference
-  tmux set-option -w -t "=$session:Logs" pane-border-status top > /dev/null
-  tmux set-option -w -t "=$session:Logs" pane-border-format ' #{pane_title} ' > /dev/null
-  tmux new-window -d -t "=$session:" -n Shell
+  trainer=$(tmux new-session -d -s "$session" -n RL -x 200 -y 60 -P -F '#{pane_id}')
+  orchestrator=$(tmux split-window -v -l 66% -P -F '#{pane_id}' -t "$trainer")
+  inference=$(tmux split-window -v -l 50% -P -F '#{pane_id}' -t "$orchestrator")
+  row "$trainer" Trainer
+  row "$orchestrator" Orchestrator
+  row "$inference" Inference
+  tmux select-pane -t "$trainer"
+  tmux set-option -w -t "=$session:RL" pane-border-status top
+  tmux set-option -w -t "=$session:RL" pane-border-format ' #{@name} '
 fi
 
 if [[ -t 1 && -z "${TMUX:-}" ]]; then
   exec tmux attach-session -t "=$session"
 fi
-echo "session '$session' follows $output_dir/logs: tmux attach -t $session"
+echo "session '$session' has a shell and a log (of $output_dir/logs) for each process: tmux attach -t $session"
