@@ -10,23 +10,22 @@ import os
 import random
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
+from loguru import logger
 
 from prime_rl.config.algorithms import OPD, OPSD, SFT, TeacherConfig, TeacherServer
 from prime_rl.config.shared import api_root
 from prime_rl.envs.pool import Demonstration, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-
-logger = log.get("orchestrator")
 
 _POLL_SECONDS = 1.0
 _LOOK_SECONDS = 30.0  # for an answer to what a server does not compute for
@@ -34,6 +33,7 @@ _BACKOFF_SECONDS = 0.5
 _FORBIDDEN, _BUSY = (401, 403), (408, 429)
 _LARGER = "give it a larger --max-model-len"
 OnWait = Callable[[str, str, float], None]
+Ask = Callable[[], Awaitable[Any]]  # a request by openai's client, whose raw answer it gives
 
 
 class TeacherTrouble(Exception):
@@ -52,22 +52,24 @@ class Server:
     """
 
     def __init__(self, config: TeacherServer, key: str) -> None:
+        import openai  # takes half a second: only for runs with teachers
+
         self.config: TeacherServer = config
         self._key, self.root = key, api_root(config.base_url)
         self.model = config.model
         self.api_key = os.environ.get(config.api_key_var, "")
         self.slots = asyncio.Semaphore(config.max_concurrent)
-        self._http = httpx.AsyncClient(
-            base_url=self.root,
-            timeout=_LOOK_SECONDS,
-            headers={"Authorization": f"Bearer {self.api_key}"} if self.api_key else {},
-            trust_env=False,
-            limits=httpx.Limits(max_connections=config.max_concurrent, keepalive_expiry=1.0),
+        limits = httpx.Limits(max_connections=config.max_concurrent, keepalive_expiry=1.0)
+        self._api = openai.AsyncOpenAI(
+            base_url=f"{self.root}/v1",
+            api_key=self.api_key or "EMPTY",  # without one it would send what OPENAI_API_KEY holds
+            max_retries=0,  # it would bound the pauses within an answer, not an attempt
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits),
         )
 
     async def close(self) -> None:
         """Close its connections."""
-        await self._http.aclose()
+        await self._api.close()
 
     async def start(self, ready_timeout: float, on_wait: OnWait) -> None:
         """Wait until the server answers, and find out its model's name.
@@ -80,7 +82,7 @@ class Server:
             raise UserError(f"{self._key}: the server at {self.root} serves {', '.join(models)}, not {self.model}")
         self.model = self.model or next(iter(models))
         self._learn(models)
-        logger.info("teacher at %s: %s", self.root, self.model)
+        logger.info("teacher at {}: {}", self.root, self.model)
 
     def _learn(self, models: dict[str, dict[str, Any]]) -> None:
         """What the server tells of its models, by their names."""
@@ -90,20 +92,39 @@ class Server:
         trouble = ""
         while time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
             try:
-                response = await self._http.get("/v1/models")
-                if response.status_code in _FORBIDDEN:
-                    raise UserError(self._no_key())
-                if response.is_success and (found := _listed(_json(response))):
+                if found := _listed(await self._once(self._api.models.with_raw_response.list, _LOOK_SECONDS)):
                     return found
-                trouble = f"GET /v1/models gives HTTP {response.status_code}"
-            except (httpx.RequestError, Refused) as error:
-                trouble = repr(error)
+                trouble = "it lists no model"
+            except (TeacherTrouble, Refused) as error:
+                trouble = str(error)
             on_wait(f"the server at {self.root}", "teacher", ready_timeout)
             await asyncio.sleep(_POLL_SECONDS)
         raise UserError(f"{self._key}: the server at {self.root} was not ready after {ready_timeout:.0f} s: {trouble}")
 
-    def _no_key(self) -> str:
-        return f"{self._key}: the server at {self.root} does not take the key in ${self.config.api_key_var}"
+    async def _once(self, ask: Ask, seconds: float) -> dict[str, Any]:
+        """One request.
+
+        Raises:
+            TeacherTrouble: there was no answer, or it says that something is wrong on the server's side.
+            Refused: the server refuses the request, or answers with something else than a JSON object.
+            UserError: it does not take the key.
+        """
+        from openai import APIConnectionError, APIStatusError
+
+        try:
+            async with asyncio.timeout(seconds):
+                response = await ask()
+        except (APIConnectionError, TimeoutError) as error:
+            raise TeacherTrouble(f"{self.root} did not answer: {error.__cause__ or error!r}") from error
+        except APIStatusError as error:
+            trouble = f"{self.root} answers HTTP {error.status_code}: {error.response.text[:200]}"
+            if error.status_code in _FORBIDDEN:
+                said = f"the server at {self.root} does not take the key in ${self.config.api_key_var}"
+                raise UserError(f"{self._key}: {said}") from error
+            if error.status_code < 500 and error.status_code not in _BUSY:
+                raise Refused(trouble) from error
+            raise TeacherTrouble(trouble) from error
+        return _json(response.http_response)
 
 
 class Teacher(Server):
@@ -126,7 +147,7 @@ class Teacher(Server):
         await super().start(ready_timeout, on_wait)
         await self._choose()
         if self._echo:
-            logger.info("the teacher at %s tells scores by echo", self.root)
+            logger.info("the teacher at {} tells scores by echo", self.root)
 
     async def score(self, tokens: Sequence[int], hint: Sequence[int] = ()) -> "array[float]":
         """The log-probability of each of T tokens given those before it, (T,); 0 for the first, which nothing predicts unless there is a hint.
@@ -168,7 +189,7 @@ class Teacher(Server):
 
     async def _ask_for_models(self) -> None:
         try:
-            self._learn(_listed(await self._request("GET", "/v1/models")))
+            self._learn(_listed(await self._request(self._api.models.with_raw_response.list)))
         except Refused:  # it does not tell
             self._learn({})
 
@@ -195,9 +216,11 @@ class Teacher(Server):
         )
 
     async def _ask(self, tokens: list[int]) -> list[float]:
-        way = {"echo": True, "logprobs": 1} if self._echo else {"prompt_logprobs": 0}
-        body = {"model": self.model, "prompt": tokens, "max_tokens": 1, "temperature": 1.0, **way}
-        answer = await self._request("POST", "/v1/completions", body)
+        way: dict[str, Any] = {"echo": True, "logprobs": 1} if self._echo else {"extra_body": {"prompt_logprobs": 0}}
+        complete = self._api.completions.with_raw_response.create
+        answer = await self._request(
+            partial(complete, model=self.model, prompt=tokens, max_tokens=1, temperature=1.0, **way)
+        )
         try:
             choice = answer["choices"][0]
             if self._echo:
@@ -209,23 +232,14 @@ class Teacher(Server):
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise Refused(f"its answer has none: {error!r}") from error
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _request(self, ask: Ask) -> dict[str, Any]:
         for attempt in range(self.config.max_attempts):
             if attempt:
                 await asyncio.sleep(_BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))
             try:
-                async with asyncio.timeout(self.config.timeout):  # httpx bounds the pauses within an answer alone
-                    response = await self._http.request(method, path, json=body, timeout=self.config.timeout)
-            except (httpx.RequestError, TimeoutError) as error:
-                trouble = f"{self.root} did not answer: {error!r}"
-                continue
-            if response.is_success:
-                return _json(response)
-            trouble = f"{self.root} answers HTTP {response.status_code}: {response.text[:200]}"
-            if response.status_code in _FORBIDDEN:
-                raise UserError(self._no_key())
-            if response.status_code < 500 and response.status_code not in _BUSY:
-                raise Refused(trouble)
+                return await self._once(ask, self.config.timeout)
+            except TeacherTrouble as error:
+                trouble = error
         raise TeacherTrouble(f"{trouble} ({self.config.max_attempts} attempts)")
 
 
@@ -353,7 +367,7 @@ class Teachers:
         if teacher not in self._said_short:
             self._said_short.add(teacher)
             logger.warning(
-                "%s, and longer sequences are trained on: what lies behind is not learned; %s", takes, _LARGER
+                "{}, and longer sequences are trained on: what lies behind is not learned; {}", takes, _LARGER
             )
         if any(1 in mask for mask in trained) and not any(1 in mask for mask in scored):
             raise Refused(f"{takes}, and the policy's come later; {_LARGER}")

@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
+import openai
 import pytest
 from aiohttp import web
 
@@ -165,6 +167,22 @@ async def test_a_server_that_fails(status: int, error: type[Exception], asked: i
         assert len(answers) == 1 + asked
 
 
+async def test_the_key_of_another_api_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: openai's client would take it from its own variable; a teacher gets what `api_key_var` names, or a word that is no key."""
+    sent = []
+
+    async def seeing(request: web.Request) -> web.Response:
+        sent.append(request.headers.get("Authorization"))
+        return await vllm(request)
+
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-other")
+    async with serving(seeing) as url:
+        await (await started(url)).close()
+        monkeypatch.setenv("TEACHER_API_KEY", "mine")
+        await (await started(url)).close()
+    assert sent == ["Bearer EMPTY", "Bearer mine"]
+
+
 @pytest.mark.parametrize("broken", ["garbled", "endless"])
 async def test_an_answer_that_is_none(broken: str) -> None:
     """Contract: one that cannot be read, or comes byte by byte for ever, is trouble on the server's side: asked again, and over in time."""
@@ -282,11 +300,8 @@ async def test_only_what_is_trained_is_scored() -> None:
         await found.close()
 
 
-async def test_what_does_not_fit_is_said_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_does_not_fit_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Contract: the setting that helps is named once; an episode without any scored token of the policy's is invalid, and says why."""
-    monkeypatch.setattr(teachers.logger, "propagate", True)
     async with serving(*holding(4)) as url:
         found = taught(url)
         await found.start(ignore)
@@ -310,16 +325,16 @@ async def test_teachers_are_shared_where_all_their_settings_are_equal(monkeypatc
     """Contract: limits hold for who asked for them, and every client that is made is closed."""
     made, closed = [], []
 
-    class Client(teachers.httpx.AsyncClient):
-        def __init__(self, **settings: object) -> None:
+    class Client(openai.AsyncOpenAI):
+        def __init__(self, **settings: Any) -> None:
             made.append(self)
             super().__init__(**settings)
 
-        async def aclose(self) -> None:
+        async def close(self) -> None:
             closed.append(self)
-            await super().aclose()
+            await super().close()
 
-    monkeypatch.setattr(teachers.httpx, "AsyncClient", Client)
+    monkeypatch.setattr(openai, "AsyncOpenAI", Client)
     limits = {"a": 3, "b": 5, "c": 3}
     kinds = [
         {"id": name, "algorithm": {"type": kind, "teacher": {"base_url": "http://t", "max_concurrent": most}}, "name": f"{name}-{kind}"}
