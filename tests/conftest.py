@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 import tomli_w
+from loguru import logger
 from xdist.scheduler import LoadFileScheduling
 
 from prime_rl.lifeline import Lifeline
+from prime_rl.monitor import log
 
 READY_SECONDS = 300.0
 CHATML = (
@@ -198,10 +200,18 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
     pytest.fail(f"the inference server did not become ready (exit status {process.poll()}):\n{tail}")
 
 
+@pytest.fixture(autouse=True)
+def loguru_in_caplog(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What is logged is in `caplog`: warnings, or what `caplog.set_level` asks for. A set-up that the test made ends with it."""
+    logger.add(caplog.handler, format="{message}", filter=lambda record: record["level"].no >= (caplog.handler.level or logging.WARNING))  # fmt: skip
+    yield
+    logger.remove()
+    log._sinks.clear()
+
+
 @pytest.fixture
-def heard(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    """What this package logs, from info on. Its loggers do not pass on what they get by themselves."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
+def heard(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    """What this package logs, from info on."""
     caplog.set_level(logging.INFO, "prime_rl")
     return caplog
 

@@ -235,11 +235,8 @@ def test_two_copies_that_nobody_waits_for() -> None:
         assert torch.equal(getattr(placed, name).cpu(), getattr(expected, name)), name
 
 
-def test_bench(
-    run_training: Run, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench(run_training: Run, model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The table has both counts of MFU, both peaks of memory and the host's waits."""
-    monkeypatch.setattr(logging.getLogger("prime_rl"), "propagate", True)
     caplog.set_level(logging.INFO, "prime_rl")
     settings = {"bench": True, "data": {"fake": {"batch_size": 16, "lengths": "lognormal"}}}
     run_training(config(tmp_path, model, max_steps=None, **settings))

@@ -20,7 +20,7 @@ def main() -> None:
     try:
         run(config)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        log.fail(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
 
@@ -43,6 +43,7 @@ def run(config: EvalConfig) -> None:
         print(f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
         print(f"config: {path}")
         return
+    log.setup(config.log.level, "eval", config.output_dir)
     prepare(config.environments)
     asyncio.run(_until_asked_to_stop(run_evals(config)))
 

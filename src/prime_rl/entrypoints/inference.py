@@ -1,7 +1,5 @@
 """`inference`: vLLM's OpenAI server with the weight routes."""
 
-import sys
-
 from prime_rl import faults, lifeline
 from prime_rl.config import InferenceConfig, load
 from prime_rl.errors import UserError
@@ -12,6 +10,7 @@ def main() -> None:
     faults.arm("inference")
     config = load(InferenceConfig, prog="inference")
     from prime_rl.inference import server
+    from prime_rl.monitor import log
 
     try:
         if config.dry_run:
@@ -19,7 +18,7 @@ def main() -> None:
         else:
             server.run(config)
     except UserError as error:
-        sys.exit(f"error: {error}")
+        log.fail(error)
 
 
 if __name__ == "__main__":

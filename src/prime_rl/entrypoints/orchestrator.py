@@ -3,6 +3,8 @@
 import asyncio
 import sys
 
+from loguru import logger
+
 from prime_rl import faults, lifeline
 from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.envs.venv import prepare
@@ -14,8 +16,6 @@ from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import agree, dry_path
 
-logger = log.get(__name__)
-
 
 def main() -> None:
     """Parse the command line and run until the last step is committed."""
@@ -26,10 +26,9 @@ def main() -> None:
     try:
         run(config)
     except FinalError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(FOR_GOOD)
+        log.fail(error, FOR_GOOD)
     except (UserError, CommitError) as error:
-        sys.exit(f"error: {error}")
+        log.fail(error)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
 
@@ -59,6 +58,7 @@ def run(config: OrchestratorConfig) -> None:
         return
     prepare([*config.environments, *(config.eval.environments if config.eval else [])])
     agree(config, "orchestrator")
+    log.setup(config.log.level, "orchestrator", config.output_dir)
     if config.bench:
         metrics_path(config.output_dir, "orchestrator").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.orchestrator.process import orchestrate

@@ -9,6 +9,7 @@ from prime_rl import lifeline
 from prime_rl.config import RLConfig, load
 from prime_rl.config.parse import say
 from prime_rl.errors import UserError
+from prime_rl.monitor import log
 
 
 def main() -> None:
@@ -28,6 +29,7 @@ def _run() -> int:
             meant = f"did you mean `rl {near[0]} RUN`?" if near else "there are `rl @ CONFIG.toml`, `rl doctor RUN` and `rl audit RUN`"  # fmt: skip
             raise UserError(f"there is no `rl {word}`: {meant}")
     config = load(RLConfig, prog="rl")
+    log.setup(config.log.level, "rl")
 
     from prime_rl.launcher.run import run  # after --help and bad options have had their answer
 

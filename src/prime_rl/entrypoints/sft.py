@@ -3,6 +3,8 @@
 import os
 import sys
 
+from loguru import logger
+
 from prime_rl import faults, lifeline
 from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
@@ -11,8 +13,6 @@ from prime_rl.monitor import log
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.settings import dry_path
-
-logger = log.get(__name__)
 
 
 def main() -> None:
@@ -25,8 +25,7 @@ def main() -> None:
     try:
         run(config, rank)
     except UserError as error:
-        # Every rank fails alike: one of them says why.
-        sys.exit(f"error: {error}" if rank == 0 else 1)
+        log.fail(error) if rank == 0 else sys.exit(1)  # every rank fails alike: one of them says why
     except KeyboardInterrupt:  # while the last version is evaluated: the training itself ends in order
         sys.exit(130)
 

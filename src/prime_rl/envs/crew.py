@@ -6,13 +6,14 @@ dies fails those that it had and is started again with backoff. Only one that ke
 
 import asyncio
 import itertools
-import logging
 import os
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import families, process
@@ -21,8 +22,6 @@ from prime_rl.envs.process import Life
 from prime_rl.envs.protocol import Outcome, Ready, TaskInfo
 from prime_rl.envs.staffing import Staff, to_start, why_replace
 from prime_rl.errors import UserError
-
-logger = logging.getLogger("prime_rl.envs")
 
 WATCH_SECONDS = 0.5
 MEMORY_SECONDS = 2.0
@@ -210,7 +209,7 @@ class Crew:
         now = Staff(len(staff), starting, len(self._waiting))
         for _ in range(to_start(now, self.config.max_concurrent, self._most, os.cpu_count() or 1)):
             seat = Seat(next(self._numbers), extra=True)
-            logger.info("environment %s: all workers are full, starting worker %d", self.config.name, seat.number)
+            logger.info("environment {}: all workers are full, starting worker {}", self.config.name, seat.number)
             self._open(seat)
 
     def _open(self, seat: Seat) -> None:
@@ -225,7 +224,7 @@ class Crew:
         if why is None or not life.finished or busy or time.monotonic() < self._no_extra_before:
             return
         successor = Seat(next(self._numbers), extra=True, replaces=seat)
-        logger.info("worker %s %s: worker %d is to replace it", life.identity, why, successor.number)
+        logger.info("worker {} {}: worker {} is to replace it", life.identity, why, successor.number)
         self._open(successor)
 
     def welcome(self, life: Life) -> None:
@@ -238,7 +237,7 @@ class Crew:
             if old.life is not None:
                 old.life.leaving = True
                 logger.info(
-                    "worker %s is replaced by %s and ends with its last %d episodes (replaced so far: %d)",
+                    "worker {} is replaced by {} and ends with its last {} episodes (replaced so far: {})",
                     old.life.identity, life.identity, len(old.life.pending), self.recycled,
                 )  # fmt: skip
         self.fill()
@@ -259,7 +258,7 @@ class Crew:
                 if (ending.hopeless and self.info is None) or deaths >= MAX_DEATHS:
                     self._pool.fail(UserError(self._obituary(ending, deaths)))
                     return
-                logger.warning("worker %s: %s; starting it again (log: %s)", identity, ending.why, self.log.path)
+                logger.warning("worker {}: {}; starting it again (log: {})", identity, ending.why, self.log.path)
                 self._pool.restarts += 1
                 await asyncio.sleep(BACKOFF_SECONDS[min(useless, len(BACKOFF_SECONDS)) - 1])
         finally:
@@ -294,7 +293,7 @@ class Crew:
         pause = 4 * BACKOFF_SECONDS[min(self._setbacks, len(BACKOFF_SECONDS) - 1)]
         self._no_extra_before = time.monotonic() + pause
         logger.warning(
-            "worker %s, %s, did not become ready: %s; the others go on, and another one is tried in %.0f s at the earliest (log: %s)",
+            "worker {}, {}, did not become ready: {}; the others go on, and another one is tried in {:.0f} s at the earliest (log: {})",
             identity, "a successor" if seat.replaces else "one more for the load", ending.why, pause, self.log.path,
         )  # fmt: skip
         return True

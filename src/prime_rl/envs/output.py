@@ -8,6 +8,7 @@ import fcntl
 import os
 import select
 import threading
+import time
 from pathlib import Path
 from typing import IO
 
@@ -50,7 +51,7 @@ class Log:
 
     def note(self, text: str) -> None:
         """A line of ours."""
-        self.write(f"prime-rl: {text}\n".encode())
+        self.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} INFO    prime-rl: {text}\n".encode())
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines, indented for printing below a message."""

@@ -7,7 +7,6 @@ while its environment finishes no episode ends the pool with a UserError that qu
 
 import asyncio
 import itertools
-import logging
 import os
 import secrets
 import shutil
@@ -20,6 +19,7 @@ from typing import Any
 
 import zmq
 import zmq.asyncio
+from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import process
@@ -53,8 +53,6 @@ from prime_rl.envs.vetting import vetted
 from prime_rl.errors import UserError
 from prime_rl.lifeline import Lifeline
 from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
-
-logger = logging.getLogger("prime_rl.envs")
 
 CLOSE_SECONDS = 3 * process.TERM_SECONDS
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
@@ -262,7 +260,7 @@ class EnvPool:
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                logger.error("the environment pool failed", exc_info=error)
+                logger.opt(exception=error).error("the environment pool failed")
                 self.fail(UserError(f"the environment pool failed: {type(error).__name__}: {error}"))
 
         task = asyncio.create_task(work)
@@ -287,7 +285,7 @@ class EnvPool:
         async def end() -> None:
             if strays := await process.end(life, deaf):
                 logger.warning(
-                    "worker %s had left %d processes outside its group; they are ended", life.identity, strays
+                    "worker {} had left {} processes outside its group; they are ended", life.identity, strays
                 )
 
         task = asyncio.create_task(end())

@@ -6,7 +6,6 @@ version. It is made in a directory of its own and renamed when it is whole, so t
 
 import hashlib
 import importlib.metadata
-import logging
 import os
 import platform
 import shutil
@@ -19,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from loguru import logger
+
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs.variables import passed_on
 from prime_rl.errors import UserError
-
-logger = logging.getLogger("prime_rl.envs")
 
 BUILD_SECONDS = 1800.0
 ABANDONED_SECONDS = 86400.0  # what is left of a build that was killed
@@ -87,7 +86,7 @@ def _same(package: str) -> str:
 
 def _make(env: EnvConfig, wanted: Sequence[str], place: Path) -> None:
     """Raises UserError."""
-    logger.info("making the Python environment of %s in %s", env.name, place)
+    logger.info("making the Python environment of {} in {}", env.name, place)
     place.parent.mkdir(parents=True, exist_ok=True)
     _sweep(place.parent)
     made = Path(tempfile.mkdtemp(prefix=".making-", dir=place.parent))

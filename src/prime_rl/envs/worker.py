@@ -97,10 +97,7 @@ class Worker:
             self._socket.close()
 
     async def _load_and_run(self, setup: Setup) -> None:
-        logging.basicConfig(
-            level=logging.DEBUG if setup.log_level == "debug" else logging.WARNING,
-            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        )
+        _set_up_logging(setup.log_level)
         serving = contextlib.AsyncExitStack()
         # verifiers and its dependencies take seconds to import: only after the hello.
         try:
@@ -255,6 +252,24 @@ def main() -> None:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
+
+
+def _set_up_logging(level: str) -> None:
+    """Lines as `monitor.log` writes them into files, to stderr. Of libraries, unless for debugging, what is a warning at least."""
+    own = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(
+        level=own if level == "debug" else max(own, logging.WARNING),
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        datefmt="%Y-%m-%d %H:%M:%S",
+    )
+    logging.getLogger("prime_rl").setLevel(own)
+    # For libraries that use loguru, which reads this when it is imported. `diagnose` would show the values of variables.
+    lines = {
+        "FORMAT": "{time:YYYY-MM-DD HH:mm:ss} {level: <7} {name}: {message}",
+        "LEVEL": level.upper(),
+        "DIAGNOSE": "0",
+    }
+    os.environ.update({f"LOGURU_{name}": value for name, value in lines.items()})
 
 
 async def _serve(args: argparse.Namespace, token: str) -> None:

@@ -13,14 +13,11 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.evals.servers import Servers
 from prime_rl.evals.store import Store
-from prime_rl.monitor import log
 from prime_rl.orchestrator.evals import EvalPlan, attempt, reply_tokens
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
     from prime_rl.orchestrator.fleet import RoutedPool
-
-logger = log.get("eval")
 
 PROOF_SECONDS = 0.5  # between two questions what is served
 FIRST_PAUSE_SECONDS = 1.0  # before an attempt that failed for want of a server is made again; doubled each time

@@ -5,12 +5,10 @@ import time
 from types import TracebackType
 from typing import Self
 
+from loguru import logger
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from prime_rl.envs.protocol import EpisodeResult
-from prime_rl.monitor import log
-
-logger = log.get("eval")
 
 LINE_SECONDS = 30.0
 
@@ -58,7 +56,7 @@ class Bars:
         elif time.monotonic() - self._said > LINE_SECONDS:
             self._said = time.monotonic()
             each = (f"{env} {count.done}/{self._totals[env]} ({count})" for env, count in self._counts.items())
-            logger.info("%s: %s", self._title, ", ".join(each))
+            logger.info("{}: {}", self._title, ", ".join(each))
 
 
 class _Count:

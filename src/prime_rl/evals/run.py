@@ -9,6 +9,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from prime_rl.config.shared import ClientConfig
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
@@ -19,7 +21,7 @@ from prime_rl.evals.report import Entry, number, print_table, write_report
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
 from prime_rl.evals.store import Store, alone, check_settings, setting
 from prime_rl.evals.targets import API, Target, Versions, is_lost, targets
-from prime_rl.monitor import Monitor, Status, log
+from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.engine import Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
 from prime_rl.orchestrator.fleet import RoutedPool
@@ -29,8 +31,6 @@ from prime_rl.transport.protocol import BASE
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
     from prime_rl.config.eval import EvalEnv
-
-logger = log.get("eval")
 
 _NUMBERED = re.compile(r"(.+)#[0-9]+")  # how `envs` tells tasks apart that share an id
 
@@ -85,7 +85,7 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[Entry]:
     except Denied as error:
         raise UserError(f"{refused_key(config.client)}: {error}. {run.kept()}") from error
     except asyncio.CancelledError:
-        logger.warning("interrupted. %s", run.kept())
+        logger.warning("interrupted. {}", run.kept())
         status.done("stopped")
         raise
     finally:
@@ -224,7 +224,7 @@ class Evaluation:
                     for result in (result for attempts in job.kept() for result in attempts if result.ok):
                         bars.add(job.plan.env, result)
                 if bars.done:
-                    logger.info("%s: %d of %d attempts are there already", target.name, bars.done, total)
+                    logger.info("{}: {} of {} attempts are there already", target.name, bars.done, total)
                 self._status.phase(f"evaluating {target.name}: {bars.done}/{total}")
 
                 def on_kept(job: Job, result: Any) -> None:
@@ -262,7 +262,7 @@ class Evaluation:
         self._monitor.log(entry.target.version, metrics)
         reward, half = (metrics.get(f"{prefix}/avg@{entry.report.attempts_per_task}{end}") for end in ("", "/ci95"))
         logger.info(
-            "%s, %s: avg@%d %s ± %s | errors %s | %.1f s",
+            "{}, {}: avg@{} {} ± {} | errors {} | {:.1f} s",
             entry.target.name, entry.report.env, entry.report.attempts_per_task, number(reward), number(half),
             dict(entry.report.errors), entry.report.seconds,
         )  # fmt: skip
@@ -329,12 +329,12 @@ def made_with(config: "EvalConfig", env: "EvalEnv", plan: EvalPlan, target: Targ
 def say_what_is_odd(env: "EvalEnv", task_ids: Sequence[str], wanted: int) -> None:
     """Warn of what may not be what was meant: fewer tasks than asked for, tasks that share an id."""
     if wanted > len(task_ids):
-        logger.warning("%s has %d tasks, not %d: all of them are evaluated", env.name, len(task_ids), wanted)
+        logger.warning("{} has {} tasks, not {}: all of them are evaluated", env.name, len(task_ids), wanted)
     known = set(task_ids)
     twice = [found[0] for task in task_ids if (found := _NUMBERED.fullmatch(task)) and found[1] in known]
     if twice:
         logger.warning(
-            "%s: %d tasks share their id with an earlier one and count as tasks of their own (the first is %s): are rows repeated?",
+            "{}: {} tasks share their id with an earlier one and count as tasks of their own (the first is {}): are rows repeated?",
             env.name, len(twice), twice[0],
         )  # fmt: skip
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 import httpx
+from loguru import logger
 
 from prime_rl.config.shared import is_own_host
 from prime_rl.errors import UserError
 from prime_rl.evals.targets import Target
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import Status
 from prime_rl.orchestrator.canary import Canaries
 from prime_rl.orchestrator.engine import Engine, EngineTrouble, Served
 from prime_rl.orchestrator.fleet import Fleet, Replica
@@ -23,8 +24,6 @@ from prime_rl.orchestrator.routed import NO_VERSION, connect_all
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
     from prime_rl.config.shared import ClientConfig
-
-logger = log.get("eval")
 
 RESTORE_SECONDS = 120.0
 _PROBE_SECONDS = 10.0
@@ -84,7 +83,9 @@ async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig
 
     await look()
     if not found:
-        logger.info("waiting for an inference server at %s (at most %.0f s)", client.api_roots[0], client.ready_timeout)
+        logger.info(
+            "waiting for an inference server at {} (at most {:.0f} s)", client.api_roots[0], client.ready_timeout
+        )
     begin = asyncio.get_running_loop().time()
     while not found:  # bounded: by client.ready_timeout
         if asyncio.get_running_loop().time() - begin > client.ready_timeout:
@@ -163,11 +164,11 @@ class Servers:
             async with asyncio.timeout(RESTORE_SECONDS):
                 replica.given = await replica.engine.reload()
         except TimeoutError:
-            logger.warning("%s does not serve its base again: no answer in %.0f s", replica.name, RESTORE_SECONDS)
+            logger.warning("{} does not serve its base again: no answer in {:.0f} s", replica.name, RESTORE_SECONDS)
         except UserError as error:
-            logger.warning("%s does not serve its base again: %s", replica.name, error)
+            logger.warning("{} does not serve its base again: {}", replica.name, error)
         except asyncio.CancelledError:
-            logger.warning("%s may not serve its base again: interrupted", replica.name)
+            logger.warning("{} may not serve its base again: interrupted", replica.name)
             raise
 
     async def _bring_back(self, replica: Replica) -> bool:
@@ -184,7 +185,7 @@ class Servers:
         if served == replica.given:
             self.fleet.admit(replica)
             return False
-        logger.warning("%s was started again, or given other weights: what it sampled meanwhile is made again", replica.name)  # fmt: skip
+        logger.warning("{} was started again, or given other weights: what it sampled meanwhile is made again", replica.name)  # fmt: skip
         if self._target.weights is not None or self._target.base:
             await self._load(replica, self._target)
         elif (served.version, served.hash) == (self._target.version, self._target.hash):
@@ -208,7 +209,7 @@ class Servers:
             except EngineTrouble as error:
                 if number == _LOADS:
                     raise
-                logger.warning("%s did not load %s, tried again: %s", replica.name, target.name, error)
+                logger.warning("{} did not load {}, tried again: {}", replica.name, target.name, error)
                 await asyncio.sleep(_PAUSE_SECONDS * number)
 
 
@@ -260,5 +261,5 @@ async def admit(fleet: Fleet, ready: Sequence[Replica], model: str, same: bool =
             fleet.admit(replica)
         else:
             what = "is to leave" if replica in ready else "does not answer"
-            logger.warning("%s %s: evaluating without it", replica.name, what)
+            logger.warning("{} {}: evaluating without it", replica.name, what)
     return next(iter(served.values())).version

@@ -8,8 +8,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
@@ -19,8 +20,6 @@ from prime_rl.transport.weights import WeightsManifest, never_written, version_d
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
-
-logger = log.get("eval")
 
 LOOK_SECONDS = 1.0  # between two looks at the directory
 _WRITERS = ("trainer", "sft")  # processes that commit versions, by the names of their status
@@ -80,7 +79,7 @@ class Versions:
 
     def skip(self, version: int, why: str) -> None:
         """Say and remember that `version` is not evaluated."""
-        logger.warning("version %d is not evaluated: %s", version, why)
+        logger.warning("version {} is not evaluated: {}", version, why)
         self.skipped[version] = why
 
 

@@ -124,6 +124,8 @@ def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[s
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         "VLLM_PLUGINS": compat.plugin_allowlist(PLUGIN),
     }
+    if "VLLM_CONFIGURE_LOGGING" not in os.environ:
+        values["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
     if engine is not None:
         # Releases that share a cache of model descriptions evict each other's, which costs 12 s at every start.
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -8,10 +8,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.compat import Engine
-from prime_rl.monitor import log
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header, without_tensors
 
@@ -127,7 +128,7 @@ def warn_without_chat_template(model: Path, chat_template: str | None) -> None:
         return
     tokenizer = model / "tokenizer_config.json"
     if not tokenizer.exists() or not read_json(tokenizer).get("chat_template"):
-        log.get(__name__).warning("%s has no chat template: /v1/chat/completions will refuse requests", model)
+        logger.warning("{} has no chat template: /v1/chat/completions will refuse requests", model)
 
 
 def check_port(host: str, port: int) -> None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from loguru import logger
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from prime_rl.inference.service import DRAIN_SECONDS, LOAD_SECONDS, LOCK_SECONDS, PAUSE_SECONDS
-from prime_rl.monitor import log
 
 OWNED = ("/update_weights", "/reload_weights", "/weights", "/leave", "/pause", "/resume")
 CONNECT_SECONDS = 60.0  # the leader may be the last of them to start
@@ -70,7 +70,7 @@ async def listen(app: ASGIApp, directory: Path) -> asyncio.Server:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await writer.drain()
         except (OSError, TimeoutError, ValueError) as error:
-            log.get(__name__).warning("a request that was passed on got no answer: %r", error)
+            logger.warning("a request that was passed on got no answer: {!r}", error)
         finally:
             writer.close()
 

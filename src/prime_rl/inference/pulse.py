@@ -11,13 +11,13 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol
 
-from prime_rl.monitor import Status, log
+from loguru import logger
+
+from prime_rl.monitor import Status
 
 PULSE_SECONDS = 2.0  # between two questions; the engine answers one in about a millisecond
 LOOK_SECONDS = 0.25  # between two looks at what costs nothing: whether the engine has ended, whether it has answered
 GRACE_SECONDS = 2.0  # for requests in flight to get their error before this process ends
-
-logger = log.get(__name__)
 
 
 class EngineClient(Protocol):

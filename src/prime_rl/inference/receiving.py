@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from loguru import logger
 
 from prime_rl.errors import UserError
 from prime_rl.inference import blocks
 from prime_rl.inference.blocks import DTYPES, Part, Piece, Stretch
-from prime_rl.monitor import log
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.device_memory import DeviceBorrower, DeviceMemory, size_of
 from prime_rl.transport.line import Line, PairError, introduce
@@ -22,8 +22,6 @@ from prime_rl.transport.pairs import Pair, join
 from prime_rl.transport.shared import BACKEND as SHARED
 from prime_rl.transport.shared import CUDA_IPC, Borrower, HostMemory, is_elsewhere
 from prime_rl.transport.weights import SenderAddress, WeightsManifest
-
-logger = log.get(__name__)
 
 STREAMS = {CUDA_IPC: 1, SHARED: 8, "gloo": 4, "nccl": 2}
 """Parts at once. Every communicator of NCCL takes memory of the GPU, and two of them take all that the sender can copy to its own; one
@@ -114,7 +112,7 @@ class Receiver:
             try:
                 return connect(way.sender, self._device, on_device=True)
             except CannotBorrowError as error:
-                logger.warning("%s: new weights come another way", error)
+                logger.warning("{}: new weights come another way", error)
                 self._not_lent = way.sender
         return connect(way.sender, self._device)
 

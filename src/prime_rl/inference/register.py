@@ -8,14 +8,13 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+from loguru import logger
+
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.arguments import guarded_host, is_loopback
-from prime_rl.monitor import log
 from prime_rl.transport.addresses import outward_address
 from prime_rl.transport.members import BEAT_SECONDS, Member, publish, withdraw
-
-logger = log.get(__name__)
 
 _WRITE_SECONDS = 30.0  # for a network file system
 _LAST_SECONDS = 2.0  # … at the end of the server
@@ -74,11 +73,11 @@ class Registration:
         except (UserError, OSError) as error:  # TimeoutError is an OSError
             trouble = str(error) or f"no answer of the file system for {_WRITE_SECONDS:.0f} s"
             if trouble != self._trouble:
-                logger.warning("not registered in %s: %s", self._directory, trouble)
+                logger.warning("not registered in {}: {}", self._directory, trouble)
             self._trouble = trouble
             return
         if self._trouble or self._member.beat == 1:
-            logger.info("registered in %s as %s", self._directory, self._member.address)
+            logger.info("registered in {} as {}", self._directory, self._member.address)
         self._trouble = ""
 
     def _write(self, member: Member) -> None:

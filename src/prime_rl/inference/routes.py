@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
+from loguru import logger
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -37,7 +38,7 @@ from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.seeds import RefuseSeeds
 from prime_rl.inference.service import Parts, PauseMode, Served, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings, refuses_seeds, shared_directory
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import Status
 from prime_rl.monitor.process import identify
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
@@ -199,7 +200,7 @@ class PrimeRoutes:
                 ).run()
             )
         state.prime_pulse = asyncio.create_task(Pulse(engine_client, status).run())
-        log.get(__name__).info("serving %s on port %s", args.model, args.port)
+        logger.info("serving {} on port {}", args.model, args.port)
 
 
 class FaultyGenerate:

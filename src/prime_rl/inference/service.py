@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
+from loguru import logger
+
 from prime_rl import faults
 from prime_rl.inference.places import Places, Refused, check_fit, read_stamp
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import (
     TensorEntry,
@@ -140,7 +142,6 @@ class WeightService:
         self._paused_by_client = False
         self._broken: str | None = None
         self._standing: str | None = None  # why the engine, which is to go on, may not do so
-        self._log = log.get(__name__)
         # Hashed beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(asyncio.to_thread(hash_directory, base))
 
@@ -287,9 +288,7 @@ class WeightService:
         parts.place = max((answer["place"] for answer in answers), key=_PLACES.index)
         if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
-            self._log.warning(
-                "no memory to keep a second copy of the weights: they are read while generation is paused"
-            )
+            logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
 
     async def _unstage(self) -> None:
         """The workers give back what they hold."""
@@ -299,7 +298,7 @@ class WeightService:
                 async with asyncio.timeout(ANSWER_SECONDS):
                     await self._engine.collective_rpc("prime_unstage")
             except Exception as error:  # noqa: BLE001 - whatever vLLM raises: what the change itself came to is what counts
-                self._log.warning("the engine did not give back the memory of what it read ahead: %r", error)
+                logger.warning("the engine did not give back the memory of what it read ahead: {!r}", error)
 
     async def _swap(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> Served:
         """Pause, load on every rank, commit or restore, resume. With a `stamp`, only while the directory's manifest is the same."""
@@ -310,7 +309,7 @@ class WeightService:
         finally:
             if self._status is not None:
                 self._status.phase("serving")
-        self._log.info("serving version %d (%s): %s", target.version, target.hash[:12], parts)
+        logger.info("serving version {} ({}): {}", target.version, target.hash[:12], parts)
         if faults.point(f"update-loaded:v{target.version}") == "error":
             raise Refused(500, "fault injection")
         return target
@@ -337,7 +336,7 @@ class WeightService:
             async with asyncio.timeout(ANSWER_SECONDS):
                 await self._label(target.version)
         except TimeoutError:
-            self._log.warning("the engine did not take the label of version %d", target.version)
+            logger.warning("the engine did not take the label of version {}", target.version)
         finally:
             await self._go_on()
 
@@ -358,7 +357,7 @@ class WeightService:
                 await self._engine.collective_rpc("prime_restore")
         except Exception as error:
             self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
-            self._log.error("%s", self._broken)
+            logger.error("{}", self._broken)
             raise Refused(500, self._broken) from error
         self._broken = None  # a load before this one may have left it so
 

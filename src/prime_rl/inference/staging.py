@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 import xxhash
+from loguru import logger
 from torch import Tensor
 
 from prime_rl.errors import UserError
@@ -45,7 +46,6 @@ from prime_rl.inference.blocks import (
     empty_on_host,
     lay_out,
 )
-from prime_rl.monitor import log
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.delta import Bytes
 from prime_rl.transport.line import PairError
@@ -64,8 +64,6 @@ from prime_rl.transport.weights import (
 
 if TYPE_CHECKING:
     from prime_rl.inference.receiving import Receiver, Sent
-
-logger = log.get(__name__)
 
 T = TypeVar("T")
 Place = Literal["device", "host", "nowhere"]
@@ -263,7 +261,7 @@ class Staging:
         try:
             return self._receive_into(manifest, sent, buffers)
         except CommitError as error:
-            logger.warning("%s: asking for it once more, as it may have been spoilt on its way", error)
+            logger.warning("{}: asking for it once more, as it may have been spoilt on its way", error)
             return self._receive_into(manifest, sent, buffers)
 
     def _receive_into(

@@ -9,6 +9,8 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from loguru import logger
+
 from prime_rl.config import EvalConfig, InferenceConfig, SFTConfig, write_toml
 from prime_rl.config.environ import child_env
 from prime_rl.config.eval import Measure
@@ -18,12 +20,10 @@ from prime_rl.launcher.child import Child, await_death, ending, last_words, spaw
 from prime_rl.launcher.gpus import visible_gpus
 from prime_rl.launcher.plan import Process
 from prime_rl.lifeline import Lifeline
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
 from prime_rl.transport.lives import EVAL, drop_lease, write_lease
 from prime_rl.transport.protocol import first_lease
-
-logger = log.get("sft")
 
 SERVER = "inference"
 _POLL_SECONDS = 0.5
@@ -93,7 +93,7 @@ class Companions:
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
             process = Process(name, argv, output_dir / "logs" / f"{name}.log", self._variables(name))
             self._children[name] = spawn(process, (), lifeline, self._environ, time.monotonic())
-            logger.info("started %s (log: %s)", name, process.log)
+            logger.info("started {} (log: {})", name, process.log)
         return self
 
     def __exit__(
@@ -117,7 +117,7 @@ class Companions:
             signal.SIGINT, signal.default_int_handler
         )  # the training's own handler has nothing left to finish
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        logger.info("training has ended: waiting for the evaluation of its last version (log: %s)", evaluation.spec.log)
+        logger.info("training has ended: waiting for the evaluation of its last version (log: {})", evaluation.spec.log)
         while not evaluation.exited():  # bounded: every wait of `eval` has its deadline
             if (server := self._children.get(SERVER)) is not None and server.exited():
                 raise self._failed(server)
@@ -125,7 +125,7 @@ class Companions:
         if evaluation.reap(self._known) != 0:
             raise self._failed(evaluation)
         report = self._config.output_dir / "evals" / "report.md"
-        logger.info("evaluated, see %s\n%s", report, report.read_text() if report.is_file() else "nothing")
+        logger.info("evaluated, see {}\n{}", report, report.read_text() if report.is_file() else "nothing")
 
     def _failed(self, child: Child) -> UserError:
         why = "\n".join([ending(child.reap(self._known)), *last_words(child.spec.log, child.log_start)])

@@ -46,7 +46,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "settings": _REPLACED,
     "metrics": tuple(f"{name}.jsonl" for name in _PROCESSES),
     "status": tuple(pattern for name in _PROCESSES for pattern in (f"{name}.json", f"{name}.*.json", f".{name}.*")),
-    "logs": (*(f"{name}.log" for name in _PROCESSES), "restarts.jsonl", "envs", "wandb"),
+    "logs": (*(f"{name}.log" for name in _PROCESSES), "trainer.*.log", "restarts.jsonl", "envs", "wandb"),
     "configs": tuple(f"{name}.toml" for name in _PROCESSES),
     ".": (f"{_LEDGER}*",),
 }

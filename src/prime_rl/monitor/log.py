@@ -1,40 +1,111 @@
-"""One way to log: `HH:MM:SS LEVEL message` on stdout, coloured only on a terminal."""
+"""One set-up of loguru for every process: lines to stdout, to `logs/NAME.log`, and those of libraries that use `logging`. Call sites: `from loguru import logger`."""
 
+import json
 import logging
+import os
 import sys
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, TextIO
 
-_ROOT = "prime_rl"
-_COLORS = {"DEBUG": "\033[2m", "INFO": "\033[32m", "WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31;1m"}
+from loguru import logger
 
-
-class _Formatter(logging.Formatter):
-    def __init__(self, tag: str, color: bool) -> None:
-        super().__init__(f"%(asctime)s %(levelname)s {tag}%(message)s", datefmt="%H:%M:%S")
-        self._color = color
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        name = record.levelname
-        padded = f"{name:<7}"
-        record.levelname = f"{_COLORS.get(name, '')}{padded}\033[0m" if self._color else padded
-        try:
-            return super().formatMessage(record)
-        finally:
-            record.levelname = name
+_ENV = "PRIMERL_LOG"  # arguments of `setup`, for the processes that vLLM starts
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+_LEVEL = "<level>{level: <7}</level>"
+_DATE = "YYYY-MM-DD HH:mm:ss"
+_sinks = [0]  # 0: loguru's own
+_file: TextIO | None = None
 
 
-def get(name: str) -> logging.Logger:
-    """The logger for a module: `log.get(__name__)`."""
-    return logging.getLogger(name if name == _ROOT or name.startswith(_ROOT + ".") else f"{_ROOT}.{name}")
+def setup(level: str, process: str, output_dir: Path | str | None = None) -> None:
+    """Send this process's lines to stdout and to `logs/NAME.log` below `output_dir`. Calling it again replaces the earlier set-up.
 
+    Stdout that is that file already, as for what `rl` starts, is not written twice. A `process` with a rank (`trainer.1`) has a file of its own, and
+    its name before each message.
 
-def setup(level: str, process: str) -> None:
-    """Send this process's log lines to stdout. Calling it again replaces the earlier set-up.
-
-    A `process` with a rank (`trainer.1`) puts its name before the message: ranks share one log file.
+    Args:
+        output_dir: None: no file. Of a process that may still be refused: the file is that of the run that refuses it.
     """
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(_Formatter(f"[{process}] " if "." in process else "", color=sys.stdout.isatty()))
-    logger = logging.getLogger(_ROOT)
-    logger.handlers[:] = [handler]
-    logger.setLevel(level.upper())
-    logger.propagate = False  # vLLM and others configure the root logger: no line twice
+    global _file
+    place = None if output_dir is None else str(Path(output_dir).resolve())
+    os.environ[_ENV] = json.dumps([level, process, place])
+    while _sinks:
+        logger.remove(_sinks.pop())
+    _file = None
+    tag = f"[{process}] " if "." in process else ""
+    _add(sys.stdout, level, tag, terminal=sys.stdout.isatty())
+    if place is not None:
+        _file = _open(Path(place) / "logs", process)
+    if _file is not None:
+        _add(_file, level, tag, terminal=False)
+    sys.excepthook = _crashed
+    logging.basicConfig(handlers=[_Intercept()])
+    logging.captureWarnings(True)
+    for library in ("transformers", "datasets", "huggingface_hub"):  # each has a handler of its own once it is imported
+        logging.getLogger(library).handlers.clear()
+        logging.getLogger(library).propagate = True
+
+
+def fail(error: Exception, status: int = 1) -> NoReturn:
+    """End the process with the error in one line, on stderr and in the log file."""
+    for stream in (sys.stderr, _file):
+        if stream is not None:
+            print(f"error: {error}", file=stream)
+    sys.exit(status)
+
+
+def handler() -> logging.Handler:
+    """For `inference/logging.json`, by which vLLM sets up each of its processes: the sinks of the process that was started by hand or by `rl`."""
+    if 0 in _sinks:
+        setup(*json.loads(os.environ[_ENV]))
+    logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
+    return _Intercept()
+
+
+class _Intercept(logging.Handler):
+    """Passes the records of `logging` on to loguru, with the name of their logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = f"{record.name}: {record.getMessage().rstrip()}"
+        except (TypeError, ValueError):  # a library's template and arguments do not fit
+            self.handleError(record)
+            return
+        level = record.levelname if record.levelname in _LEVELS else record.levelno
+        logger.opt(exception=record.exc_info).log(level, "{}", text)
+
+
+def _add(stream: TextIO, level: str, tag: str, terminal: bool) -> None:
+    time = "HH:mm:ss" if terminal else _DATE
+    _sinks.append(
+        logger.add(
+            stream,
+            level=level.upper(),
+            format=f"{{time:{time}}} {_LEVEL} {tag}{{message}}",
+            colorize=terminal and not os.environ.get("NO_COLOR"),
+            backtrace=False,
+            diagnose=False,  # it would show the values of variables, keys among them
+        )
+    )
+
+
+def _open(logs: Path, process: str) -> TextIO | None:
+    """The log file, unless stdout is the file of this process or of its first rank. One that cannot be written is said in a line."""
+    path = logs / f"{process}.log"
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+        first = logs / f"{process.partition('.')[0]}.log"
+        if first.exists() and os.path.samestat(first.stat(), os.fstat(1)):
+            return None
+        return path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
+    except OSError as error:
+        logger.warning("{} cannot be written ({}): these lines are kept nowhere else", path, error.strerror)
+        return None
+
+
+def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    if _file is not None:
+        traceback.print_exception(kind, error, trace, file=_file)

@@ -10,14 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
+from loguru import logger
+
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.redact import redacted
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import MonitorConfig
-
-logger = log.get(__name__)
 
 
 class Monitor:
@@ -84,7 +83,7 @@ class JsonlWriter:
             return number
         if key not in self._warned:
             self._warned.add(key)
-            logger.warning("%s is %s: left out of the metrics (said once)", key, number)
+            logger.warning("{} is {}: left out of the metrics (said once)", key, number)
         return None
 
 

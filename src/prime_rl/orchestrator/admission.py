@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.orchestrator.algorithms import check_algorithm, unfit
 from prime_rl.orchestrator.core import NO_SIGNAL, Batch, Group
 from prime_rl.orchestrator.curriculum import Curriculum
@@ -16,8 +17,6 @@ from prime_rl.orchestrator.samples import attempts, in_order, turned_away
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-
-logger = log.get("orchestrator")
 
 _MAX_EMPTY_BATCHES = 10
 _LEAST_TURNED_AWAY = (
@@ -93,7 +92,7 @@ class Admission:
         equal = "all rewards of each group were equal"
         reasons = f"{', '.join(sorted(why))} left episodes out, of the others {equal}" if why else equal
         logger.warning(
-            "step %d: the batch carries no learning signal (%s); collecting another one", batch.step, reasons
+            "step {}: the batch carries no learning signal ({}); collecting another one", batch.step, reasons
         )
         self._empty_batches += 1
         if self._empty_batches >= _MAX_EMPTY_BATCHES:

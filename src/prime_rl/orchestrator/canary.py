@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from prime_rl.monitor import log
+from loguru import logger
+
 from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served, Unusable
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
 from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
-
-logger = log.get("orchestrator")
 
 # By which a trained version may be farther off than the base was. In bfloat16 the noise grows with training: in 30 steps of a tiny model on an H200
 # to 2.8 times the base's on average and 5.1 times at most. A false alarm ends a run, and hashes find most of what this could.
@@ -158,7 +157,7 @@ class Canaries:
         try:
             scores = await score(engine, base.canary, served.engines)
         except CannotScore as error:
-            logger.warning("%s is not checked by a canary, only by hashes: %s", engine.root, error)
+            logger.warning("{} is not checked by a canary, only by hashes: {}", engine.root, error)
             self._bands[engine.root] = served.boot, None
             return
         found = farthest(scores)
@@ -168,7 +167,7 @@ class Canaries:
                 f"the server at {engine.root} does not compute the trainer's model: on the base weights the log-probabilities of the canary "
                 f"prompt differ by {found}; {WORST_MEAN:g} on average is the most that can be noise (canary = false switches this off)"
             )
-        logger.info("%s: the canary differs by %s on the base weights; the band is %s", engine.root, found, band)
+        logger.info("{}: the canary differs by {} on the base weights; the band is {}", engine.root, found, band)
         self._bands[engine.root], self._scores[engine.root] = (served.boot, band), scores
 
     async def check(self, engine: Scoring, weights: WeightsManifest, served: Served) -> None:
@@ -218,7 +217,7 @@ class Canaries:
     def _say_once(self, what: str, details: str = "") -> None:
         if what not in self._said:
             self._said.add(what)
-            logger.warning("%s", f"{what}: {details}" if details else what)
+            logger.warning("{}", f"{what}: {details}" if details else what)
 
 
 def _base_of(weights: WeightsManifest) -> WeightsManifest | None:

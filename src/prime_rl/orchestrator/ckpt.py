@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loguru import logger
+
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import (
     MANIFEST,
@@ -28,8 +29,6 @@ from prime_rl.transport.protocol import first_to_collect, joinable
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import CkptConfig
-
-logger = log.get("orchestrator")
 
 PART: checkpoints.Part = "orchestrator"
 STATE_FILE = "state.json"
@@ -234,9 +233,9 @@ class JointCheckpoints:
         except (CommitError, FileNotFoundError) as error:
             if checkpoints.part_dir(self.root, step, "trainer").is_dir():  # else it was set aside meanwhile
                 self._hopeless.add(step)
-                logger.warning("checkpoint %d stays without the orchestrator's part: %s", step, error)
+                logger.warning("checkpoint {} stays without the orchestrator's part: {}", step, error)
             return False
-        logger.info("checkpoint %d is complete", step)
+        logger.info("checkpoint {} is complete", step)
         return True
 
 

@@ -10,16 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
+from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
     from prime_rl.orchestrator.canary import Canaries
-
-logger = log.get(__name__)
 
 _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
@@ -116,7 +114,7 @@ class Engine:
         """
         start, most = time.monotonic(), self._config.ready_timeout
         said = asyncio.get_running_loop().call_later(
-            _SAY_WAIT_AFTER_SECONDS, logger.info, "waiting for an inference server at %s (at most %.0f s)", self.root, most
+            _SAY_WAIT_AFTER_SECONDS, logger.info, "waiting for an inference server at {} (at most {:.0f} s)", self.root, most
         )  # fmt: skip
         try:
             while trouble := await self._trouble(start + most - time.monotonic()):  # bounded: by the deadline below
@@ -129,7 +127,7 @@ class Engine:
         finally:
             said.cancel()
         if (waited := time.monotonic() - start) > _SAY_WAIT_AFTER_SECONDS:
-            logger.info("the inference server at %s answers after %.0f s", self.root, waited)
+            logger.info("the inference server at {} answers after {:.0f} s", self.root, waited)
 
     async def answers(self) -> bool:
         """Whether the server is healthy now; takes at most a few seconds."""

@@ -4,9 +4,11 @@ import asyncio
 import itertools
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
-from prime_rl.monitor import Monitor, Status, log, read_metrics
+from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.evals import EvalReport, evaluate, tasks_of
 from prime_rl.orchestrator.fleet import Replica, RoutedPool
 from prime_rl.orchestrator.plans import eval_plans, limits
@@ -16,8 +18,6 @@ from prime_rl.transport.protocol import valid
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-
-logger = log.get("orchestrator")
 
 
 _ATTEMPTS = 3  # at an evaluation during which the server is lost
@@ -116,7 +116,7 @@ class Evaluations:
                     for report in reports:
                         self._log(report)
                     return
-            logger.warning("the server was lost during the evaluation of version %d: it is made again", version)
+            logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
             avoid.update(spoilt)
             for replica in spoilt:
                 self._recovery.recover(replica)
@@ -150,7 +150,7 @@ class Evaluations:
         self._logged[report.env, report.version] = life
         reward = metrics.get(f"eval/{report.env}/reward/mean")
         logger.info(
-            "eval %s on version %d | %.1f s | %s | errors %s",
+            "eval {} on version {} | {:.1f} s | {} | errors {}",
             report.env, report.version, report.seconds,
             "no episode succeeded" if reward is None else f"reward {reward:.4f}", dict(report.errors),
         )  # fmt: skip

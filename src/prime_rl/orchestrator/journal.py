@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from loguru import logger
+
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.orchestrator.account import Account
 from prime_rl.orchestrator.ckpt import Progress, State, refuse_other_seed
 from prime_rl.orchestrator.core import Batch, Core, Drop, Finished, Group, Start, Task
@@ -22,8 +23,6 @@ from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.ledger import Ledger, OpenGroup, read_batches
 from prime_rl.orchestrator.metrics import Tally
 from prime_rl.orchestrator.samples import Scored
-
-logger = log.get("orchestrator")
 
 FLUSH_SECONDS = 1.0  # the least time between two flushes within a step
 
@@ -74,7 +73,7 @@ class Journal:
             UserError: the ledger's tasks are not the ones that the stream gives.
         """
         for line in self.ledger.reconcile(read_batches(self.rollouts), version):
-            logger.warning("ledger: %s", line)
+            logger.warning("ledger: {}", line)
         known = self.ledger.groups_opened()
         tasks = self._draw_again(stream, state, known, curriculum)
         self._drawn.update(task.env for task in tasks)
@@ -91,7 +90,7 @@ class Journal:
             finished = sum(len(group.finished) for group in groups)
             again = sum(len(group.again) for group in groups)
             logger.info(
-                "%d open groups go on, with %d finished episodes; %d are started again", len(groups), finished, again
+                "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, again
             )
         before = Account.from_json(state.ledger) if known else Account()
         self.discards = self.ledger.discards - Counter(state.discards)

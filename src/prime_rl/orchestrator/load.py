@@ -5,13 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
+from loguru import logger
 
-from prime_rl.monitor import log
 from prime_rl.orchestrator.concurrency import Concurrency, Load
 from prime_rl.orchestrator.core import Core
 from prime_rl.orchestrator.fleet import Fleet
-
-logger = log.get("orchestrator")
 
 LOOK_SECONDS = 2.0
 ANSWER_SECONDS = 5.0  # a server that is busier than that is not looked at this time
@@ -87,7 +85,7 @@ class LoadWatch:
             if not self._said:
                 self._said = True
                 logger.warning(
-                    "max_concurrent = auto: a server does not say how busy it is, the limit stays for now: %r", error
+                    "max_concurrent = auto: a server does not say how busy it is, the limit stays for now: {!r}", error
                 )
             return
         core = self._core
@@ -102,5 +100,7 @@ class LoadWatch:
         )
         if limit != core.limits.max_concurrent:
             waiting, cache = sum(load.waiting for load in loads), max((load.cache for load in loads), default=0.0)
-            logger.info("%d episodes may be in flight now (%.0f wait, cache %.0f %% full)", limit, waiting, 100 * cache)
+            logger.info(
+                "{} episodes may be in flight now ({:.0f} wait, cache {:.0f} % full)", limit, waiting, 100 * cache
+            )
             core.allow(limit)

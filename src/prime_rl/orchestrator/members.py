@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from loguru import logger
+
 from prime_rl.config.shared import is_own_host
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.orchestrator.fleet import EngineClient, Fleet, Replica
 from prime_rl.transport.members import BEAT_SECONDS, Member, read_members
 from prime_rl.wait import WaitTimeout, within
@@ -25,8 +26,6 @@ from prime_rl.wait import WaitTimeout, within
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
     from prime_rl.orchestrator.recovery import Recovery
-
-logger = log.get("orchestrator")
 
 LOOK_SECONDS = 2.0
 STALE_SECONDS = 6 * BEAT_SECONDS  # without a beat: nothing to begin with
@@ -128,7 +127,7 @@ class Registry:
         self.trouble = f"{subject} {trouble}"
         if (subject, trouble) not in self._said:
             self._said.add((subject, trouble))
-            logger.warning("%s", self.trouble)
+            logger.warning("{}", self.trouble)
 
 
 async def first_members(
@@ -147,7 +146,9 @@ async def first_members(
         if found := registry.roster.judge(time.monotonic(), (), {}).joining:
             return registry, found
         if not said:
-            logger.info("waiting for an inference server to register in %s (at most %.0f s)", config.discover, seconds)
+            logger.info(
+                "waiting for an inference server to register in {} (at most {:.0f} s)", config.discover, seconds
+            )
             said = True
         if time.monotonic() - began >= seconds:
             raise UserError(
@@ -255,7 +256,7 @@ class Members:
         engine = self._clients.get(address) or self._connect(address)
         self._clients[address] = engine
         self._recovery.join(self._fleet.add(engine))
-        logger.info("%s joins", address)
+        logger.info("{} joins", address)
 
     async def _leave(self, replica: Replica, boot: str) -> None:
         """It asked to. One that serves is drained, between two updates: what it has in flight is of the version that it goes on to serve."""
@@ -264,7 +265,7 @@ class Members:
         if self._recovery.drain(replica):
             self._left[replica.name] = boot
             logger.info(
-                "%s is to leave: it gets nothing new, %d episodes in flight there go on",
+                "{} is to leave: it gets nothing new, {} episodes in flight there go on",
                 replica.name,
                 replica.in_flight,
             )
@@ -289,14 +290,14 @@ class Members:
     async def _give_up(self, replica: Replica) -> None:
         again = await self._recovery.release(replica, ask=False)
         logger.warning(
-            "%s is gone for good: no answer, and no sign of it in %s for %.0f s; %d episodes are made again (%d servers left to serve)",
+            "{} is gone for good: no answer, and no sign of it in {} for {:.0f} s; {} episodes are made again ({} servers left to serve)",
             replica.name, self._config.discover, GONE_SECONDS, again, len(self._fleet.serving),
         )  # fmt: skip
 
     def _say_left(self, replica: Replica, again: int) -> None:
         what = f"{again} episodes that it had are made again" if again else "nothing of it is made again"
         count = len(self._fleet.serving)
-        logger.info("%s has left, and may be stopped: %s (%d servers left to serve)", replica.name, what, count)
+        logger.info("{} has left, and may be stopped: {} ({} servers left to serve)", replica.name, what, count)
 
 
 async def _wishes(engines: Mapping[str, EngineClient]) -> list[tuple[str, str]]:

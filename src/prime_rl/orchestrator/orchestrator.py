@@ -12,10 +12,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.monitor import Monitor, Status, log, read_metrics
+from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
@@ -43,8 +45,6 @@ from prime_rl.wait import WaitTimeout, wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-
-logger = log.get("orchestrator")
 
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
@@ -191,7 +191,7 @@ class Orchestrator:
         self._make_core(version)
         self.status.ready()
         logger.info(
-            "ready: %s, %d rollouts a step in groups of %d, async level %d, from step %d on version %d",
+            "ready: {}, {} rollouts a step in groups of {}, async level {}, from step {} on version {}",
             ", ".join(f"{env.name} ({len(self.pool.tasks(env.name))} tasks)" for env in config.environments),
             config.batch_size, config.rollouts_per_example, config.async_level, self.core.step, version,
         )  # fmt: skip
@@ -300,7 +300,7 @@ class Orchestrator:
         fault = f"{result.outcome}: {result.message}"
         if fault != self._last_error:  # a fault that repeats is said once
             self._last_error = fault
-            logger.warning("episode %d.%d of %s failed: %s", start.group, start.number, start.task.env, fault)
+            logger.warning("episode {}.{} of {} failed: {}", start.group, start.number, start.task.env, fault)
 
     def _check_error_rate(self) -> None:
         failed = Counter(str(reason) for reason in self._outcomes if reason is not None)
@@ -465,7 +465,7 @@ class Orchestrator:
         self.monitor.log(batch.step, metrics)
         self.status.step(self.core.step)
         logger.info(
-            "step %d | %.1f s | reward %.4f | %d samples, %d tokens | filtered %.0f%% | off-policy %.1f | errors %.1f%%",
+            "step {} | {:.1f} s | reward {:.4f} | {} samples, {} tokens | filtered {:.0f}% | off-policy {:.1f} | errors {:.1f}%",
             batch.step, metrics["time/step"], metrics["reward/mean"], metrics["progress/samples"], metrics["progress/tokens"],
             100 * metrics["filtered/zero_advantage"], metrics["off_policy/mean"], 100 * metrics["errors/rate"],
         )  # fmt: skip

@@ -8,9 +8,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from loguru import logger
+
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import FinalError, UserError
-from prime_rl.monitor import Monitor, Status, log, read_metrics
+from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.canary import Canaries
 from prime_rl.orchestrator.engine import Engine, Misrouted
 from prime_rl.orchestrator.metrics import bench_table
@@ -25,8 +27,6 @@ if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
 
 FULL_COLLECTION_SECONDS = 600.0  # between two looks at all objects there are
-
-logger = log.get("orchestrator")
 
 
 async def orchestrate(config: "OrchestratorConfig") -> None:

@@ -8,8 +8,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from loguru import logger
+
 from prime_rl.errors import UserError
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import Status
 from prime_rl.orchestrator.engine import NotSent
 from prime_rl.orchestrator.fleet import Replica, rest_seconds
 from prime_rl.orchestrator.serving import POLL_SECONDS, Serving
@@ -18,8 +20,6 @@ from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-
-logger = log.get("orchestrator")
 
 _ATTEMPTS = 5  # to bring back the only server
 _RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
@@ -165,7 +165,7 @@ class Recovery:
             if penalty:
                 penalty = penalty if self._fleet.serving else min(penalty, _RETRY_SECONDS)
                 logger.warning(
-                    "%s gets no work for %.0f s%s: it failed what it was given %d times in a row",
+                    "{} gets no work for {:.0f} s{}: it failed what it was given {} times in a row",
                     replica.name, penalty, self._fleet.where(), replica.failures,
                 )  # fmt: skip
                 await asyncio.sleep(penalty)
@@ -175,7 +175,7 @@ class Recovery:
                 try:
                     if await self._catch_up(replica):
                         version = self._serving.core.version
-                        logger.info("%s serves version %d%s", replica.name, version, self._fleet.where())
+                        logger.info("{} serves version {}{}", replica.name, version, self._fleet.where())
                         return
                     trouble = ""
                 except (UserError, CommitError) as error:
@@ -183,7 +183,7 @@ class Recovery:
             if trouble and trouble != self._troubles.get(replica):
                 self._troubles[replica] = trouble
                 served = f" (serving{where})" if (where := self._fleet.where()) else ""
-                logger.warning("%s gets no work: %s%s", replica.name, trouble, served)
+                logger.warning("{} gets no work: {}{}", replica.name, trouble, served)
             self._check_hope()
             await asyncio.sleep(rest if trouble else POLL_SECONDS)
             rest = min(2 * rest, _REST_SECONDS if self._fleet.serving else _RETRY_SECONDS)
@@ -252,7 +252,7 @@ class Recovery:
                 version = replica.given.version
                 if self._doubted.get(replica) != version:  # each attempt finds it so
                     self._doubted[replica] = version
-                    logger.warning("%s does not serve version %d any more", replica.name, version)
+                    logger.warning("{} does not serve version {} any more", replica.name, version)
                 self._serving.doubt(replica, "the server lost the weights it was given")
 
     async def watch(self) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from loguru import logger
+
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, NotOurs, Served
 from prime_rl.orchestrator.fleet import EngineClient
@@ -18,8 +19,6 @@ from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
-
-logger = log.get("orchestrator")
 
 TOKEN_ROUTES = (
     "/v1/sample",
@@ -130,7 +129,7 @@ class Routed:
         listed = ", ".join(f"{part.root} version {one.version} ({one.hash[:12]})" for part, one in each)
         if listed != self._said_different:
             self._said_different = listed
-            logger.warning("the servers behind %s serve different weights: %s", self.root, listed)
+            logger.warning("the servers behind {} serve different weights: {}", self.root, listed)
 
     async def _ask(self) -> list[Served]:
         return await _all(part.served() for part in self._parts)
@@ -150,7 +149,7 @@ class Routed:
         if not seen:
             if not self._said_unchecked:
                 self._said_unchecked = True
-                logger.warning("it is not checked that %s leads to the listed servers alone: %s", self.root, errors[0])
+                logger.warning("it is not checked that {} leads to the listed servers alone: {}", self.root, errors[0])
             return
         strangers = seen - boots
         if strangers:

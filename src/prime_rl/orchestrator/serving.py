@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from loguru import logger
+
 from prime_rl import faults
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
-from prime_rl.monitor import Status, log
+from prime_rl.monitor import Status
 from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
@@ -26,8 +28,6 @@ from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
-
-logger = log.get("orchestrator")
 
 POLL_SECONDS = 0.1
 _ATTEMPTS = 5  # to load a version that may be removed
@@ -153,7 +153,7 @@ class Serving:
                 if replica not in failures:
                     self.fleet.admit(replica)
             for replica, failure in failures.items():
-                logger.warning("the run begins without %s: %s", replica.name, failure)
+                logger.warning("the run begins without {}: {}", replica.name, failure)
             self.history.hold(lease_to_hold(life, version))
             return version
 
@@ -254,7 +254,7 @@ class Serving:
         served = self.core.version
         self._give_up(self.core.begin_life(life.number, self.history.lives))
         back = f": back from version {served}" if self.core.must_go_back else ""
-        logger.warning("the trainer began life %d at step %d%s", life.number, life.start, back)
+        logger.warning("the trainer began life {} at step {}{}", life.number, life.start, back)
         if not self.core.must_go_back:
             self._hold(life.number, served)
         self._shell.began_life(life)
@@ -288,7 +288,7 @@ class Serving:
             if not self._is_superseded(version):
                 return  # found while this waited for the lock
             logger.warning(
-                "version %d cannot be had any more: the run goes on with version %d", self.core.version, version
+                "version {} cannot be had any more: the run goes on with version {}", self.core.version, version
             )
             self.core.announce(version)
             self._lease_to_load(self.core.life, version)
@@ -309,7 +309,7 @@ class Serving:
             if not await self._move(version) or self.core.must_go_back:
                 return
             self._count(time.monotonic() - began)
-            logger.info("serving version %d after %.2f s%s", version, time.monotonic() - began, self.fleet.where())
+            logger.info("serving version {} after {:.2f} s{}", version, time.monotonic() - began, self.fleet.where())
             self._note_served(version)
         self._shell.wake()
         await self._shell.serves(version)
@@ -353,7 +353,7 @@ class Serving:
         if len(failures) < len(asked):
             for replica, error in failures.items():
                 logger.warning(
-                    "%s did not load version %d, the run goes on without it: %s", replica.name, version, error
+                    "{} did not load version {}, the run goes on without it: {}", replica.name, version, error
                 )
                 self._shell.lost(replica)
             self._misread, self._failed = 0, (0, 0)
@@ -376,7 +376,7 @@ class Serving:
         self._failed = (version, times)
         if times >= 2 * _ATTEMPTS:
             raise error
-        logger.warning("version %d was not loaded: %s", version, error)
+        logger.warning("version {} was not loaded: {}", version, error)
 
     def _count_misread(self, errors: Iterable[LoadError], version: int) -> None:
         """Servers that fail a canary go back to the earlier version and are given this one once more, but not for ever."""
@@ -386,7 +386,7 @@ class Serving:
         self._misread += 1
         if self._misread >= _ATTEMPTS:
             raise failed
-        logger.warning("version %d is not served, trying again: %s", version, failed)
+        logger.warning("version {} is not served, trying again: {}", version, failed)
 
     async def _load(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
         """All of them at once. Returns those that did not load it, and why.
@@ -458,7 +458,7 @@ class Serving:
         gone = not self.history.valid(version)  # removed while it was read: there is another one
         if self._failures >= _ATTEMPTS or not (gone or isinstance(error, EngineTrouble)):
             raise error
-        logger.warning("version %d was not loaded, trying again: %s", version, error)
+        logger.warning("version {} was not loaded, trying again: {}", version, error)
         await asyncio.sleep(_RETRY_SECONDS * self._failures)
 
     async def await_sender(self, error: NotSent, version: int) -> None:
@@ -473,7 +473,7 @@ class Serving:
     def _note_unsent(self, version: int, error: NotSent) -> float:
         """Returns since when."""
         if self._unsent is None:
-            logger.warning("version %d was not sent, waiting for the trainer: %s", version, error)
+            logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
         before, since = self._unsent or (version, time.monotonic())
         self._unsent = (max(before, version), since)
         return since

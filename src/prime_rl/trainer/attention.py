@@ -13,20 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from loguru import logger
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.trainer.attention_kernels import KERNELS, load
 from prime_rl.trainer.parallel import World, agree, on_main
 from prime_rl.trainer.source import one_line
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import Attention
-
-logger = log.get(__name__)
 
 NAME = "prime_rl_packed"
 
@@ -91,7 +89,7 @@ def set_up(wanted: "Attention", config: PretrainedConfig, dtype: torch.dtype, wo
 
     def first() -> str:
         choice = choose(wanted, machine, needs)
-        logger.info("%s", choice)
+        logger.info("{}", choice)
         return choice.backend
 
     backend = on_main(world, first)

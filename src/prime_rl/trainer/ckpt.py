@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from loguru import logger
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from prime_rl import faults
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.trainer import dcp
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
@@ -41,8 +41,6 @@ from prime_rl.wait import wait
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
-
-logger = log.get(__name__)
 
 PART: checkpoints.Part = "trainer"
 _STATE = "state"
@@ -215,9 +213,9 @@ class Checkpoints:
             return
         (final, saved), self._pending = self._pending, None
         if wait_for_futures([saved], timeout=self._timeout).not_done:
-            logger.error("%s was not committed: it takes longer than %.0f s", subject_of(final), self._timeout)
+            logger.error("{} was not committed: it takes longer than {:.0f} s", subject_of(final), self._timeout)
         elif (error := saved.exception(timeout=0)) is not None:
-            logger.error("%s was not committed: %s", subject_of(final), str(error) or type(error).__name__)
+            logger.error("{} was not committed: {}", subject_of(final), str(error) or type(error).__name__)
 
     def needed(self) -> set[int]:
         """Steps of the checkpoints that are there or being written, whose weights must stay. Rank 0."""
@@ -256,10 +254,10 @@ class Checkpoints:
         if lives or list_steps(self.recovery) or max(versions, default=0) > 0:
             now = current_life(lives)
             life = f"life {now.number}, from step {now.start}" if lives else "its life files are lost"
-            logger.info("--recover decides, not ckpt.resume_step %d: this run has begun already (%s)", resume, life)
+            logger.info("--recover decides, not ckpt.resume_step {}: this run has begun already ({})", resume, life)
             return True
         logger.warning(
-            "ckpt.resume_step %d decides, not --recover: no run has begun in %s that could be recovered",
+            "ckpt.resume_step {} decides, not --recover: no run has begun in {} that could be recovered",
             resume,
             self.output_dir,
         )
@@ -271,9 +269,9 @@ class Checkpoints:
             self.root, self.recovery, lives, run_id(self.output_dir)
         ):
             if problem is None:
-                logger.info("recovering from %s, after %d updates", subject_of(directory), step)
+                logger.info("recovering from {}, after {} updates", subject_of(directory), step)
                 return str(directory)
-            logger.warning("%s is passed over for an older state: %s", subject_of(directory), problem)
+            logger.warning("{} is passed over for an older state: {}", subject_of(directory), problem)
             damaged.append(f"{directory} ({problem})")
         if damaged:
             raise UserError(
@@ -289,7 +287,7 @@ class Checkpoints:
         done = max(list_steps(self.output_dir / "weights"), default=0)
         if done > 0:
             logger.warning(
-                "no state was saved: training starts over from the base model, %d updates are made again", done
+                "no state was saved: training starts over from the base model, {} updates are made again", done
             )
         else:
             logger.info("nothing to recover from: training starts with the base model")
@@ -313,7 +311,7 @@ class Checkpoints:
     def _give_up_after(self, start: int) -> None:
         checkpoints.clean(self.root, PART)
         for path in checkpoints.set_aside_after(self.root, start, self.life, self.run):
-            logger.warning("a checkpoint beyond step %d is given up; it lies in %s now", start, path)
+            logger.warning("a checkpoint beyond step {} is given up; it lies in {} now", start, path)
         clean_stages(self.recovery)
         self._spare_recovery(start)
         kept = max((step for step in list_steps(self.recovery) if step <= start), default=None)
@@ -346,7 +344,7 @@ class Checkpoints:
                     continue
         newest = spared(given_up, sparing_lives(self.output_dir))
         if newest is not None and (aside := give_up(checkpoints.step_dir(self.recovery, newest), self.life)):
-            logger.warning("the recovery checkpoint of step %d is given up; it lies in %s now", newest, aside)
+            logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, aside)
 
     def _write(self, state: dcp.State, progress: Progress, final: Path, world: World) -> None:
         """Write and commit `state`. Rank 0 hashes its files while the others wait, within `dist_timeout`. May run in a thread of its own."""

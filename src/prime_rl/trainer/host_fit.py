@@ -3,11 +3,11 @@
 from typing import TYPE_CHECKING
 
 import torch
+from loguru import logger
 from transformers import AutoModelForCausalLM
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
-from prime_rl.monitor import log
 from prime_rl.trainer.footprint import Estimate, Job, estimate, state_bytes
 from prime_rl.trainer.memory import GIB, listed, plan_memory
 from prime_rl.trainer.model import compute_dtype
@@ -16,8 +16,6 @@ from prime_rl.trainer.source import Source
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
-
-logger = log.get(__name__)
 
 LOGITS = 4
 """Copies of a chunk's logits at a time on a CPU (compiled for a GPU: one): Qwen3-0.6B's shape with 4 layers peaked at 5.7 GiB with 256 tokens and at
@@ -46,7 +44,7 @@ def check_host_memory(config: "TrainingConfig", source: Source, world: World, to
         if config.bench:
             raise UserError(f"{text}. Take a smaller model or fewer tokens, for example: {small}")
         if world.is_main:
-            logger.warning("%s: the kernel may end this process without a word", text)
+            logger.warning("{}: the kernel may end this process without a word", text)
 
     agree(world, check)
 

@@ -12,11 +12,11 @@ from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 import torch
+from loguru import logger
 from transformers import PreTrainedModel
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
-from prime_rl.monitor import log
 from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.footprint import (
     HOST_LINK,
@@ -37,8 +37,6 @@ from prime_rl.trainer.parallel import World, gather
 if TYPE_CHECKING:
     from prime_rl.config.optim import OptimConfig
     from prime_rl.config.trainer import Recompute, TrainerModel
-
-logger = log.get(__name__)
 
 GIB = 1 << 30
 OUTSIDE = 3 * GIB

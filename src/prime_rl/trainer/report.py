@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
+from loguru import logger
 
 from prime_rl.config import write_toml
 from prime_rl.errors import UserError
@@ -19,8 +20,6 @@ from prime_rl.transport.commit import disk_errors
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
-
-logger = log.get(__name__)
 
 _SAY_WAIT_AFTER_SECONDS = 10.0
 
@@ -79,6 +78,7 @@ class Report:
 
     def _begin(self) -> None:
         config = self.config
+        log.setup(config.log.level, self._name, config.output_dir)
         self._status = self._status or Status(config.output_dir, self._name)
         if self.main and self._monitor is None:
             self._monitor = Monitor(config.output_dir, self.process, config.monitor, config.model_dump(mode="json"))
@@ -111,7 +111,7 @@ class Report:
         self._status.waiting(subject, owner, timeout)
         if self.main and waited > _SAY_WAIT_AFTER_SECONDS and self._said_wait != subject:
             self._said_wait = subject
-            logger.info("waiting for %s from %s (at most %.0f s)", subject, owner, timeout)
+            logger.info("waiting for {} from {} (at most {:.0f} s)", subject, owner, timeout)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's numbers and print its line.
@@ -125,7 +125,7 @@ class Report:
                 self.history.append(metrics)
             last = self.config.max_steps
             parts = [f"{label} {metrics[key]:{form}}" for key, label, form in _LINE if key in metrics]
-            logger.info("step %s | %s", f"{step}/{last}" if last else step, " | ".join(parts))
+            logger.info("step {} | {}", f"{step}/{last}" if last else step, " | ".join(parts))
 
     def more_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record numbers of a step that were not known yet when its line was printed."""
@@ -137,7 +137,7 @@ class Report:
         """Last word of the run."""
         assert self._status is not None
         if self._monitor is not None:
-            logger.info("%s: %s", outcome, text)
+            logger.info("{}: {}", outcome, text)
             self._monitor.close()
         self._status.done(outcome)
 

@@ -22,9 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
+from loguru import logger
+
 from prime_rl.errors import UserError
 from prime_rl.lifeline import wake_without_parent
-from prime_rl.monitor import log
 from prime_rl.transport.line import BLOCK_BYTES, Line, PairError, welcome
 from prime_rl.transport.shared import BACKEND as SHARED
 from prime_rl.transport.shared import CUDA_IPC, Lender, describe
@@ -32,8 +33,6 @@ from prime_rl.transport.weights import SenderAddress
 
 if TYPE_CHECKING:
     from prime_rl.transport.pairs import Pair  # torch: only who sends through a group needs it
-
-logger = log.get(__name__)
 
 GRACE_SECONDS = 1.0  # that a transfer may go on when its memory is wanted for a newer version
 _ANSWER_SECONDS = 2.0  # … and for the process to say that none goes on any more
@@ -185,9 +184,9 @@ class Sender:
             for line in answers:
                 message = json.loads(line)
                 if "said" in message:
-                    logger.warning("sending weights: %s", message["said"])
+                    logger.warning("sending weights: {}", message["said"])
                 elif "told" in message:
-                    logger.info("sending weights: %s", message["told"])
+                    logger.info("sending weights: {}", message["told"])
                 else:
                     self._note(int(message["order"]))
         with suppress(subprocess.TimeoutExpired):  # it has closed the pipe, so that it is about to end
@@ -203,10 +202,10 @@ class Sender:
             self._process = None
             if len(self._ends) >= _MOST_ENDS:
                 logger.error(
-                    "the process that sends the weights ended %d times, the last time: %s", len(self._ends), ended
+                    "the process that sends the weights ended {} times, the last time: {}", len(self._ends), ended
                 )
                 return
-            logger.warning("the process that sends the weights has ended (%s): another one takes its place", ended)
+            logger.warning("the process that sends the weights has ended ({}): another one takes its place", ended)
             self._start()
 
     def _note(self, order: int) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from loguru import logger
 from torch import Tensor, nn
 
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes, local_ranks
-from prime_rl.monitor import log
 from prime_rl.trainer.host_buffers import Arrivals, HostBuffers
 from prime_rl.trainer.model_files import Slot, layout
 from prime_rl.trainer.names import local_rows, stored_tensors
@@ -26,8 +26,6 @@ from prime_rl.transport.addresses import own_address
 from prime_rl.transport.device_memory import DeviceCopy
 from prime_rl.transport.shared import BACKEND as SHARED
 from prime_rl.transport.shared import CUDA_IPC, describe, open_memory
-
-logger = log.get(__name__)
 
 CHUNK_BYTES = 128 << 20  # of device memory that casting takes, or more, so that there are at most so many chunks:
 CHUNKS = 48
@@ -185,7 +183,7 @@ class Staging:
             failed = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
             if failed:
                 logger.warning(
-                    "host memory for exports cannot be page-locked (CUDA error %d): exports will be slow", failed
+                    "host memory for exports cannot be page-locked (CUDA error {}): exports will be slow", failed
                 )
                 return
             self._locked.append(buffer)

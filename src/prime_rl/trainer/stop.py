@@ -4,9 +4,7 @@ import os
 import signal
 from types import FrameType
 
-from prime_rl.monitor import log
-
-logger = log.get(__name__)
+from loguru import logger
 
 
 class StopSignal:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from loguru import logger
 
 from prime_rl import faults
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
-from prime_rl.monitor import log
 from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.export import write_staged, write_version
 from prime_rl.trainer.model import Policy
@@ -51,8 +51,6 @@ from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.shared import CUDA_IPC, host_id
 from prime_rl.transport.weights import version_dir, weights_manifest, write_base_version
 from prime_rl.wait import WaitTimeout
-
-logger = log.get(__name__)
 
 Times = dict[str, float]
 
@@ -254,14 +252,14 @@ class Versions:
         self._pruner.shutdown(wait=False)
         for after in self._one_by_one(versions=0):
             if (late := self._late(after, prunes=None if after else 0)) is not None:
-                logger.error("%s", late)
+                logger.error("{}", late)
                 self._staging.abandon()  # a buffer may still be read
                 self._staging.close_sender()
                 return
         self._staging.close()
         left: list[Future[Any]] = [*self._others, *self._prunes, *(written for _, written in self._pending)]
         for failure in filter(None, (future.exception(timeout=0) for future in left)):
-            logger.error("%s", failure)
+            logger.error("{}", failure)
 
     def _take_results(self, versions: int, prunes: int | None) -> tuple[int | None, Times]:
         """Those of one version at most."""
@@ -424,7 +422,7 @@ class Versions:
         try:
             moved = make_lasting(directory, write)
         except CommitError as error:
-            logger.warning("version %d cannot be brought to the disk: %s", version, error)
+            logger.warning("version {} cannot be brought to the disk: {}", version, error)
             return False
         if moved:
             remove_in_memory(memory, self.output_dir, run_id(self.output_dir))
@@ -463,7 +461,7 @@ class Versions:
             if version != kept:
                 self._remove(version)
             elif (aside := give_up(version_dir(self.root, version), life)) is not None:
-                logger.warning("version %d is given up; it lies in %s now", version, aside)
+                logger.warning("version {} is given up; it lies in {} now", version, aside)
 
 
 def _is_committed(written: "Future[Times | None]") -> bool:

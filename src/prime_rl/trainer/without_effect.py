@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from loguru import logger
 from torch import nn
 
-from prime_rl.monitor import log
 from prime_rl.trainer import optim_int8
 from prime_rl.trainer.parallel import World
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
-
-logger = log.get(__name__)
 
 
 def say_without_effect(config: "TrainingConfig", policy: nn.Module, world: World) -> None:

@@ -18,13 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from loguru import logger
 
 from prime_rl import faults
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.wait import wait
-
-logger = log.get(__name__)
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -395,7 +393,7 @@ def _remove(path: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        logger.warning("%s cannot be removed: %s", path, error)
+        logger.warning("{} cannot be removed: {}", path, error)
 
 
 def _checked(manifest: Manifest) -> Manifest:

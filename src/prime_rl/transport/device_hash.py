@@ -14,12 +14,10 @@ import torch
 import triton
 import triton.language as tl
 import xxhash
+from loguru import logger
 from torch import Tensor
 
-from prime_rl.monitor import log
 from prime_rl.transport.tensor_hash import chunks, of_tensors
-
-logger = log.get(__name__)
 
 Words = npt.NDArray[np.uint64]
 
@@ -125,7 +123,7 @@ def _works_on(device: torch.device) -> bool:
     except Exception as error:  # noqa: BLE001 - whatever Triton raises: no compiler on the host, a GPU that it does not know
         right, why = False, str(error)
     if not right:
-        logger.warning("new weights are hashed in host memory, not on the GPU: %s", why)
+        logger.warning("new weights are hashed in host memory, not on the GPU: {}", why)
     return right
 
 

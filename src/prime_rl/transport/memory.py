@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.monitor.process import boot_id
 from prime_rl.transport.commit import (
     CommitError,
@@ -28,8 +28,6 @@ from prime_rl.transport.commit import (
     read_manifest,
     write_atomically,
 )
-
-logger = log.get(__name__)
 
 NOTE = "memory.json"  # beside the versions: where in memory the run has its place
 _PREFIX = "prime-rl-"
@@ -124,7 +122,7 @@ def open_memory(root: Path, output_dir: Path) -> None:
     for other in sorted(root.parent.glob(f"{_path_part(output_dir)}*")):
         if other != root:
             logger.warning(
-                "%s holds weights of an earlier run in %s: remove it unless that is at work", other, output_dir
+                "{} holds weights of an earlier run in {}: remove it unless that is at work", other, output_dir
             )
 
 

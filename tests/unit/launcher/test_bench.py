@@ -14,7 +14,7 @@ from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import run as rl
 from prime_rl.launcher.bench import apart, bench_dir, run_apart, steps_apart
-from prime_rl.monitor import read_metrics
+from prime_rl.monitor import log, read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.plans import limits
 from prime_rl.trainer.rl.train import bench_config
@@ -49,6 +49,7 @@ def start(tied_model: Path, tmp_path: Path) -> Iterator[Callable[..., None]]:
 
     def start(process: str, **settings: Any) -> None:
         base = {"output_dir": tmp_path, "model": {"name": str(tied_model)}, "device": "cpu", **FAKE[process]}
+        log.setup("info", process)  # as `main` does
         try:
             RUN[process](KIND[process].model_validate({**base, **settings}), 0)
         finally:

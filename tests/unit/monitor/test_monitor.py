@@ -1,59 +1,178 @@
 """Log format, metrics files and status files."""
 
+import ast
 import errno
 import itertools
 import json
-import logging
 import math
 import os
+import pty
 import re
 import subprocess
+import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from string import Formatter
+from typing import Any
 
 import pytest
 
 from prime_rl.config.shared import MonitorConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor import Monitor, Status, log, read_metrics, read_status
+from prime_rl.monitor import Monitor, Status, read_metrics, read_status
 from prime_rl.monitor.monitor import JsonlWriter, metrics_path
 from prime_rl.monitor.process import identify, me
 from prime_rl.wait import wait
+from support.processes import REPOSITORY
+
+DATED = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+SAYS = """
+import logging, sys, warnings
+from pathlib import Path
+from loguru import logger
+from prime_rl.monitor import log
+log.setup("info", sys.argv[1], sys.argv[2] or None)
+logger.info("hello {}", {"a": 3}); logger.info(f"braces {{x}} {'{}'}"); logger.debug("not shown")
+logging.getLogger("vllm.engine").warning("%d of {}", 2); logging.getLogger("httpx").info("not shown")
+logging.getLogger("bad").warning("%d", "x"); warnings.warn("old")
+key = "sk-secret"
+try: 1 / (len(key) - 9)
+except ZeroDivisionError: logger.exception("failed")
+if sys.argv[3:]: log.fail(ValueError("gone"), 7)
+raise RuntimeError("crash")
+"""
 
 
-@pytest.fixture(autouse=True)
-def fresh_logging():
-    root = logging.getLogger("prime_rl")
-    before = (root.handlers[:], root.level, root.propagate)
-    yield
-    root.handlers[:], root.level, root.propagate = before
+def says(process: str, output_dir: Path | str, *more: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", SAYS, process, str(output_dir), *more]
+    return subprocess.run(command, text=True, timeout=60, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options})  # fmt: skip
 
 
-def test_log_lines_are_plain_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    """One format, no escape codes in a file."""
-    log.setup("info", "trainer")
-    log.get("prime_rl.x").info("hello %d", 3)
-    log.get("other").debug("not shown")
-    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    hello 3\n", capsys.readouterr().out)
+def test_log_lines(tmp_path: Path) -> None:
+    """One format for our lines and those of libraries; no colours in a file or a pipe; no values of variables in a traceback; a crash is kept."""
+    done = says("trainer", tmp_path)
+    kept = (tmp_path / "logs" / "trainer.log").read_text()
+    for text in (done.stdout, kept):
+        lines = text.splitlines()
+        for number, line in enumerate(
+            ("INFO    hello {'a': 3}", "INFO    braces {x} {}", "WARNING vllm.engine: 2 of {}")
+        ):
+            assert re.fullmatch(f"{DATED} {re.escape(line)}", lines[number])
+        assert "WARNING py.warnings: " in text
+        assert "ERROR   failed\nTraceback" in text
+        assert not re.search("not shown|sk-secret|\033", text)
+    assert done.stderr.splitlines()[-1] == kept.splitlines()[-1] == "RuntimeError: crash"
 
 
-def test_ranks_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    """Several ranks write one file: the rank is in the line."""
-    log.setup("warning", "trainer.1")
-    log.get(__name__).warning("low")
-    assert "WARNING [trainer.1] low" in capsys.readouterr().out
+def test_the_line_that_a_process_fails_with_is_kept(tmp_path: Path) -> None:
+    """As `rl` keeps it, where `rl doctor` looks for it."""
+    done = says("eval", tmp_path, "fail")
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (7, "error: gone")
+    assert (tmp_path / "logs" / "eval.log").read_text().splitlines()[-1] == "error: gone"
+
+
+@pytest.mark.parametrize("process", ["trainer", "trainer.1"])
+def test_what_rl_keeps_is_not_kept_twice(tmp_path: Path, process: str) -> None:
+    """Stdout is the log file already, which ranks share: every line once, and no other file. A rank's lines bear its name."""
+    path = tmp_path / "logs" / "trainer.log"
+    path.parent.mkdir()
+    with path.open("ab") as file:
+        says(process, tmp_path, stdout=file)
+    tag = r"\[trainer.1\] " if "." in process else ""
+    assert len(re.findall(f"{DATED} INFO    {tag}hello", path.read_text())) == path.read_text().count("hello") == 1
+    assert os.listdir(path.parent) == ["trainer.log"]
+
+
+def test_a_rank_by_hand_has_a_file_of_its_own(tmp_path: Path) -> None:
+    """Two files in one directory, the first rank's without a number."""
+    for process in ("trainer", "trainer.1"):
+        says(process, tmp_path)
+    assert sorted(os.listdir(tmp_path / "logs")) == ["trainer.1.log", "trainer.log"]
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    """It is said in one line, and the process goes on."""
+    (tmp_path / "logs").write_text("in the way")
+    done = says("trainer", tmp_path)
+    assert re.match(f"{DATED} WARNING {tmp_path}/logs/trainer.log cannot be written \\(File exists\\).*\n{DATED} INFO    hello", done.stdout)  # fmt: skip
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_terminals_get_short_times_and_colours(no_color: str) -> None:
+    """Colours unless NO_COLOR forbids them."""
+    leader, follower = pty.openpty()
+    says("rl", "", stdout=follower, env={**os.environ, "NO_COLOR": no_color})
+    os.close(follower)
+    line = os.read(leader, 1 << 16).decode().splitlines()[0]
+    os.close(leader)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    hello {'a': 3}" if no_color else r"\d\d:\d\d:\d\d \033.*INFO.*\033\[0m hello {'a': 3}", line)  # fmt: skip
+
+
+def test_processes_of_an_engine_log_as_their_server(tmp_path: Path) -> None:
+    """vLLM sets up each of its processes by `logging.json`."""
+    code = """
+import json, logging.config, sys
+from prime_rl.inference import arguments
+logging.config.dictConfig(json.loads(open(arguments.__file__.replace("arguments.py", "logging.json")).read()))
+logging.getLogger("vllm.core").info("engine"); logging.getLogger("vllm.core").debug("not shown")
+"""
+    env = {**os.environ, "PRIMERL_LOG": json.dumps(["info", "inference", str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    for text in (done.stdout, (tmp_path / "logs" / "inference.log").read_text()):
+        assert re.fullmatch(f"{DATED} INFO    vllm.core: engine\n", text)
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "error"])
+def test_environment_workers_write_such_lines(level: str) -> None:
+    """Without loguru, which their Python need not have; a library that uses it writes the same. `log.level` holds; libraries say little."""
+    code = f"""
+import logging, sys
+from prime_rl.envs import worker
+assert "loguru" not in sys.modules
+worker._set_up_logging("{level}")
+for name in ("prime_rl.envs.renderer", "library"):
+    for severity in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger(name), severity)(severity)
+from loguru import logger
+logger.error("error")
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    severities = ["debug", "info", "warning", "error"]
+    own = severities[severities.index(level) :]
+    said = [*(("prime_rl.envs.renderer", each) for each in own), *(("library", each) for each in own if level == "debug" or each not in ("debug", "info")), ("__main__", "error")]  # fmt: skip
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(said)
+    for line, (name, severity) in zip(lines, said, strict=True):
+        assert re.fullmatch(f"{DATED} {severity.upper():<7} {re.escape(name)}: {severity}", line)
+
+
+def test_templates_of_log_lines_take_their_arguments() -> None:
+    """loguru formats with `{}`: what is written for `logging`, or counts wrong, would lose its arguments without a word."""
+    wrong = []
+    for path in (REPOSITORY / "src" / "prime_rl").rglob("*.py"):
+        source = path.read_text()
+        if "from loguru import logger" not in source:
+            continue
+        for call in ast.walk(ast.parse(source)):
+            if isinstance(call, ast.Call) and re.fullmatch(
+                r"logger(\.opt\(.*\))?\.(debug|info|warning|error|exception)", ast.unparse(call.func)
+            ):
+                template, *values = call.args
+                literal = isinstance(template, ast.Constant)
+                takes = [field for _, field, _, _ in Formatter().parse(template.value) if field is not None] if literal and values else []  # fmt: skip
+                if len(takes) != len(values) or (literal and re.search(r"%[sdr]", template.value)):
+                    wrong.append(f"{path.name}:{call.lineno}")
+    assert wrong == []
 
 
 def test_metrics_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A flat object a line: step, time, finite numbers; non-finite ones dropped with one warning a key."""
     path = metrics_path(tmp_path, "trainer")
     writer = JsonlWriter(path)
-    with caplog.at_level(logging.WARNING, logger="prime_rl"):
-        logging.getLogger("prime_rl").propagate = True
-        writer.write(0, {"loss/mean": 0.5, "bad": math.nan, "count": 3})
-        writer.write(1, {"bad": math.inf})
+    writer.write(0, {"loss/mean": 0.5, "bad": math.nan, "count": 3})
+    writer.write(1, {"bad": math.inf})
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [set(line) for line in lines] == [{"step", "time", "loss/mean", "count"}, {"step", "time"}]
     assert lines[0]["count"] == 3

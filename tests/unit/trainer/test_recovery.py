@@ -1,7 +1,6 @@
 """A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a trainer's lives."""
 
 import errno
-import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -153,9 +152,7 @@ def test_recovers_from_an_older_state(
     for directory in (tmp_path / "checkpoints" / "step_4" / "trainer", tmp_path / "recovery" / "step_3"):
         shards = next((directory / "state").glob("*.distcp"))
         shards.write_bytes(shards.read_bytes()[:-7])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("prime_rl"), "propagate", True)
-        run_training(config(tmp_path, tied_model, recover=True))
+    run_training(config(tmp_path, tied_model, recover=True))
     assert "checkpoints/step_4/trainer is passed over" in caplog.text
     assert "recovery/step_3 is passed over" in caplog.text
     assert read_lives(tmp_path) == {0: 0, 1: 2}
@@ -373,9 +370,7 @@ def test_starting_over_keeps_the_newest_version(
     settings: dict[str, Any] = {"ckpt": None, "recovery_interval": None, "max_steps": 3}
     run_training(config(tmp_path, tied_model, **settings))
     newest = weights_manifest(tmp_path / "weights" / "step_3").hash
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(logging.getLogger("prime_rl"), "propagate", True)
-        run_training(config(tmp_path, tied_model, recover=True, **settings))
+    run_training(config(tmp_path, tied_model, recover=True, **settings))
     assert "starts over from the base model, 3 updates are made again" in caplog.text
     assert weights_manifest(tmp_path / "weights" / "given_up_1_step_3").hash == newest
     assert len(list((tmp_path / "weights").glob("given_up_*"))) == 1

@@ -229,7 +229,6 @@ def test_what_cannot_be_removed_is_said_and_in_nobodys_way(
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     monkeypatch.setattr(commit.shutil, "rmtree", refuse)
-    monkeypatch.setattr(commit.logger, "propagate", True)
     prune(publish(tmp_path / "step_3", 3))
     assert list_steps(tmp_path) == []
     assert "cannot be removed" in caplog.text

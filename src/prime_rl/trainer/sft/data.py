@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.errors import UserError
-from prime_rl.monitor import log
 from prime_rl.trainer.batch import pinned
 from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, collate, plan, rollout_lengths
 from prime_rl.trainer.parallel import World, agree
@@ -19,8 +19,6 @@ from prime_rl.trainer.sft.rows import Rows
 
 if TYPE_CHECKING:
     from prime_rl.config.sft import SFTData
-
-logger = log.get(__name__)
 
 STREAMS = 1  # of the cross-entropy token loss: weight / (loss tokens of the whole step)
 
@@ -112,7 +110,7 @@ class RowStream:
                 if reason == "too_long"
                 else "no token of it is trained"
             )
-            logger.warning("dropped row %d: %s (further ones are counted as data/dropped_%s)", index, why, reason)
+            logger.warning("dropped row {}: {} (further ones are counted as data/dropped_{})", index, why, reason)
         self.dropped[reason] += 1
         self._skipped += 1
         if self._skipped >= self._rows:
