@@ -137,6 +137,38 @@ def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return grads
 
 
+# FlashAttention 4 of the package flash-attn-4: kernels in Python that are compiled for the GPU when they are first called. Here, too, the
+# public function is differentiated by Python code, and these are its two halves.
+
+
+def _fa4_arguments(mask: Mask) -> dict[str, Any]:
+    # A causal mask and a window exclude each other there: the window's right end is the causal mask.
+    window = {} if mask.window is None else _flash_window(mask)
+    return {
+        "cu_seqlens_q": mask.cu_seqlens,
+        "cu_seqlens_k": mask.cu_seqlens,
+        "max_seqlen_q": mask.longest,
+        "max_seqlen_k": mask.longest,
+        "softmax_scale": mask.scale,
+        "causal": mask.window is None,
+        **window,
+    }
+
+
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    out, lse, *_ = _flash_attn_fwd(q, k, v, **_fa4_arguments(mask), return_lse=True)
+    return out, lse
+
+
+def _fa4_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, d_out, lse, **_fa4_arguments(mask))
+    return dq, dk, dv
+
+
 # FlashAttention 2 of the package flash-attn. Its public function is differentiated by Python code that our operator would hide from
 # autograd; these are its two halves.
 
@@ -257,6 +289,7 @@ def _by_document(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
 KERNELS: dict[str, Operator] = {
     "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward),
+    "flash_attention_4": packed_operator("flash_attention_4", _fa4_forward, _fa4_backward),
     "cudnn": packed_operator("cudnn", _cudnn_forward, _cudnn_backward),
     "flash_attention_2": packed_operator("flash_attention_2", _fa2_forward, _fa2_backward),
     "varlen": packed_operator("varlen", _varlen_forward, _varlen_backward),
@@ -322,11 +355,23 @@ def _load_cudnn() -> str | None:
     return None
 
 
+def _load_flash_attention_4() -> str | None:
+    if not _has("flash_attn", "cute"):
+        return "is not installed: package flash-attn-4, extra `fa`"
+    importlib.import_module("flash_attn.cute.interface")
+    return None
+
+
 def _load_flash_attention_2() -> str | None:
-    if importlib.util.find_spec("flash_attn") is None:
-        return "is not installed: package flash-attn, extra `fa`"
+    if not _has("flash_attn", "flash_attn_interface"):
+        return "is not installed: package flash-attn, group `flash-attn-2`"
     importlib.import_module("flash_attn.flash_attn_interface")
     return None
+
+
+def _has(package: str, module: str) -> bool:
+    """FlashAttention 2 and 4 share the folder `flash_attn`, which alone says nothing about which of them is there."""
+    return importlib.util.find_spec(package) is not None and importlib.util.find_spec(f"{package}.{module}") is not None
 
 
 def _load_varlen() -> str | None:
@@ -335,6 +380,7 @@ def _load_varlen() -> str | None:
 
 _LOADERS: dict[str, Callable[[], str | None]] = {
     "flash_attention_3": _load_flash_attention_3,
+    "flash_attention_4": _load_flash_attention_4,
     "cudnn": _load_cudnn,
     "flash_attention_2": _load_flash_attention_2,
     "varlen": _load_varlen,
