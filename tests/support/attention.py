@@ -298,6 +298,65 @@ def flash_attention_2() -> Iterator[None]:
 
 
 @contextmanager
+def flash_attention_4() -> Iterator[None]:
+    """The two halves of the function of the package flash-attn-4, whose further arguments have defaults."""
+
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+        return_lse: bool,
+    ) -> tuple[Tensor | None, ...]:
+        _longest_is_right(cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        assert return_lse
+        left = _fa4_left(causal, window_size_left, window_size_right)
+        out, lse = dense_forward(q, k, v, cu_seqlens_k, softmax_scale, left)
+        return out.to(q.dtype), lse.float(), None, None, None
+
+    def backward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        lse: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float,
+        causal: bool,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> Grads:
+        _longest_is_right(cu_seqlens_q, max_seqlen_q, max_seqlen_k)
+        left = _fa4_left(causal, window_size_left, window_size_right)
+        return dense_backward(dout, q, k, v, out, lse, cu_seqlens_k, softmax_scale, left)
+
+    halves = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
+    packages = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute")}
+    with _modules(**packages, **{"flash_attn.cute.interface": halves}):
+        yield
+
+
+def _fa4_left(causal: bool, left: int | None, right: int | None) -> int:
+    """No window is None there, and a window ends by its right side rather than by `causal`."""
+    assert (causal, right) in ((True, None), (False, 0))
+    assert (left is None) == causal
+    return -1 if left is None else left
+
+
+@contextmanager
 def _modules(**modules: Any) -> Iterator[None]:
     before = {name: sys.modules.get(name) for name in modules}
     sys.modules.update(modules)
@@ -319,6 +378,7 @@ def nothing() -> Iterator[None]:
 
 STAND_INS = {
     "flash_attention_3": flash_attention_3,
+    "flash_attention_4": flash_attention_4,
     "cudnn": cudnn,
     "flash_attention_2": flash_attention_2,
     "varlen": varlen,

@@ -2,7 +2,9 @@
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,15 +21,15 @@ def stub(directory: Path, name: str, body: str) -> None:
     [
         (None, "x86_64", [], "--group cpu"),
         ("", "x86_64", [], "--group cpu"),
-        ("8.0", "x86_64", [], "--extra cuda"),
-        ("9.0", "x86_64", [], "--extra cuda --extra flash-attn-3"),
-        ("9.0", "x86_64", ["cuda"], "--extra cuda --extra flash-attn-3"),
-        ("9.0 8.0 8.0", "x86_64", ["cuda"], "--extra cuda --extra flash-attn-3"),
-        ("9.0", "aarch64", ["cuda"], "--extra cuda"),
-        ("12.0", "x86_64", ["cuda"], "--extra cuda"),
+        ("8.0", "x86_64", [], "--extra cuda --extra fa"),
+        ("9.0", "x86_64", [], "--extra cuda --extra fa --extra flash-attn-3"),
+        ("9.0", "x86_64", ["cuda"], "--extra cuda --extra fa --extra flash-attn-3"),
+        ("9.0 8.0 8.0", "x86_64", ["cuda"], "--extra cuda --extra fa --extra flash-attn-3"),
+        ("9.0", "aarch64", ["cuda"], "--extra cuda --extra fa"),
+        ("12.0", "x86_64", ["cuda"], "--extra cuda --extra fa"),
         ("9.0", "x86_64", ["cpu"], "--group cpu"),
-        (None, "x86_64", ["cuda"], "--extra cuda"),
-        (None, "x86_64", ["cuda", "--extra", "flash-attn-3"], "--extra cuda --extra flash-attn-3"),
+        (None, "x86_64", ["cuda"], "--extra cuda --extra fa"),
+        (None, "x86_64", ["cuda", "--extra", "flash-attn-3"], "--extra cuda --extra fa --extra flash-attn-3"),
     ],
 )
 def test_what_is_installed(
@@ -39,9 +41,9 @@ def test_what_is_installed(
     if capabilities is None:
         stub(tmp_path, "nvidia-smi", "exit 9")
     else:
-        told = capabilities.split()
-        listed = "; ".join(f"echo 'GPU {number}: some GPU'" for number in range(len(told)))
-        answers = "; ".join(f"echo {capability}" for capability in told)
+        rows = capabilities.split()
+        listed = "; ".join(f"echo 'GPU {number}: some GPU'" for number in range(len(rows)))
+        answers = "; ".join(f"echo {capability}" for capability in rows)
         stub(tmp_path, "nvidia-smi", f'if [ "$1" = -L ]; then {listed or ":"}; else {answers or ":"}; fi')
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     command = ["bash", str(SCRIPT), *arguments]
@@ -54,3 +56,54 @@ def test_an_unknown_machine_is_refused() -> None:
     found = subprocess.run(["bash", SCRIPT, "tpu"], capture_output=True, text=True, timeout=60)
     assert found.returncode == 2
     assert "usage: bash scripts/install.sh" in found.stderr
+
+
+def git(*arguments: str | Path) -> None:
+    identity = ("-c", "user.name=name", "-c", "user.email=name@localhost")
+    subprocess.run(["git", *identity, *arguments], check=True, capture_output=True, timeout=60)
+
+
+@pytest.fixture
+def piped(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """`cat install.sh | bash -s -- ARGUMENT…` in a directory, with a repository to clone and a uv that says where it stands."""
+    stub(tmp_path, "uv", 'echo "uv $* in $PWD"')
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    (repository / "pyproject.toml").write_text('[project]\nname = "prime-rl"\n')
+    git("init", "--quiet", repository)
+    git("-C", repository, "add", ".")
+    git("-C", repository, "commit", "--quiet", "-m", "first")
+
+    def run(directory: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PRIME_RL_REPO": str(repository)}
+        directory.mkdir(exist_ok=True)
+        command = ["bash", *(("-s", "--", *arguments) if arguments else ())]
+        options = {"capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(command, input=SCRIPT.read_text(), cwd=directory, env=environment | variables, **options)
+
+    return run
+
+
+def test_piped_into_an_empty_directory(piped: Callable[..., Any], tmp_path: Path) -> None:
+    """It clones, installs into the clone and says how to go on; the second time it uses the clone; within the clone it stays there."""
+    here = tmp_path / "empty"
+    for directory, go in ((here, "cd prime-rl && "), (here, "cd prime-rl && "), (here / "prime-rl", "")):
+        found = piped(directory, "cpu", "--quiet")
+        assert (found.returncode, found.stderr) == (0, "")
+        assert f"uv sync --group cpu --quiet in {here}/prime-rl" in found.stdout.splitlines()
+        assert found.stdout.endswith(f"ready: {go}uv run --group cpu rl @ examples/reverse_text/cpu.toml\n")
+    assert "cloning" not in found.stdout
+    stub(tmp_path, "nvidia-smi", "exit 9")
+    assert piped(tmp_path / "plain").stdout.splitlines()[-1].startswith("ready: cd prime-rl && uv run ")
+
+
+def test_piped_where_it_cannot_install(piped: Callable[..., Any], tmp_path: Path) -> None:
+    """Something else by that name stays as it is; an address that is no repository is named. One line, and uv is not called."""
+    (tmp_path / "other" / "prime-rl").mkdir(parents=True)
+    taken = piped(tmp_path / "other", "cpu")
+    assert (taken.returncode, taken.stdout) == (1, "")
+    assert "prime-rl is there and is no checkout of prime-rl: move it away" in taken.stderr
+    absent = piped(tmp_path / "empty", "cpu", PRIME_RL_REPO=str(tmp_path / "nowhere"))
+    assert absent.returncode == 1
+    assert f"cannot clone {tmp_path}/nowhere: PRIME_RL_REPO names another address" in absent.stderr
+    assert "uv" not in absent.stdout

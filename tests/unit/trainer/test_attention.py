@@ -209,7 +209,8 @@ def test_another_version_of_the_operators_is_a_reason(
     [
         ("flash_attention_3", None, "extra `flash-attn-3`"),
         ("cudnn", "cudnn", "extra `cuda`"),
-        ("flash_attention_2", "flash_attn", "extra `fa`"),
+        ("flash_attention_4", "flash_attn", "extra `fa`"),
+        ("flash_attention_2", "flash_attn", "group `flash-attn-2`"),
     ],
 )
 def test_what_is_absent_says_what_to_install(
