@@ -17,7 +17,7 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import attention
 from prime_rl.trainer.parallel import close_world, init_world
 
-BACKENDS = ("flash_attention_3", "flash_attention_4", "cudnn", "flash_attention_2", "varlen", "sdpa")
+BACKENDS = ("flash_attention_4", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa")
 HEAD_DIM = 128
 
 # documents, query heads, key heads: 0.6B (16, 8), 4B (32, 8), 30B-A3B (32, 4)

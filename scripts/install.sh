@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Install prime-rl into .venv: uv if it is missing, then the packages for this machine (CUDA where there is an NVIDIA GPU,
-# with FlashAttention 3 where that is a Hopper; CPU otherwise). Everything comes from the package index that pip and uv are
-# configured for. Further arguments go to `uv sync`, such as `--extra flash-attn-3` where the GPU is not there yet.
+# CPU otherwise). Everything comes from the package index that pip and uv are configured for. Further arguments go to `uv sync`.
 #
 #   bash scripts/install.sh [cpu|cuda] [ARGUMENT…]
 #   curl -sSL …/scripts/install.sh | bash [-s -- cpu|cuda ARGUMENT…]
@@ -48,12 +47,6 @@ detect() {
   fi
 }
 
-# The wheel that holds FlashAttention 3 is for x86_64.
-hopper() {
-  [[ "$(uname -m)" == x86_64 ]] && command -v nvidia-smi > /dev/null &&
-    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2> /dev/null | grep '^ *9\.0' > /dev/null
-}
-
 # A function, so that nothing runs before all of the script has arrived and no command reads the rest of it.
 main() {
   local target=${1:-$(detect)} go="" example=rl.toml
@@ -63,12 +56,7 @@ main() {
       packages=(--group cpu)
       example=cpu.toml
       ;;
-    cuda)
-      packages=(--extra cuda --extra fa)
-      if hopper; then
-        packages+=(--extra flash-attn-3)
-      fi
-      ;;
+    cuda) packages=(--extra cuda --extra fa) ;;
     *)
       echo "usage: bash scripts/install.sh [cpu|cuda] [ARGUMENT…]" >&2
       exit 2

@@ -11,7 +11,7 @@ from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, Schedul
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.shared import CkptConfig, Device, Length, ModelConfig, MonitorConfig
 
-Attention = Literal["auto", "flash_attention_3", "flash_attention_4", "cudnn", "flash_attention_2", "varlen", "sdpa"]
+Attention = Literal["auto", "flash_attention_4", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
 Recompute = Literal["none", "pointwise", "wide", "attention", "full"]
 DType = Literal["auto", "float32", "bfloat16"]
 

@@ -146,7 +146,9 @@ def _fastest_first(machine: Machine) -> tuple[str, ...]:
     if machine.device != "cuda":
         return ("sdpa",)
     if machine.capability == _HOPPER:
-        return "flash_attention_3", "cudnn", "varlen", "sdpa"
+        return "flash_attention_4", "flash_attention_3", "cudnn", "varlen", "sdpa"
+    if machine.capability > _HOPPER:
+        return "flash_attention_4", "flash_attention_2", "varlen", "sdpa"
     return "flash_attention_2", "varlen", "sdpa"
 
 

@@ -10,12 +10,9 @@ name. All have the form `prime_rl::name(q, k, v, cu_seqlens, longest, scale, win
     out [T, Hq, D]; lse [Hq, T] float32: the log of the sum of exp(score)
 """
 
-import ctypes
 import importlib
 import importlib.util
-import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -111,48 +108,25 @@ def _flash_window(mask: Mask) -> dict[str, int]:
     return {"window_size_left": -1 if mask.window is None else mask.window - 1, "window_size_right": 0}
 
 
-# FlashAttention 3
-
-
-def _fa3_arguments(mask: Mask) -> dict[str, Any]:
+def _flash_arguments(mask: Mask) -> dict[str, Any]:
+    """What FlashAttention 3 and 4 call by the same names."""
     return {
         "cu_seqlens_q": mask.cu_seqlens,
         "cu_seqlens_k": mask.cu_seqlens,
         "max_seqlen_q": mask.longest,
         "max_seqlen_k": mask.longest,
         "softmax_scale": mask.scale,
-        "is_causal": mask.window is None,
-        **_flash_window(mask),
     }
 
 
-def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_fa3_arguments(mask), num_splits=1)
-    return out, lse
-
-
-def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
-    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    torch.ops.flash_attn_3.bwd(d_out, q, k, v, out, lse, *grads, **_fa3_arguments(mask))
-    return grads
-
-
-# FlashAttention 4 of the package flash-attn-4: kernels in Python that are compiled for the GPU when they are first called. Here, too, the
-# public function is differentiated by Python code, and these are its two halves.
+# FlashAttention 4 of the package flash-attn-4: kernels in Python, compiled for the GPU when they are first called. Its public function is
+# differentiated by Python code that our operator would hide from autograd; these are its two halves.
 
 
 def _fa4_arguments(mask: Mask) -> dict[str, Any]:
-    # A causal mask and a window exclude each other there: the window's right end is the causal mask.
-    window = {} if mask.window is None else _flash_window(mask)
-    return {
-        "cu_seqlens_q": mask.cu_seqlens,
-        "cu_seqlens_k": mask.cu_seqlens,
-        "max_seqlen_q": mask.longest,
-        "max_seqlen_k": mask.longest,
-        "softmax_scale": mask.scale,
-        "causal": mask.window is None,
-        **window,
-    }
+    # A window ends at the token itself, which is what `causal` would say.
+    window = {"causal": True} if mask.window is None else {"causal": False, **_flash_window(mask)}
+    return {**_flash_arguments(mask), **window}
 
 
 def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -169,8 +143,25 @@ def _fa4_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     return dq, dk, dv
 
 
-# FlashAttention 2 of the package flash-attn. Its public function is differentiated by Python code that our operator would hide from
-# autograd; these are its two halves.
+# FlashAttention 3
+
+
+def _fa3_arguments(mask: Mask) -> dict[str, Any]:
+    return {**_flash_arguments(mask), "is_causal": mask.window is None, **_flash_window(mask)}
+
+
+def _fa3_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.flash_attn_3.fwd(q, k, v, **_fa3_arguments(mask), num_splits=1)
+    return out, lse
+
+
+def _fa3_backward(d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask) -> Grads:
+    grads = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    torch.ops.flash_attn_3.bwd(d_out, q, k, v, out, lse, *grads, **_fa3_arguments(mask))
+    return grads
+
+
+# FlashAttention 2 of the package flash-attn, in two halves for the same reason.
 
 
 def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -288,8 +279,8 @@ def _by_document(lse: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 
 
 KERNELS: dict[str, Operator] = {
-    "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward),
     "flash_attention_4": packed_operator("flash_attention_4", _fa4_forward, _fa4_backward),
+    "flash_attention_3": packed_operator("flash_attention_3", _fa3_forward, _fa3_backward),
     "cudnn": packed_operator("cudnn", _cudnn_forward, _cudnn_backward),
     "flash_attention_2": packed_operator("flash_attention_2", _fa2_forward, _fa2_backward),
     "varlen": packed_operator("varlen", _varlen_forward, _varlen_backward),
@@ -303,48 +294,22 @@ def load(backend: str) -> str | None:
     """Make the library of one of `KERNELS` callable. Returns None, or why it is not: "is not installed: …"."""
     try:
         return _LOADERS[backend]()
-    except (ImportError, OSError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 libraries that were made for another torch fail in every way
         return f"cannot be loaded: {one_line(error)}"
 
 
-def _load_flash_attention_3() -> str | None:
-    """Its own package, else the library in the xformers wheel, else the files that FA3_SO and CUDART12 name."""
-    if importlib.util.find_spec("flash_attn_interface") is not None:
-        importlib.import_module("flash_attn_interface")
-    elif (library := _fa3_library()) is not None:
-        _load_cuda_12_runtime()
-        torch.ops.load_library(library)
-    else:
-        return "is not installed: extra `flash-attn-3`"
-    wanted = {"cu_seqlens_q", "max_seqlen_q", "softmax_scale", "is_causal", "window_size_left", "window_size_right"}
-    for half in (torch.ops.flash_attn_3.fwd, torch.ops.flash_attn_3.bwd):
-        known = {argument.name for argument in half.default._schema.arguments}
-        if missing := sorted(wanted - known):
-            return f"is of another version: {half} does not know {', '.join(missing)}"
+def _load_flash_attention_4() -> str | None:
+    if not _has("flash_attn", "cute"):
+        return "is not installed: package flash-attn-4, extra `fa`"
+    importlib.import_module("flash_attn.cute.interface")
     return None
 
 
-def _fa3_library() -> str | None:
-    # Found, not imported: the xformers package itself wants the torch that it was built with, the library is content with any.
-    paths = [folder / "flash_attn_3" / "_C.so" for folder in _folders("xformers")]
-    return next((str(path) for path in paths if path.exists()), os.environ.get("FA3_SO"))
-
-
-def _load_cuda_12_runtime() -> None:
-    """xformers linked the library with CUDA 12's runtime, which torch brings along only when it was built for CUDA 12 itself."""
-    if (torch.version.cuda or "").startswith("12."):
-        return
-    paths = [folder / "cuda_runtime" / "lib" / "libcudart.so.12" for folder in _folders("nvidia")]
-    elsewhere = os.environ.get("CUDART12", "libcudart.so.12")  # the bare name: where the system's loader looks
-    try:
-        ctypes.CDLL(next((str(path) for path in paths if path.exists()), elsewhere), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise OSError(f"{error} (package nvidia-cuda-runtime-cu12, extra `flash-attn-3`)") from error
-
-
-def _folders(package: str) -> Iterator[Path]:
-    spec = importlib.util.find_spec(package)
-    yield from map(Path, (spec and spec.submodule_search_locations) or ())
+def _load_flash_attention_3() -> str | None:
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        return "is not installed: package flash_attn_interface, built from its source"
+    importlib.import_module("flash_attn_interface")  # registers the operators
+    return None
 
 
 def _load_cudnn() -> str | None:
@@ -352,13 +317,6 @@ def _load_cudnn() -> str | None:
     if importlib.util.find_spec("cudnn") is None:
         return "is not installed: package nvidia-cudnn-frontend, extra `cuda`"
     importlib.import_module("cudnn.sdpa.fwd.torch_op")  # registers the operators
-    return None
-
-
-def _load_flash_attention_4() -> str | None:
-    if not _has("flash_attn", "cute"):
-        return "is not installed: package flash-attn-4, extra `fa`"
-    importlib.import_module("flash_attn.cute.interface")
     return None
 
 
@@ -379,8 +337,8 @@ def _load_varlen() -> str | None:
 
 
 _LOADERS: dict[str, Callable[[], str | None]] = {
-    "flash_attention_3": _load_flash_attention_3,
     "flash_attention_4": _load_flash_attention_4,
+    "flash_attention_3": _load_flash_attention_3,
     "cudnn": _load_cudnn,
     "flash_attention_2": _load_flash_attention_2,
     "varlen": _load_varlen,

@@ -64,15 +64,30 @@ def pack(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     ("machine", "needs", "line"),
     [
         (Machine("cpu"), BF16, "attention: sdpa"),
-        (gpu(HOPPER), BF16, "attention: flash_attention_3"),
-        (gpu(HOPPER, flash_attention_3=ABSENT), BF16, "attention: cudnn (flash_attention_3 is not installed)"),
+        (gpu(HOPPER), BF16, "attention: flash_attention_4"),
         (
-            gpu(HOPPER, flash_attention_3=ABSENT, cudnn="fails here: no plan"),
+            gpu(HOPPER, flash_attention_4=ABSENT),
             BF16,
-            "attention: varlen (flash_attention_3 is not installed; cudnn fails here: no plan)",
+            "attention: flash_attention_3 (flash_attention_4 is not installed)",
+        ),
+        (
+            gpu(HOPPER, flash_attention_4=ABSENT, flash_attention_3=ABSENT),
+            BF16,
+            "attention: cudnn (flash_attention_4 is not installed; flash_attention_3 is not installed)",
+        ),
+        (
+            gpu(HOPPER, flash_attention_4=ABSENT, flash_attention_3=ABSENT, cudnn="fails here: no plan"),
+            BF16,
+            "attention: varlen (flash_attention_4 is not installed; flash_attention_3 is not installed; "
+            "cudnn fails here: no plan)",
         ),
         (gpu(AMPERE), BF16, "attention: flash_attention_2"),
-        (gpu((10, 0), flash_attention_2=ABSENT), BF16, "attention: varlen (flash_attention_2 is not installed)"),
+        (gpu((10, 0)), BF16, "attention: flash_attention_4"),
+        (
+            gpu((10, 0), flash_attention_4="fails here: no kernel", flash_attention_2=ABSENT),
+            BF16,
+            "attention: varlen (flash_attention_4 fails here: no kernel; flash_attention_2 is not installed)",
+        ),
         (
             gpu(VOLTA),
             BF16,
@@ -82,7 +97,8 @@ def pack(lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         (
             gpu(HOPPER),
             Needs(torch.float32, 16, 8, 128),
-            "attention: sdpa (flash_attention_3 does not compute in float32; cudnn does not compute in float32; "
+            "attention: sdpa (flash_attention_4 does not compute in float32; "
+            "flash_attention_3 does not compute in float32; cudnn does not compute in float32; "
             "varlen does not compute in float32)",
         ),
         (
@@ -108,6 +124,7 @@ def test_auto_takes_the_fastest_and_says_why(machine: Machine, needs: Needs, lin
             BF16,
             "flash_attention_3 needs a Hopper GPU: compute capability 9.0, not 8.0",
         ),
+        ("flash_attention_4", gpu(AMPERE), BF16, "flash_attention_4 needs compute capability 9.0 or more, not 8.0"),
         ("flash_attention_3", gpu((10, 0)), BF16, "flash_attention_3 needs a Hopper GPU"),
         ("flash_attention_2", gpu(HOPPER, flash_attention_2=ABSENT), BF16, "flash_attention_2 is not installed"),
         ("cudnn", gpu(HOPPER), Needs(torch.float32, 16, 8, 128), "cudnn does not compute in float32"),
@@ -153,8 +170,8 @@ def test_every_rank_takes_what_the_first_chose(world: World, caplog: pytest.LogC
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
     """Adds files to a folder of packages that is searched first."""
     monkeypatch.syspath_prepend(tmp_path)
-    for variable in ("FA3_SO", "CUDART12"):
-        monkeypatch.delenv(variable, raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
 
     def add(name: str, text: str = "") -> Path:
         path = tmp_path / name
@@ -165,49 +182,24 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str]
     return add
 
 
-def test_the_library_in_the_xformers_wheel_is_found_without_importing_xformers(site: Callable[..., Path]) -> None:
-    """xformers refuses a torch that it was not built with; its library does not. One that cannot be loaded is a reason, no crash."""
-    site("xformers/__init__.py", "raise ImportError('built for another torch')")
-    library = site("xformers/flash_attn_3/_C.so", "not a library")
-    assert attention_kernels._fa3_library() == str(library)
-    assert (load("flash_attention_3") or "").startswith("cannot be loaded: ")
-    assert "xformers" not in sys.modules
-
-
-def test_the_library_that_the_environment_names(site: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host without network brings the two files along."""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setenv("FA3_SO", str(site("fa3.so")))
-    monkeypatch.setenv("CUDART12", str(site("libcudart.so.12")))
-    monkeypatch.setattr(attention_kernels, "_folders", lambda package: iter(()))
-    assert "libcudart.so.12" in (load("flash_attention_3") or "")
-    monkeypatch.setattr(torch.version, "cuda", "12.9")  # torch itself has loaded the runtime
-    assert "fa3.so" in (load("flash_attention_3") or "")
-
-
-def test_its_own_package_comes_first(site: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`flash_attn_interface` defines the operators by being imported."""
+def test_a_library_that_fails_is_a_reason(site: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a crash, whatever it raises."""
     monkeypatch.delitem(sys.modules, "flash_attn_interface", raising=False)
-    site("flash_attn_interface.py")
-    site("xformers/flash_attn_3/_C.so", "not a library")
-    with support.flash_attention_3():
-        assert load("flash_attention_3") is None
+    site("flash_attn_interface.py", "import torch; torch.of_another_version")
+    assert (load("flash_attention_3") or "").startswith("cannot be loaded: ")
 
 
-def test_another_version_of_the_operators_is_a_reason(
-    site: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What we pass is checked when the library is loaded, not in the first step."""
-    site("flash_attn_interface.py")
-    monkeypatch.setitem(support.FA3, "bwd", support.FA3["bwd"].replace("window_size_left", "window_left"))
-    with support.flash_attention_3():
-        assert "bwd does not know window_size_left" in (load("flash_attention_3") or "")
+def test_flash_attention_2_and_4_share_a_folder(site: Callable[[str, str], Path]) -> None:
+    """One of them is no sign of the other."""
+    site("flash_attn/cute/interface.py", "")
+    assert "group `flash-attn-2`" in (load("flash_attention_2") or "")
+    assert load("flash_attention_4") is None
 
 
 @pytest.mark.parametrize(
     ("name", "package", "remedy"),
     [
-        ("flash_attention_3", None, "extra `flash-attn-3`"),
+        ("flash_attention_3", "flash_attn_interface", "built from its source"),
         ("cudnn", "cudnn", "extra `cuda`"),
         ("flash_attention_4", "flash_attn", "extra `fa`"),
         ("flash_attention_2", "flash_attn", "group `flash-attn-2`"),
@@ -217,7 +209,6 @@ def test_what_is_absent_says_what_to_install(
     name: str, package: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reason names the extra."""
-    monkeypatch.delenv("FA3_SO", raising=False)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert (load(name) or "").startswith("is not installed: ")
     assert remedy in (load(name) or "")
