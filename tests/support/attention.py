@@ -87,7 +87,7 @@ def _narrow(x: Tensor, heads: int) -> Tensor:
     return x.view(x.shape[0], heads, -1, x.shape[2]).sum(2)
 
 
-# FlashAttention 3: the operators of the library in the xformers 0.0.34 wheel, as it defines them.
+# FlashAttention 3: the operators that `flash_attn_interface` registers.
 
 FA3 = {
     "fwd": "(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new=None, Tensor(v_new!)? v_new=None, Tensor? q_v=None, "
