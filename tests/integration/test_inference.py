@@ -240,8 +240,8 @@ def _dotted_path_to_outside(server: InferenceServer) -> Path:
 @pytest.mark.parametrize(
     ("make", "version", "status", "says"),
     [
-        (_missing, 999, 400, "not a directory"),
-        (_not_committed, 998, 400, "no manifest.json"),
+        (_missing, 999, 400, "no committed version"),
+        (_not_committed, 998, 400, "no committed version"),
         (_truncated, 21, 400, "bytes"),
         (_flipped_bit, 22, 400, "tensor"),
         (_lost_tensor, 23, 400, "model.norm.weight is missing"),

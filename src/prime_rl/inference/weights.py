@@ -183,10 +183,11 @@ class WeightsExtension:
                 compat.load_in_place(model, told, self.model_config)
                 return
             self.prime_whole = False
-            if told is not None:
-                self.model_runner.reload_weights(weights_iterator=told)
-            else:
-                self.model_runner.reload_weights(weights_path=str(source))
+            with compat.without_false_alarms(model):
+                if told is not None:
+                    self.model_runner.reload_weights(weights_iterator=told)
+                else:
+                    self.model_runner.reload_weights(weights_path=str(source))
             self.prime_whole = True
             if self.device.type == "cpu":
                 repack_tied_heads(model)
