@@ -422,7 +422,7 @@ def test_a_full_disk_does_not_end_a_process_through_its_status(tmp_path: Path, m
 def test_wandb_without_a_key_is_found_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], login: str | None, error: str | None
 ) -> None:
-    """Contract: whoever would upload has a key, from where W&B itself takes it, or is told in one line; offline, by option or by W&B's own variable,
+    """Contract: whoever would upload has a key, from where W&B itself takes it, or gets one line; offline, by option or by W&B's own variable,
     needs none."""
     wandb = pytest.importorskip("wandb")
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
