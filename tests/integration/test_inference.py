@@ -240,8 +240,8 @@ def _dotted_path_to_outside(server: InferenceServer) -> Path:
 @pytest.mark.parametrize(
     ("make", "version", "status", "says"),
     [
-        (_missing, 999, 400, "not a directory"),
-        (_not_committed, 998, 400, "no manifest.json"),
+        (_missing, 999, 400, "no committed version"),
+        (_not_committed, 998, 400, "no committed version"),
         (_truncated, 21, 400, "bytes"),
         (_flipped_bit, 22, 400, "tensor"),
         (_lost_tensor, 23, 400, "model.norm.weight is missing"),
@@ -498,7 +498,7 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     plan.write_text(json.dumps([{"point": "generate", "process": "inference", "do": "error", "times": 2}]))
     monkeypatch.setenv("VLLM_API_KEY", key)
     monkeypatch.setenv(faults.ENV, str(plan))
-    server = start_server(tiny_model)
+    server = start_server(tiny_model, {"weights_root": "None"})
     bearer = {"headers": {"Authorization": f"Bearer {key}"}}
     for path in (
         "/inference/v1/generate",
@@ -512,6 +512,13 @@ def test_a_key_guards_the_server_and_appears_nowhere(
         assert server.post(path).status_code == 401, path
     assert server.get("/weights").status_code == 401
     assert server.get("/weights", **bearer).status_code == 200
+    of_a_run = commit(tmp_path / "somewhere" / "weights", 1, tiny_model, perturbed(tiny_model))
+    unseen = {"weight_dir": str(tmp_path / "elsewhere" / "weights" / "step_1"), "version": 1}
+    refused = server.post("/update_weights", unseen, **bearer)
+    assert (refused.status_code, "need one file system" in refused.text) == (400, True)
+    assert server.post("/update_weights", {"weight_dir": str(of_a_run), "version": 1}, **bearer).status_code == 200
+    assert server.get("/weights", **bearer).json()["weight_dir"] == str(of_a_run)
+    assert "Failed to load weights" not in server.log.read_text()
     body = request(server, chat_prompt)
     answers = [server.post("/v1/generate", body, **bearer).status_code for _ in range(3)]
     assert answers == [500, 500, 200]

@@ -109,14 +109,8 @@ class EvalConfig(BaseConfig, Measure):
     )
 
     @model_validator(mode="after")
-    def _has_environments(self) -> Self:
-        if not self.environments:
-            raise Problem("no environment: give --environment-ids or [[environments]]", "environment_ids")
-        return self
-
-    @model_validator(mode="after")
     def _without_isolation(self) -> Self:
-        if not self.unsafe:
+        if not self.unsafe or not self.environments:  # those of a run come later
             return self
         running = [env for env in self.environments if env.id.partition("@")[0].rpartition("/")[2] == RUNS_CODE]
         if not running:

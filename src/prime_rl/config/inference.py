@@ -83,7 +83,7 @@ class InferenceConfig(BaseConfig):
     )
     weights_root: Path | None = Field(
         default=None,
-        description="Directory that weights are loaded from (None: any on loopback, else `weights` in output_dir).",
+        description="Only directory that weights may be loaded from (None: any, named by a client that has the key).",
     )
     weights_tmpfs: Path | None = Field(
         default=None,

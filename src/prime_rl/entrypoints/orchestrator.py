@@ -11,7 +11,7 @@ from prime_rl.envs.venv import prepare
 from prime_rl.errors import FOR_GOOD, FinalError, UserError
 from prime_rl.launcher.checks import check_environment, check_model, check_own_functions
 from prime_rl.monitor import log
-from prime_rl.monitor.monitor import metrics_path
+from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import agree, dry_path
@@ -36,6 +36,7 @@ def main() -> None:
 def run(config: OrchestratorConfig) -> None:
     """Check what can be checked before anything starts, write the resolved config, run."""
     check_model(config.model.name)
+    check_wandb(config.monitor.wandb)
     if config.bench:
         from prime_rl.launcher.bench import apart
 

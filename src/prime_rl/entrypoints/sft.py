@@ -10,7 +10,7 @@ from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_dataset, check_environment, check_model
 from prime_rl.monitor import log
-from prime_rl.monitor.monitor import metrics_path
+from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.settings import dry_path
 
@@ -33,6 +33,8 @@ def main() -> None:
 def run(config: SFTConfig, rank: int) -> None:
     """Check what can be checked before torch is imported, then train; the resolved config is written once the run is not refused."""
     check_model(config.model.name, weights=config.data.fake is None)
+    if rank == 0:  # which logs alone
+        check_wandb(config.monitor.wandb)
     for environment in [] if config.eval is None or config.bench else config.eval.environments:
         check_environment(environment)
     if config.data.fake is None:

@@ -35,6 +35,23 @@ def find(environment_id: str) -> ModuleSpec | None:
         return None
 
 
+def installed() -> list[str]:
+    """Ids of the environments that are installed: the bundled ones, and packages that depend on verifiers."""
+    names = {path.parent.name for path in Path(prime_rl.__file__).parents[1].glob("*/__init__.py")}
+    for package in importlib.metadata.distributions():
+        if any(re.match(r"verifiers\b", need) for need in package.requires or ()):
+            names.add(package.name)
+    return sorted(name.replace("_", "-") for name in names if _is_environment(name))
+
+
+def _is_environment(name: str) -> bool:
+    spec = find(name)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return False
+    names, exported = _names(Path(spec.origin))
+    return bool({"load_environment", "Environment"} & names) or any(each.endswith("Taskset") for each in exported)
+
+
 def check_version(environment_id: str) -> None:
     """The version after the `@` of an id, if there is one, is the installed one. `latest` is any.
 

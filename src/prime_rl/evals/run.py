@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from loguru import logger
 
-from prime_rl.config.shared import ClientConfig
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
@@ -26,6 +25,7 @@ from prime_rl.orchestrator.engine import Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
 from prime_rl.orchestrator.fleet import RoutedPool
 from prime_rl.transport.commit import list_steps
+from prime_rl.transport.lives import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
 
 if TYPE_CHECKING:
@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from prime_rl.config.eval import EvalEnv
 
 _NUMBERED = re.compile(r"(.+)#[0-9]+")  # how `envs` tells tasks apart that share an id
-
-
-def check_key(client: ClientConfig) -> None:
-    """A key that was asked for is there.
-
-    Raises:
-        UserError: the variable that was named is not set.
-    """
-    default = ClientConfig.model_fields["api_key_var"].default
-    if client.api_key_var != default and not os.environ.get(client.api_key_var):
-        raise UserError(f"client.api_key_var: the variable {client.api_key_var} is not set")
 
 
 async def run_evals(config: "EvalConfig") -> list[Entry]:
@@ -57,7 +46,12 @@ async def run_evals(config: "EvalConfig") -> list[Entry]:
         status = Status(config.output_dir, "eval")
         try:
             entries = await _run_evals(config, status)
-        except UserError as error:
+        except asyncio.CancelledError:  # also while it waits: an `rl` in this directory shows what waits there
+            status.done("stopped")
+            if config.hold and config.weights_dir is not None:
+                drop_lease(config.weights_dir.parent, EVAL)
+            raise
+        except BaseException as error:
             status.done(f"failed: {error}")
             raise
         status.done("finished")
@@ -86,7 +80,6 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[Entry]:
         raise UserError(f"{refused_key(config.client)}: {error}. {run.kept()}") from error
     except asyncio.CancelledError:
         logger.warning("interrupted. {}", run.kept())
-        status.done("stopped")
         raise
     finally:
         await pool.close()

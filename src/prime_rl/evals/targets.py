@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 
 from loguru import logger
 
+from prime_rl.config import ConfigError, OrchestratorConfig, SFTConfig, parse
+from prime_rl.config.eval import EvalEnv
+from prime_rl.config.shared import EnvConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, TrainerWatch
@@ -111,6 +114,32 @@ def check_versions(config: "EvalConfig") -> None:
         raise UserError(
             f"weights_dir: there is no version to evaluate in {config.weights_dir} (there: {there}; --follow waits for some)"
         )
+
+
+def environments_of_run(run_dir: Path) -> tuple[list[EvalEnv], Path | None]:
+    """What a run was evaluated on while it trained, else what it was trained on, and the file that says so; nothing where there is no run, or one of
+    `sft` without evaluation.
+
+    Raises:
+        UserError: the file was written for other settings than today's.
+    """
+    from prime_rl.orchestrator.plans import eval_environments
+
+    environments: Sequence[EnvConfig] = []
+    path = None
+    try:
+        if (path := run_dir / "configs" / "orchestrator.toml").is_file():
+            of_run = parse(OrchestratorConfig, ["@", str(path)], {})
+            environments = eval_environments(of_run) or of_run.environments
+        elif (path := run_dir / "configs" / "sft.toml").is_file():
+            evaluation = parse(SFTConfig, ["@", str(path)], {}).eval
+            environments = [] if evaluation is None else evaluation.environments
+    except ConfigError as error:
+        raise UserError(
+            f"no environment: give --environment-ids ({path} cannot be read: {error.problems[0]})"
+        ) from error
+    names = set(EnvConfig.model_fields)
+    return [EvalEnv(**env.model_dump(include=names)) for env in environments], path
 
 
 async def targets(

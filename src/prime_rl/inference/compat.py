@@ -10,11 +10,13 @@ import csv
 import difflib
 import hashlib
 import io
+import logging
 import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -176,6 +178,9 @@ def fork_engine() -> None:
     vllm.v1.engine.utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # type: ignore[assignment]
 
 
+_NOT_LOADED = "%s: Failed to load weights"
+
+
 def keeps_as_loaded(model: Any) -> bool:
     """Whether every layer of a model on a GPU computes with its parameters as their loaders fill them: neither quantized, nor packed, nor made of several.
     Then `load_in_place` may take the place of a reload, which makes every layer anew and takes three to four times as long (benchmarks/README.md).
@@ -204,6 +209,26 @@ def load_in_place(model: Any, tensors: Iterable[tuple[str, Any]], model_config: 
         # As a reload does: its kernels may keep what they made of a parameter, as of sinks.
         if type(module) is Attention:
             module.process_weights_after_loading(model_config.dtype)
+
+
+@contextmanager
+def without_false_alarms(model: Any) -> Iterator[None]:
+    """While vLLM reloads `model`: leave out its "RotaryEmbedding: Failed to load weights", which it says at every update of every layer that owns no
+    parameter, as it counts buffers that a layer computes itself, and that no checkpoint holds, among the tensors to load. It keeps them as they are,
+    which is right. A head that is tied to the embedding owns no parameter either. Of layers that do, the same words are left in.
+    """
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters()}  # of a shared one the first
+    loaded = {type(model.get_submodule(owner)).__name__ for owner in owners}
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.msg != _NOT_LOADED or not isinstance(record.args, tuple) or record.args[0] in loaded
+
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    logger.addFilter(is_news)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_news)
 
 
 def settle_reload(model: Any, model_config: Any) -> None:

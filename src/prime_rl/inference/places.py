@@ -1,6 +1,7 @@
 """Which weights a server takes: from where, and whether they are its model's."""
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,16 +22,16 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Places:
-    """Where weights may come from (`root` None: any local path). `tmpfs` is where tensors may lie beside the root."""
+    """Allowed roots: `root` (None: any committed version that this host sees), and `tmpfs` beside it for tensors in memory."""
 
     root: Path | None
     tmpfs: Path | None = None
 
     def confine(self, weight_dir: str) -> Path:
-        """The directory that `weight_dir` names, symbolic links resolved.
+        """The committed directory that `weight_dir` names, symbolic links resolved.
 
         Raises:
-            Refused: it lies outside of what is allowed (403), or is not a directory (400).
+            Refused: it lies outside the root (403), or this host sees no committed version there (400), whatever else there may be.
         """
         try:
             path = Path(weight_dir).expanduser().resolve()
@@ -39,11 +40,13 @@ class Places:
         if self.root is not None and not path.is_relative_to(self.root.resolve()):
             raise Refused(
                 403,
-                f"weight_dir {weight_dir} is outside the weights root {self.root}: start the server with the run's --output-dir, or with "
-                "--weights-root",
+                f"weight_dir {weight_dir} is outside the weights root {self.root}: start the server with another --weights-root, or without",
             )
-        if not path.is_dir():
-            raise Refused(400, f"weight_dir {weight_dir} is not a directory on the server")
+        if not os.path.isfile(path / MANIFEST):  # False where it may not even look
+            raise Refused(
+                400,
+                f"the server's host sees no committed version in {weight_dir}: trainer and server need one file system, under the same path",
+            )
         return path
 
     def look(self, directory: Path, version: int) -> tuple[WeightsManifest, bytes]:
@@ -53,9 +56,10 @@ class Places:
             Refused: it is not `version`, or not where it may be.
             CommitError, OSError: it is not whole.
         """
+        self.check_files(directory, [MANIFEST])
         stamp = read_stamp(directory)
         committed = read_manifest(directory)
-        self.check_files(directory, [MANIFEST, *committed.files])
+        self.check_files(directory, committed.files)
         manifest = weights_manifest(directory, committed)
         if manifest.version != version:
             raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
@@ -71,7 +75,7 @@ class Places:
         return manifest, stamp
 
     def check_files(self, directory: Path, names: Iterable[str]) -> None:
-        """Files of a confined directory lie below it, or where a link leads that is allowed as well.
+        """Files of a confined directory lie in it; a link leads to where they may lie as well (with a root: anywhere below that).
 
         Raises:
             Refused: one does not (403).
@@ -79,12 +83,13 @@ class Places:
         for name in names:
             path = directory / name
             inside = path.parent == directory and name not in ("", "..")
-            if not inside or not self._allows(path):
+            if not inside or not self._allows(path, directory):
                 raise Refused(403, f"{path} is outside the weights root {self.root or directory}")
 
-    def _allows(self, path: Path) -> bool:
-        roots = [root.resolve() for root in (self.root, self.tmpfs) if root is not None]
-        return self.root is None or any(path.resolve().is_relative_to(root) for root in roots)
+    def _allows(self, path: Path, directory: Path) -> bool:
+        """Whether a path of a version in `directory` lies below the root, or in that directory where there is none."""
+        roots = [root.resolve() for root in (self.root or directory, self.tmpfs) if root is not None]
+        return any(path.resolve().is_relative_to(root) for root in roots)
 
     def check_memory(self, directory: Path, memory: InMemory) -> None:
         """The tensors of a confined version lie in memory where it is allowed.
@@ -93,7 +98,7 @@ class Places:
             Refused: they do not (403).
         """
         place = Path(memory.directory).resolve()
-        if not self._allows(place):
+        if not self._allows(place, place):
             raise Refused(
                 403,
                 f"the tensors of {directory} lie in memory, in {place}, outside the weights root {self.root}: start the server with "

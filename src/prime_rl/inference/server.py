@@ -15,7 +15,7 @@ from loguru import logger
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat, pulse
-from prime_rl.inference.arguments import arguments, chunks_on_cpu, environment, guarded_host, is_loopback
+from prime_rl.inference.arguments import arguments, chunks_on_cpu, environment, guarded_host
 from prime_rl.inference.ports import hold_port
 from prime_rl.inference.register import published_address
 from prime_rl.inference.settings import PLUGIN, Settings
@@ -84,8 +84,6 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     allowed = os.environ["VLLM_PLUGINS"].split(",")
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
-    reached = not is_loopback(guarded_host(config))  # by other hosts, who may not name any directory of this one
-    root = config.weights_root or (config.output_dir / "weights" if reached else None)
     register_dir = config.server.register_dir.expanduser().resolve() if config.server.register_dir else None
     several = config.server.api_servers > 1 and not config.headless
     shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
@@ -94,7 +92,7 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     Settings(
         process=config.process,
         output_dir=config.output_dir.resolve(),
-        weights_root=root.expanduser().resolve() if root else None,
+        weights_root=config.weights_root.expanduser().resolve() if config.weights_root else None,
         weights_tmpfs=config.weights_tmpfs.expanduser().resolve() if config.weights_tmpfs else None,
         register_dir=register_dir,
         address=published_address(config) if register_dir else "",

@@ -16,7 +16,7 @@ class Settings:
 
     Args:
         process: The server's name in the run.
-        weights_root: Below it lie all weights that a request may name; any local directory, where only this machine reaches the server (None).
+        weights_root: Below it lie all weights that a request may name (None: any committed version that this host sees).
         register_dir: Where the server registers, as one that is reached at `address`.
         server: Process id of the server, which the engine ends with.
         shared: Directory of the processes that answer where there are several, see `leader`; None for one.

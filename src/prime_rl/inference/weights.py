@@ -175,18 +175,19 @@ class WeightsExtension:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             if self.device.type == "cpu":
                 forget_packed_experts(model)
-            source, told = (None, tensors) if tensors is not None else source_of(Path(directory))
+            source, tensors = (None, tensors) if tensors is not None else source_of(Path(directory))
             if not self.prime_whole:
                 # Also where going back has failed, too: the next reload would take half a layer of the last one for its own.
                 compat.settle_reload(model, self.model_config)
-            elif told is not None and self.prime_is_plain():
-                compat.load_in_place(model, told, self.model_config)
+            elif tensors is not None and self.prime_is_plain():
+                compat.load_in_place(model, tensors, self.model_config)
                 return
             self.prime_whole = False
-            if told is not None:
-                self.model_runner.reload_weights(weights_iterator=told)
-            else:
-                self.model_runner.reload_weights(weights_path=str(source))
+            with compat.without_false_alarms(model):
+                if tensors is not None:
+                    self.model_runner.reload_weights(weights_iterator=tensors)
+                else:
+                    self.model_runner.reload_weights(weights_path=str(source))
             self.prime_whole = True
             if self.device.type == "cpu":
                 repack_tied_heads(model)

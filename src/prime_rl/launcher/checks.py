@@ -3,15 +3,15 @@
 import difflib
 import importlib.util
 import json
+import os
 import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import prime_rl
 from prime_rl.config import OrchestratorConfig
-from prime_rl.config.shared import EnvConfig
+from prime_rl.config.shared import ClientConfig, EnvConfig
 from prime_rl.envs import ids, venv
 from prime_rl.envs.adapter import CLASSIC
 from prime_rl.errors import UserError
@@ -107,9 +107,8 @@ def check_environment(environment: EnvConfig) -> None:
 
 
 def _near(environment_id: str) -> str:
-    """A bundled environment that may have been meant."""
-    bundled = [path.name.replace("_", "-") for path in Path(prime_rl.__file__).parents[1].iterdir() if path.is_dir()]
-    near = difflib.get_close_matches(environment_id, bundled, 1)
+    """An installed environment that may have been meant."""
+    near = difflib.get_close_matches(environment_id, ids.installed(), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
@@ -121,6 +120,17 @@ def check_own_functions(config: OrchestratorConfig, key: str = "") -> None:
     for filters, name in config.all_filters():
         if filters.custom is not None:
             find_module(filters.custom.path, f"{key}{name}.custom.path")
+
+
+def check_key(client: ClientConfig) -> None:
+    """A key that was asked for is there.
+
+    Raises:
+        UserError: the variable that was named is not set.
+    """
+    default = ClientConfig.model_fields["api_key_var"].default
+    if client.api_key_var != default and not os.environ.get(client.api_key_var):
+        raise UserError(f"client.api_key_var: the variable {client.api_key_var} is not set")
 
 
 def check_port(host: str, port: int) -> None:

@@ -23,6 +23,7 @@ from prime_rl.launcher.layout import Machine
 from prime_rl.launcher.plan import Plan, describe, make_plan
 from prime_rl.launcher.progress import bench_table, minutes, summary
 from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
+from prime_rl.monitor.monitor import check_wandb
 from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
@@ -70,6 +71,7 @@ def run(config: RLConfig) -> int:
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             rundir.clean(config.output_dir)
+        rundir.forget_dead(config.output_dir)
         _write_configs(plan.configs, config)
         apart = steps_apart(config) if config.bench else None
         with Console(config.output_dir, config.max_steps, apart) as console:
@@ -199,10 +201,13 @@ def _check(config: RLConfig) -> None:
     sections = (config.trainer, config.orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
         checks.check_model(name)
+    check_wandb(config.trainer.monitor.wandb, config.orchestrator.monitor.wandb)
     if config.orchestrator.renderer == "auto":
         checks.check_chat_template(config.orchestrator.model.name)
     if config.inference is not None:
         guarded_host(config.inference)
+    else:
+        checks.check_key(config.orchestrator.client)
     if (tmpfs := config.trainer.weights.tmpfs) is not None:
         check_place(tmpfs)
     orchestrator = config.orchestrator

@@ -17,7 +17,7 @@ from typing import Self
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.monitor.record import build, read_table
-from prime_rl.monitor.status import unless_full
+from prime_rl.monitor.status import read_status, unless_full
 from prime_rl.orchestrator import ledger_file
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.lives import run_id
@@ -196,6 +196,13 @@ def clean(output_dir: Path) -> None:
 def forget_status(output_dir: Path) -> None:
     """Status files speak of processes that are gone: a run that goes on starts without them."""
     _unlink(output_dir / "status", _WRITTEN["status"])
+
+
+def forget_dead(output_dir: Path) -> None:
+    """Status files of other commands, such as an `eval` that was killed while it waited: the console would show that it waits."""
+    for name, status in read_status(output_dir).items():
+        if status.host == socket.gethostname() and not is_alive(status.id):
+            forget_status_of(output_dir, name)
 
 
 def forget_status_of(output_dir: Path, process: str) -> None:

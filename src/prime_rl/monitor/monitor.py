@@ -3,12 +3,14 @@
 import errno
 import json
 import math
+import netrc
 import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
+from urllib.parse import urlsplit
 
 from loguru import logger
 
@@ -16,7 +18,7 @@ from prime_rl.errors import UserError
 from prime_rl.redact import redacted
 
 if TYPE_CHECKING:
-    from prime_rl.config.shared import MonitorConfig
+    from prime_rl.config.shared import MonitorConfig, WandbConfig
 
 
 class Monitor:
@@ -113,15 +115,13 @@ class _WandbSink:
                 id=settings.id,
                 resume="allow" if settings.id else None,
                 dir=str(directory),
-                mode="offline" if settings.offline else "online",
+                mode="offline" if settings.offline else None,  # None: $WANDB_MODE, or online
                 config=redacted(run_config),
                 job_type=process,
                 settings=wandb.Settings(console="off"),
             )
         except wandb.errors.Error as error:
-            raise UserError(
-                f"W&B did not start: {error}. Log in with `wandb login`, or use --monitor.wandb.offline (--wandb.offline on rl)"
-            ) from error
+            raise UserError(f"W&B did not start: {error}; {_WAYS_ON}") from error
         # A resumed run repeats steps: with a step metric of our own W&B accepts them (its own counter only grows).
         self._run.define_metric("*", step_metric="step")
 
@@ -130,6 +130,37 @@ class _WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+_WAYS_ON = "log in with `uv run wandb login`, set WANDB_API_KEY, or write local files only with --wandb.offline (--monitor.wandb.offline of one process)"
+
+
+def check_wandb(*configs: "WandbConfig | None") -> None:
+    """Check that W&B, where one of these uploads to it, has a key. Takes a second; neither its server nor the person at the terminal is asked.
+
+    Raises:
+        UserError: there is none, or W&B's own settings are wrong.
+    """
+    if all(config is None or config.offline for config in configs):
+        return
+    import wandb
+
+    try:
+        settings = wandb.setup().settings
+    except ValueError as error:
+        raise UserError(f"W&B's settings (WANDB_… variables) are wrong: {' '.join(str(error).split())}") from error
+    offline = settings.mode in ("offline", "dryrun", "disabled")  # $WANDB_MODE, or `wandb offline`
+    if not (offline or settings.api_key or settings.identity_token_file or _logged_in(settings.base_url)):
+        raise UserError(f"W&B has no key: {_WAYS_ON}")
+
+
+def _logged_in(base_url: str) -> bool:
+    """Whether `wandb login` has left a key for this server; its own hosts are each other's aliases."""
+    try:
+        hosts = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return any(host in ("default", urlsplit(base_url).netloc) or "wandb" in host for host in hosts)
 
 
 def metrics_path(output_dir: Path, process: str) -> Path:

@@ -197,7 +197,9 @@ def read_manifest(directory: Path) -> Manifest:
         manifest = _checked(Manifest(**data))
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CommitError(f"{directory} is not a committed directory: it has no {MANIFEST}") from error
-    except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
+    except (TypeError, AttributeError) as error:  # whose text may quote somebody else's file
+        raise CommitError(f"{path} cannot be read: it is no manifest of a committed directory") from error
+    except (ValueError, RecursionError, OSError) as error:
         raise CommitError(f"{path} cannot be read: {error}") from error
     for name in (directory.name, directory.parent.name):
         if (named := step_number(name)) is not None:

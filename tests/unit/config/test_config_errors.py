@@ -507,7 +507,6 @@ def test_a_list_needs_values() -> None:
             "the reference tells log-probabilities of temperature 1, and x is sampled at 0.5",
         ),
         (OrchestratorConfig, [], "no environment: give [environment] with an `id`"),
-        (EvalConfig, [], "no environment: give --environment-ids or [[environments]]"),
         (
             OrchestratorConfig,
             [*ENV, "--environments.0.id", "y"],

@@ -10,6 +10,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals import servers
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.status import read_status
+from prime_rl.transport.lives import leases
 from support.evaluating import World
 
 TWO = [{"id": "one"}, {"id": "two", "rollouts_per_example": 3, "num_examples": 2, "sampling": {"temperature": 0.5}}]
@@ -254,6 +255,24 @@ async def test_an_interrupted_report_says_that_it_is_not_complete(world):
     assert json.loads((evals / "report.json").read_text())["results"][0]["complete"] is False
     await world.run()
     assert "| env | step_0 | 4 | 1 |" in (evals / "report.md").read_text()
+
+
+@pytest.mark.parametrize("follow", [False, True], ids=["for its server", "for a version"])
+async def test_nothing_is_left_of_a_command_that_is_interrupted_while_it_waits(world, follow):
+    """Contract: its status says that it was stopped, so that a later `rl` in this directory shows no wait; no version is held for it any more."""
+    versions(world, 0)
+    nobody = {"client": {"base_url": "http://127.0.0.1:9/v1", "ready_timeout": 60}}
+    settings = {"weights_dir": world.weights, "follow": True, "hold": True} if follow else nobody
+    command = asyncio.create_task(world.run(**settings))
+    out = world.directory / "out"
+    async with asyncio.timeout(10):
+        while (status := read_status(out).get("eval")) is None or status.waiting is None:
+            await asyncio.sleep(0.01)
+    assert leases(world.weights.parent) if follow else True
+    command.cancel()
+    await asyncio.wait([command], timeout=10)
+    assert (read_status(out)["eval"].outcome, read_status(out)["eval"].waiting) == ("stopped", None)
+    assert leases(world.weights.parent) == []
 
 
 def results(world, target):

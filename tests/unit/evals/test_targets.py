@@ -6,10 +6,11 @@ from dataclasses import asdict
 
 import pytest
 
-from prime_rl.config import ConfigError, EvalConfig, parse
+from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse, write_toml
+from prime_rl.entrypoints.eval import with_environments
 from prime_rl.envs.protocol import Outcome
 from prime_rl.errors import UserError
-from prime_rl.evals.targets import Writer, check_versions
+from prime_rl.evals.targets import Writer, check_versions, environments_of_run
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import status_path
 from prime_rl.transport.lives import EVAL, read_lease
@@ -77,6 +78,49 @@ def test_a_version_that_is_not_there_is_an_error_that_lists_what_is(world):
 def test_contradictions_are_one_line_that_names_the_key(given, named):
     with pytest.raises(ConfigError, match=named):
         parse(EvalConfig, ["--environment-ids", "a,b", *given], {})
+
+
+ENV = {"id": "reverse-text", "args": {"num_tasks": 5}}
+ORCH = {"environments": [ENV]}
+
+
+@pytest.mark.parametrize(
+    ("configs", "wanted", "source"),
+    [
+        ({"orchestrator": ORCH}, [ENV], "orchestrator"),
+        ({"orchestrator": ORCH | {"eval": {}}}, [{**ENV, "args": {"num_tasks": 5, "split": "eval"}}], "orchestrator"),
+        ({"orchestrator": ORCH | {"eval": {"environments": [{"id": "wordle"}]}}}, [{"id": "wordle", "args": {}}], "orchestrator"),
+        ({"sft": {"eval": {"environments": [ENV]}}}, [ENV], "sft"),
+        ({"orchestrator": ORCH, "sft": {}}, [ENV], "orchestrator"),
+    ],
+)  # fmt: skip
+def test_environments_of_the_run_that_made_the_versions(tmp_path, configs, wanted, source):
+    """Contract: without --environment-ids those that the run was evaluated on, else those that it was trained on, as its own resolved config says."""
+    for name, table in configs.items():
+        cls = {"orchestrator": OrchestratorConfig, "sft": SFTConfig}[name]
+        write_toml(cls.model_validate(table), tmp_path / "configs" / f"{name}.toml")
+    config = with_environments(EvalConfig(weights_dir=tmp_path / "weights", sampling={"max_tokens": 7}))
+    assert [{"id": env.id, "args": env.args} for env in config.environments] == wanted
+    assert config.sampling.max_tokens == 7
+    assert environments_of_run(tmp_path)[1] == tmp_path / "configs" / f"{source}.toml"
+
+
+@pytest.mark.parametrize("content", [None, "", "[environment]\nid = 'x'\nno_such_key = 1"])
+def test_without_environments_an_error_lists_what_is_installed(tmp_path, content):
+    """Contract: one line, where there is no run, one without evaluation, or one of another release."""
+    if content is not None:
+        (tmp_path / "configs").mkdir()
+        (tmp_path / "configs" / ("orchestrator.toml" if content else "sft.toml")).write_text(content)
+    for weights_dir in (None, tmp_path / "weights"):
+        with pytest.raises(UserError, match="no environment: give --environment-ids") as error:
+            with_environments(EvalConfig(weights_dir=weights_dir))
+        assert "\n" not in str(error.value)
+        if content and weights_dir:
+            assert "no_such_key" in str(error.value)
+        else:
+            listed = str(error.value).rpartition("installed are ")[2].split(", ")
+            assert {"reverse-text", "math500", "wordle"} <= set(listed)
+            assert not {"prime-rl", "benchmark-tasks", "verifiers"} & set(listed)
 
 
 def test_steps_are_given_with_commas():

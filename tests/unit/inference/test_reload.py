@@ -1,6 +1,8 @@
 """vLLM's own layerwise reload, of a small model: what becomes of layers that a failed one has left half loaded."""
 
+import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,10 +31,24 @@ class Fused(nn.Module):
         self.weight.weight_loader = load  # type: ignore[attr-defined]
 
 
+class Head(nn.Module):
+    weight: nn.Parameter
+
+
+class Rotary(nn.Module):
+    """What it computes by itself is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", torch.ones(2), persistent=False)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = Fused(), Fused()
+        self.rotary, self.head = Rotary(), Head()
+        self.head.weight = self.a.weight  # tied
 
     def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         parameters = dict(self.named_parameters())  # once, as vLLM's models do
@@ -79,11 +95,12 @@ class Worker(WeightsExtension):
             source = {"weights_iterator": tensors_of(0, self.bad_disk)}
         GPUModelRunner.reload_weights(self, **source)  # type: ignore[arg-type]
 
-    def load(self, version: int, fail_after: int | None = None) -> None:
+    def load(self, version: int, fail_after: int | None = None, only: str = "") -> None:
         place, digest = Path(f"/v{version}"), f"hash {version}"
         self.prime_staging = SimpleNamespace(
             directory=place, digest=digest, place="host", held=None, received=False,
-            wait=lambda seconds: None, tensors=lambda: tensors_of(version, fail_after), drop=lambda: None,
+            wait=lambda seconds: None, drop=lambda: None,
+            tensors=lambda: (pair for pair in tensors_of(version, fail_after) if pair[0].startswith(only)),
         )  # type: ignore[assignment]  # fmt: skip
         self.prime_load(str(place), {"version": version, "hash": digest, "weight_dir": str(place)}, BASE)
         self.prime_commit()
@@ -110,3 +127,23 @@ def test_what_a_load_and_going_back_left_half_loaded(loaded: int, restored: int 
     worker.load(2)
     assert worker.holds() == [2.0, 2.1, 2.2, 2.3]
     assert worker.prime_served() == {"version": 2, "hash": "hash 2", "weight_dir": "/v2"}
+
+
+def test_an_update_logs_nothing_alarming(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: vLLM does not say of layers without parameters of their own that they failed to load, but of one with parameters that got none it does,
+    and outside of an update its log is as it was."""
+    logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    said = partial(_messages, caplog, logger.name)
+    worker = Worker()
+    worker.load(1)
+    assert said() == []
+    assert worker.model.rotary.cos_sin_cache.tolist() == [1.0, 1.0]
+    worker.load(2, only="a")
+    assert said() == ["Fused: Failed to load weights"]
+    logger.warning("%s: Failed to load weights", "Rotary")
+    assert len(said()) == 2
+
+
+def _messages(caplog: pytest.LogCaptureFixture, logger: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == logger]

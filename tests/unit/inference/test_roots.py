@@ -14,17 +14,21 @@ from prime_rl.inference.settings import exported_settings
 @pytest.mark.parametrize(
     ("given", "key", "expected"),
     [
-        ({}, None, None),  # on loopback: any local directory
-        ({}, "secret", "run/weights"),
+        ({}, None, None),  # on loopback
+        (
+            {},
+            "secret",
+            None,
+        ),  # who has the key may name any committed version, of runs that the server knows nothing of
         ({"weights_root": "elsewhere"}, "secret", "elsewhere"),
         ({"weights_root": "elsewhere"}, None, "elsewhere"),
-        ({"server": {"host": "127.0.0.1"}}, "secret", None),
+        ({"weights_root": "elsewhere", "output_dir": "other"}, "secret", "elsewhere"),
     ],
 )
-def test_who_is_reached_by_others_loads_the_runs_weights_alone(
+def test_only_weights_root_confines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, object], key: str | None, expected: str | None
 ) -> None:
-    """Contract: a server with a key listens everywhere; without a word its weights are those of its output directory, and nothing else of the host."""
+    """Contract: a key alone restricts no directory: the server of a run on another host was started without the run's --output-dir."""
     monkeypatch.setattr(os, "environ", os.environ.copy())  # what is set for vLLM ends with the test
     monkeypatch.chdir(tmp_path)
     if key is not None:

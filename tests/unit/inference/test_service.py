@@ -19,7 +19,7 @@ from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import Parts, Served, WeightService
 from prime_rl.monitor.status import Status, read_status
-from prime_rl.transport.commit import prune, read_manifest, replace_manifest, stage
+from prime_rl.transport.commit import CommitError, prune, read_manifest, replace_manifest, stage
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
 
 READY = {"state": "ready", "place": "host", "seconds": 0.1}
@@ -89,7 +89,7 @@ def base(tmp_path: Path) -> Path:
     return directory
 
 
-def make(engine: FakeEngine, base: Path, root: Path) -> WeightService:
+def make(engine: FakeEngine, base: Path, root: Path | None) -> WeightService:
     async def label(version: int) -> None:
         engine.calls.append(("label", version))
 
@@ -381,29 +381,54 @@ async def test_ranks_that_disagree_are_reported(base: Path, tmp_path: Path) -> N
 
 
 def test_places(tmp_path: Path) -> None:
-    """Contract: with a root only below it, links resolved; without one any local directory."""
+    """Contract: with a root only below it, links resolved; without one any committed version."""
     root, outside = tmp_path / "root", tmp_path / "outside"
-    (root / "inside").mkdir(parents=True)
-    outside.mkdir()
+    inside, elsewhere = commit(root, 1), commit(outside, 1)
     (root / "link").symlink_to(outside)
-    (tmp_path / "root-sibling").mkdir()
     confined = Places(root)
-    assert confined.confine(f"{root}/inside") == (root / "inside").resolve()
-    assert confined.confine(f"{root}/link/../root/inside") == (root / "inside").resolve()
-    for path in (outside, root / "link", f"{root}/../outside", tmp_path / "root-sibling", "/", "inside"):
+    assert confined.confine(str(inside)) == inside
+    assert confined.confine(f"{root}/link/../root/step_1") == inside
+    for path in (
+        elsewhere,
+        root / "link" / "step_1",
+        f"{root}/../outside",
+        commit(tmp_path / "root-sibling", 1),
+        "/",
+        "inside",
+    ):
         with pytest.raises(Refused, match="outside the weights root") as error:
             confined.confine(str(path))
         assert error.value.status == 403
-    assert Places(None).confine(str(outside)) == outside.resolve()
+    assert Places(None).confine(str(root / "link" / "step_1")) == elsewhere
     with pytest.raises(Refused) as error:
         confined.confine("a\0b")
     assert error.value.status == 400
 
 
-async def test_files_are_confined(base: Path, tmp_path: Path) -> None:
-    """Contract: a file that is a link out of the root, or that a manifest names outside of its directory, is not even looked at."""
+def test_what_is_no_version_is_not_described(tmp_path: Path) -> None:
+    """Contract: one answer for a directory that is missing, a file, and whatever holds no version: a shared file system is what is needed, and nothing
+    of this host is listed or quoted. Somebody else's manifest.json is not quoted either."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "secret").write_text("s3cr3t")
+    answers = set()
+    for path in (tmp_path / "nowhere", tmp_path / "home", tmp_path / "home" / "secret"):
+        with pytest.raises(Refused, match="trainer and server need one file system") as error:
+            Places(None).confine(str(path))
+        answers.add((error.value.status, error.value.message.replace(str(path), "")))
+    assert len(answers) == 1
+    for content in ('{"s3cr3t": 1}', "s3cr3t", '["s3cr3t"]'):
+        (tmp_path / "home" / "manifest.json").write_text(content)
+        with pytest.raises(CommitError) as foreign:
+            Places(None).look(Places(None).confine(str(tmp_path / "home")), 1)
+        assert "s3cr3t" not in str(foreign.value)
+
+
+@pytest.mark.parametrize("confined", [True, False])
+async def test_files_are_confined(base: Path, tmp_path: Path, confined: bool) -> None:
+    """Contract: a file that is a link out of the root (without one: out of its directory), or that a manifest names outside of its directory, is not even
+    looked at."""
     engine, root = FakeEngine(), tmp_path / "weights"
-    service = make(engine, base, root)
+    service = make(engine, base, root if confined else None)
     linked = commit(root, 1)
     (tmp_path / "elsewhere").write_bytes((linked / "model.safetensors").read_bytes())
     (linked / "model.safetensors").unlink()

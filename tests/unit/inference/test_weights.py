@@ -46,6 +46,7 @@ def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(compat, "load_in_place", load_in_place)
     monkeypatch.setattr(compat, "keeps_as_loaded", lambda model: True)
+    monkeypatch.setattr(compat, "without_false_alarms", lambda model: nullcontext())
     monkeypatch.setattr(compat, "settle_reload", lambda model, config: model.loads.append("settled"))
     pytest.importorskip("vllm")
     monkeypatch.setattr("vllm.config.set_current_vllm_config", lambda config: nullcontext())

@@ -2,12 +2,18 @@
 
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from prime_rl.config import EvalConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.shared import EnvConfig
+from prime_rl.entrypoints import eval as evaluation
+from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
+from prime_rl.launcher import run as rl
 from prime_rl.launcher.checks import (
     check_chat_template,
     check_dataset,
@@ -16,6 +22,7 @@ from prime_rl.launcher.checks import (
     check_port,
 )
 
+TINY = Path(__file__).parents[3] / "assets" / "tiny-reverse"
 EMPTY_SAFETENSORS = b"\x02\0\0\0\0\0\0\0{}"
 
 
@@ -103,3 +110,34 @@ def test_port_in_use() -> None:
         with pytest.raises(UserError, match=rf"port {port} .*--inference\.server\.port"):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", port)
+
+
+def _entrypoints() -> dict[str, Callable[[dict[str, Any]], object]]:
+    """What each command does once its configuration is read."""
+    environments = {"environments": [{"id": "reverse-text"}]}
+    return {
+        "rl": lambda given: rl.run(RLConfig(**given, orchestrator=environments, wandb={})),
+        "trainer": lambda given: trainer.run(TrainerConfig(**given, monitor={"wandb": {}}), 0),
+        "orchestrator": lambda given: orchestrator.run(
+            OrchestratorConfig(**given, **environments, monitor={"wandb": {}})
+        ),
+        "sft": lambda given: sft.run(SFTConfig(**given, data={"fake": {}}, monitor={"wandb": {}}), 0),
+        "eval": lambda given: evaluation.run(EvalConfig(**given, **environments, monitor={"wandb": {}})),
+    }
+
+
+@pytest.mark.parametrize("name", ["rl", "trainer", "orchestrator", "sft", "eval"])
+def test_a_missing_wandb_key_is_found_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Contract: of every command that logs to W&B, also with --dry-run."""
+    wandb = pytest.importorskip("wandb")
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    wandb.teardown()
+    given = {"model": {"name": str(TINY)}, "output_dir": tmp_path / "out", "dry_run": True}
+    with pytest.raises(UserError, match="W&B has no key: .*uv run wandb login"):
+        _entrypoints()[name](given)
+    wandb.teardown()
+    assert not (tmp_path / "out").exists()

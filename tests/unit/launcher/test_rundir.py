@@ -9,7 +9,8 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
-from prime_rl.launcher.rundir import Owner, clean, forget_status, marks, recoverable, refuse_results
+from prime_rl.launcher.rundir import Owner, clean, forget_dead, forget_status, marks, recoverable, refuse_results
+from prime_rl.monitor import Status, read_status
 from prime_rl.orchestrator.ledger import Ledger
 from prime_rl.transport.lives import open_life, run_id
 from prime_rl.transport.memory import memory_dir, note_memory
@@ -143,6 +144,15 @@ def test_clean_follows_no_link(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a link"):
         clean(tmp_path / "run")
     assert (tmp_path / "elsewhere" / "step_1").exists()
+
+
+def test_an_evaluation_that_was_killed_is_forgotten(tmp_path: Path) -> None:
+    """Contract: a run shows no wait of a process that is gone; one that evaluates beside it is left alone."""
+    Status(tmp_path, "eval", of=ProcessId(os.getpid(), 1)).close()  # its pid is another process's now
+    sft = Status(tmp_path, "sft")
+    forget_dead(tmp_path)
+    sft.close()
+    assert list(read_status(tmp_path)) == ["sft"]
 
 
 def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from prime_rl.config.shared import MonitorConfig
+from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
-from prime_rl.monitor.monitor import JsonlWriter, metrics_path
+from prime_rl.monitor.monitor import JsonlWriter, check_wandb, metrics_path
 from prime_rl.monitor.process import identify, me
 from prime_rl.wait import wait
 from support.processes import REPOSITORY
@@ -405,3 +405,46 @@ def test_a_full_disk_does_not_end_a_process_through_its_status(tmp_path: Path, m
         monkeypatch.setattr(Path, "write_text", refuse)
         with pytest.raises(OSError) if raises else nullcontext():
             status.phase(f"phase {number}")
+
+
+@pytest.mark.parametrize(
+    ("variables", "login", "error"),
+    [
+        ({}, None, "W&B has no key: .*uv run wandb login.*WANDB_API_KEY.*--wandb.offline"),
+        ({}, "machine elsewhere.org login user password p", "W&B has no key"),
+        ({}, f"machine api.wandb.ai login user password {'k' * 40}", None),
+        ({"WANDB_API_KEY": "k" * 40}, None, None),
+        *(({"WANDB_MODE": mode}, None, None) for mode in ("offline", "disabled", "dryrun")),
+        ({"WANDB_MODE": "online"}, None, "W&B has no key"),
+        ({"WANDB_MODE": "off"}, None, "settings .* are wrong: .*mode.* 'online', 'offline'"),
+    ],
+)
+def test_wandb_without_a_key_is_found_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], login: str | None, error: str | None
+) -> None:
+    """Contract: whoever would upload has a key, from where W&B itself takes it, or gets one line; offline, by option or by W&B's own variable,
+    needs none."""
+    wandb = pytest.importorskip("wandb")
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    for name, value in ({"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)} | variables).items():
+        monkeypatch.setenv(name, value)
+    if login is not None:
+        (tmp_path / "netrc").write_text(login)
+    wandb.teardown()  # it reads the variables once
+    with pytest.raises(UserError, match=error) if error else nullcontext():
+        check_wandb(None, WandbConfig())
+    check_wandb(None, WandbConfig(offline=True))
+    wandb.teardown()
+
+
+def test_wandbs_own_mode_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: WANDB_MODE=offline writes local files as --monitor.wandb.offline does."""
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    wandb.teardown()
+    monitor = Monitor(tmp_path, "trainer", MonitorConfig(wandb=WandbConfig()), {})
+    monitor.log(0, {"loss": 1.0})
+    monitor.close()
+    wandb.teardown()
+    assert list((tmp_path / "logs" / "wandb").glob("offline-run-*"))
