@@ -59,7 +59,7 @@ def run(config: OrchestratorConfig) -> None:
         print(f"config: {path}")
         return
     prepare([*config.environments, *(config.eval.environments if config.eval else [])])
-    with cleaned(config.output_dir) if config.clean else nullcontext():
+    with cleaned(config.output_dir, "orchestrator") if config.clean else nullcontext():
         agree(config, "orchestrator")
     log.setup(config.log.level, "orchestrator", config.output_dir)
     write_toml(config, path)

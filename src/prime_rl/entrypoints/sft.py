@@ -57,7 +57,7 @@ def run(config: SFTConfig, rank: int) -> None:
             print(f"config: {path}")
         return
     if config.clean and rank == 0:
-        with cleaned(config.output_dir):
+        with cleaned(config.output_dir, "sft"):
             pass
     if config.bench and rank == 0:
         metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark

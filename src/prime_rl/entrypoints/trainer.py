@@ -48,7 +48,7 @@ def run(config: TrainerConfig, rank: int) -> None:
             print(f"config: {path}")
         return
     if rank == 0:
-        with cleaned(config.output_dir) if config.clean else nullcontext():
+        with cleaned(config.output_dir, "trainer") if config.clean else nullcontext():
             agree(config, "trainer")
         if config.bench:
             metrics_path(config.output_dir, "trainer").unlink(missing_ok=True)  # of an earlier benchmark

@@ -175,8 +175,8 @@ def refuse_results(output_dir: Path) -> None:
 
 
 @contextmanager
-def cleaned(output_dir: Path) -> Iterator[None]:
-    """`--clean` of a process started by hand, which joins the run (`settings.agree`) inside: of several only the first removes anything.
+def cleaned(output_dir: Path, process: str) -> Iterator[None]:
+    """`--clean` of `process`, started by hand, which joins the run (`settings.agree`) inside: of several only the first removes anything.
 
     Raises:
         UserError: another process is at work here, on a run that has come further than its start.
@@ -185,7 +185,7 @@ def cleaned(output_dir: Path) -> Iterator[None]:
     with _locked(output_dir):
         others = sorted(name for name in at_work(output_dir) if not name.startswith("inference"))
         if not others:
-            clean(output_dir)
+            clean(output_dir, process)
         elif found := results(output_dir):
             raise UserError(
                 f"--clean would remove what {' and '.join(others)} is at work on in {output_dir} ({', '.join(found)}): "
@@ -194,8 +194,8 @@ def cleaned(output_dir: Path) -> Iterator[None]:
         yield
 
 
-def clean(output_dir: Path) -> None:
-    """Remove what a run wrote, but not the files of a server that stays up. Raises UserError for a directory that is a link: what it leads to is not ours to empty."""
+def clean(output_dir: Path, writer: str | None = None) -> None:
+    """Remove what a run wrote, but not the files of a server that stays up, nor the log that `writer` has begun. Raises UserError for a directory that is a link: what it leads to is not ours to empty."""
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
     with suppress(CommitError):  # damaged life files: nobody can tell whose memory it is
@@ -204,7 +204,9 @@ def clean(output_dir: Path) -> None:
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
         for path in [path for pattern in patterns for path in directory.glob(pattern)]:
-            if name in _BY_PROCESS and path.name.lstrip(".").partition(".")[0] in alive:
+            if (
+                name in _BY_PROCESS and path.name.lstrip(".").partition(".")[0] in alive
+            ) or path.name == f"{writer}.log":
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)

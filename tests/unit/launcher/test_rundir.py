@@ -235,25 +235,29 @@ def test_clean_by_hand_keeps_the_files_of_a_server_that_stays_up(tmp_path: Path,
     """Contract: `orchestrator --clean` and `rl --clean` beside a persistent server leave its log and status."""
     left_behind(tmp_path)
     belongs_to(tmp_path, "inference", partner)
-    with cleaned(tmp_path):
+    with cleaned(tmp_path, "orchestrator"):
         pass
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["inference.json", "inference.log"]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "inference.json",
+        "inference.log",
+        "orchestrator.log",  # which it has begun already
+    ]
 
 
 def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: int) -> None:
     """Contract: started in any order with --clean, neither removes what the other has begun; and it never empties a run that is going on."""
     left_behind(tmp_path)
-    with cleaned(tmp_path):  # the trainer, first
+    with cleaned(tmp_path, "trainer"):  # the trainer, first
         agree(TrainerConfig(output_dir=tmp_path), "trainer")
     belongs_to(tmp_path, "trainer", partner)
     (tmp_path / "weights" / "step_0").mkdir(parents=True)
-    with cleaned(tmp_path):
+    with cleaned(tmp_path, "orchestrator"):
         pass
     assert (tmp_path / "weights" / "step_0").is_dir()
     (tmp_path / "rollouts" / "step_0").mkdir(parents=True)
     with (
         pytest.raises(UserError, match=r"would remove what trainer is at work on .*\(rollouts\): stop that first"),
-        cleaned(tmp_path),
+        cleaned(tmp_path, "orchestrator"),
     ):
         pass
     assert (tmp_path / "rollouts" / "step_0").is_dir()
