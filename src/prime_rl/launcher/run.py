@@ -70,7 +70,8 @@ def run(config: RLConfig) -> int:
         if _goes_on(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
-            rundir.clean(config.output_dir)
+            with rundir.cleaned(config.output_dir, "rl"):
+                pass
         _write_configs(plan.configs, config)
         apart = BENCH_STEPS if config.bench else None
         with Console(config.output_dir, config.max_steps, apart) as console:

@@ -176,14 +176,14 @@ def refuse_results(output_dir: Path) -> None:
 
 @contextmanager
 def cleaned(output_dir: Path, process: str) -> Iterator[None]:
-    """`--clean` of `process`, started by hand, which joins the run (`settings.agree`) inside: of several only the first removes anything.
+    """`--clean` of `process`. Started by hand it joins the run (`settings.agree`) inside: of several only the first removes anything.
 
     Raises:
         UserError: another process is at work here, on a run that has come further than its start.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with _locked(output_dir):
-        others = sorted(name for name in at_work(output_dir) if not name.startswith("inference"))
+        others = sorted(at_work(output_dir) & {"trainer", "sft", "orchestrator"})
         if not others:
             clean(output_dir, process)
         elif found := results(output_dir):
