@@ -195,7 +195,11 @@ def cleaned(output_dir: Path, process: str) -> Iterator[None]:
 
 
 def clean(output_dir: Path, writer: str | None = None) -> None:
-    """Remove what a run wrote, but not the files of a server that stays up, nor the log that `writer` has begun. Raises UserError for a directory that is a link: what it leads to is not ours to empty."""
+    """Remove what a run wrote, but not the files of processes that are at work, nor the log that `writer` has begun.
+
+    Raises:
+        UserError: a directory is a link: what it leads to is not ours to empty.
+    """
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
     with suppress(CommitError):  # damaged life files: nobody can tell whose memory it is
