@@ -77,8 +77,8 @@ class Run:
             "orchestrator": [*shared, *ORCHESTRATOR, "--client.base-url", server.base_url, *orchestrator],
         }
 
-    def start(self, name: str) -> Command:
-        return Command(name, *self.arguments[name], log=self.directory / "logs" / f"{name}.log")
+    def start(self, name: str, *more: str) -> Command:
+        return Command(name, *self.arguments[name], *more, log=self.directory / "logs" / f"{name}.log")
 
     def complete(self, order=("trainer", "orchestrator")) -> None:
         with ExitStack() as stack:
@@ -194,8 +194,24 @@ def test_a_used_run_directory_is_refused(inference_server, tmp_path):
     run.complete()
     with run.start("orchestrator") as again:
         assert again.wait(TIMEOUT) == 1
-        assert "holds steps 0-0 of an earlier run" in again.tail()
+        assert "holds steps 0-0 of an earlier run: remove it with --clean" in again.tail()
     verify(tmp_path / "rollouts" / "step_0")
+
+
+def test_an_orchestrator_without_a_trainer_and_once_more(inference_server, tmp_path):
+    """Contract: it makes its batches from the base model and ends; with --clean the same command works again, on a server that serves a later version."""
+    inference_server.reset()
+    Run(inference_server, tmp_path, steps=1).complete()
+    run = Run(inference_server, tmp_path, orchestrator=["--no-trainer", "--clean"])
+    for _ in range(2):
+        with run.start("orchestrator") as alone:
+            assert alone.wait(TIMEOUT) == 0
+            assert f"no trainer: {STEPS} batches committed on the base model (version 0)" in alone.tail()
+        assert list_steps(tmp_path / "rollouts") == list(range(STEPS))
+        assert not list_steps(tmp_path / "weights")
+        assert {version for step in range(STEPS) for row in run.batch(step) for version in row["policy_versions"]} == {
+            0
+        }
 
 
 def test_a_server_with_another_base_model_is_refused(inference_server, tmp_path):

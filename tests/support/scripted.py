@@ -84,6 +84,10 @@ class ScriptedEngine:
         self.updates.append((weights.version, weights.incarnation))
         return self.now
 
+    async def reload(self) -> Served:
+        self.base()
+        return self.now
+
 
 class ScriptedPool:
     """Every episode takes 20 ms; tokens and rewards are a function of its place and the version, and rewards differ within a group.

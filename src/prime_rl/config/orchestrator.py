@@ -18,6 +18,7 @@ from prime_rl.config.shared import (
     MonitorConfig,
     SamplingConfig,
     SamplingOverride,
+    nothing_to_clean,
 )
 from prime_rl.config.trainer import resume_within
 
@@ -80,6 +81,10 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
     rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
     weights_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a version of the weights.")
+    trainer: bool = Field(
+        default=True,
+        description="A trainer takes part (false: all batches come from the servers' base model; `rl` starts one anyway).",
+    )
     canary: bool = Field(
         default=True,
         description="Check after every load that a server computes what the trainer computed (see also weights.canary).",
@@ -88,6 +93,11 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         default=False,
         json_schema_extra={"one_time": True},
         description="Go on from what is committed in output_dir: batches, finished episodes, the trainer's present life.",
+    )
+    clean: bool = Field(
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
     )
     eval: EvalSection | None = Field(default=None, description="Evaluation during the run.")
     ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
@@ -111,6 +121,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
             *(self._can_be_scored(env) for env in self.environments),
             *(self._filters_have_an_effect(filters, key) for filters, key in self.all_filters()),
             resume_within(self.max_steps, self.ckpt),
+            nothing_to_clean(self.clean, self.recover, self.ckpt),
         )
         return self
 

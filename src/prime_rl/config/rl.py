@@ -8,7 +8,7 @@ from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share, without_copies
-from prime_rl.config.shared import CkptConfig, Device, ModelConfig, WandbConfig
+from prime_rl.config.shared import CkptConfig, Device, ModelConfig, WandbConfig, nothing_to_clean
 from prime_rl.config.trainer import TrainerConfig
 
 
@@ -150,10 +150,8 @@ class RLConfig(BaseConfig):
 
     def _nothing_to_resume(self) -> Problem | None:
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None
-        if self.clean and resumes:
-            return Problem("clean would remove the checkpoint that ckpt.resume_step names", "clean", "ckpt.resume_step")
-        if self.clean and self.recover:
-            return Problem("clean would remove what recover goes on from", "clean", "recover")
+        if problem := nothing_to_clean(self.clean, self.recover, self.ckpt):
+            return problem
         if self.recover and resumes:
             message = "recover goes on from the newest state, ckpt.resume_step from a checkpoint: give one of them"
             return Problem(message, "recover", "ckpt.resume_step")

@@ -293,3 +293,4 @@ class _Sharing:
             where = f" ({origin.text})" if origin is not None else ""
             self._hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
             self._set(key, None)
+        _remove(self._tree, "orchestrator.trainer")  # nor has what one for the orchestrator alone says of a trainer

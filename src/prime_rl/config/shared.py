@@ -91,6 +91,15 @@ class CkptConfig(Section):
         return self
 
 
+def nothing_to_clean(clean: bool, recover: bool, ckpt: CkptConfig | None) -> Problem | None:
+    """What --clean would remove cannot be gone on with."""
+    if clean and ckpt is not None and ckpt.resume_step is not None:
+        return Problem("clean would remove the checkpoint that ckpt.resume_step names", "clean", "ckpt.resume_step")
+    if clean and recover:
+        return Problem("clean would remove what recover goes on from", "clean", "recover")
+    return None
+
+
 def _port_to_url(port: Any) -> str:
     return f"http://localhost:{port}/v1"
 

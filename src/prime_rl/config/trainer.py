@@ -9,7 +9,7 @@ from prime_rl.config.base import BaseConfig, Problem, Section, check
 from prime_rl.config.losses import DefaultLoss, LossConfig
 from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
 from prime_rl.config.process_group import ProcessGroupTransport
-from prime_rl.config.shared import CkptConfig, Device, Length, ModelConfig, MonitorConfig
+from prime_rl.config.shared import CkptConfig, Device, Length, ModelConfig, MonitorConfig, nothing_to_clean
 
 Attention = Literal["auto", "flash_attention_4", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
 Recompute = Literal["none", "pointwise", "wide", "attention", "full"]
@@ -164,12 +164,18 @@ class TrainingConfig(BaseConfig):
     bench: bool = Field(
         default=False, description="Measure a few steps: speed, MFU, memory. Writes to output_dir/bench."
     )
+    clean: bool = Field(
+        default=False,
+        json_schema_extra={"one_time": True},
+        description="Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
+    )
     dist_timeout: PositiveFloat = Field(default=600.0, description="Seconds that a collective may take.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         check(
             resume_within(self.max_steps, self.ckpt),
+            nothing_to_clean(self.clean, False, self.ckpt),
             schedule_within(self.max_steps, self.scheduler),
             self._kernel_has_a_gpu(),
         )
@@ -228,6 +234,7 @@ class TrainerConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _fake_fits(self) -> Self:
+        check(nothing_to_clean(self.clean, self.recover, None))
         fake = self.data.fake
         if fake is not None and fake.seq_len is not None and fake.seq_len > self.seq_len:
             raise Problem(

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from contextlib import nullcontext
 
 from loguru import logger
 
@@ -10,6 +11,7 @@ from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import FOR_GOOD, FinalError, UserError
 from prime_rl.launcher.checks import check_environment, check_model, check_own_functions
+from prime_rl.launcher.rundir import cleaned
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
@@ -44,22 +46,24 @@ def run(config: OrchestratorConfig) -> None:
     for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
         check_environment(env)
     check_own_functions(config)
-    if not (config.dry_run or config.bench):
+    if not (config.dry_run or config.bench or config.clean):
         progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over
     path = config.output_dir / "configs" / "orchestrator.toml"
     if config.dry_run:
         path = dry_path(config.output_dir, "orchestrator")
-    write_toml(config, path)
     if config.dry_run:
+        write_toml(config, path)
         names = ", ".join(f"{env.name} ({env.workers} worker{'s' * (env.workers > 1)})" for env in config.environments)
         print(f"orchestrator: {names}; {config.batch_size} rollouts a step from {config.client.servers}")
         print(f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}")
         print(f"config: {path}")
         return
     prepare([*config.environments, *(config.eval.environments if config.eval else [])])
-    agree(config, "orchestrator")
+    with cleaned(config.output_dir, "orchestrator") if config.clean else nullcontext():
+        agree(config, "orchestrator")
     log.setup(config.log.level, "orchestrator", config.output_dir)
+    write_toml(config, path)
     if config.bench:
         metrics_path(config.output_dir, "orchestrator").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.orchestrator.process import orchestrate

@@ -9,6 +9,7 @@ from prime_rl import faults, lifeline
 from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_dataset, check_environment, check_model
+from prime_rl.launcher.rundir import cleaned
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.transport.commit import disk_errors
@@ -57,6 +58,9 @@ def run(config: SFTConfig, rank: int) -> None:
                 print(f"evaluates {names} {when}at the end, by {by}")
             print(f"config: {path}")
         return
+    if config.clean and rank == 0:
+        with cleaned(config.output_dir, "sft"):
+            pass
     if config.bench and rank == 0:
         metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.trainer.sft.train import train

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext
 
 from loguru import logger
 
@@ -9,6 +10,7 @@ from prime_rl import faults, lifeline
 from prime_rl.config import TrainerConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_model
+from prime_rl.launcher.rundir import cleaned
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.transport.commit import disk_errors
@@ -48,7 +50,8 @@ def run(config: TrainerConfig, rank: int) -> None:
             print(f"config: {path}")
         return
     if rank == 0:
-        agree(config, "trainer")
+        with cleaned(config.output_dir, "trainer") if config.clean else nullcontext():
+            agree(config, "trainer")
         if config.bench:
             metrics_path(config.output_dir, "trainer").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.trainer.rl.train import train

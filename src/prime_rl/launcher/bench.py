@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
-from prime_rl.config.bench import ORCHESTRATOR_STEPS, trainer_steps
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 
@@ -57,11 +56,6 @@ def run_apart(config: RLConfig, say: Say) -> RLConfig:
         "orchestrator": config.orchestrator.model_copy(update={**there, "ckpt": None, "eval": None}),
     }
     return config.model_copy(update={**there, **pair, "inference": inference, "ckpt": None, "recover": False})
-
-
-def steps_apart(config: RLConfig) -> dict[str, int]:
-    """How many steps each process makes in the benchmark of a whole run."""
-    return {"trainer": trainer_steps(config.trainer.max_steps), "orchestrator": ORCHESTRATOR_STEPS}
 
 
 def _place(output_dir: Path, say: Say) -> Path:

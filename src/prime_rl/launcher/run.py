@@ -9,13 +9,14 @@ from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.bench import BENCH_STEPS
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
 from prime_rl.launcher import checks, doctor, rundir
-from prime_rl.launcher.bench import run_apart, steps_apart
+from prime_rl.launcher.bench import run_apart
 from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.gpus import memory_gib, visible_gpus
@@ -70,10 +71,11 @@ def run(config: RLConfig) -> int:
         if _goes_on(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
-            rundir.clean(config.output_dir)
+            with rundir.cleaned(config.output_dir, "rl"):
+                pass
         rundir.forget_dead(config.output_dir)
         _write_configs(plan.configs, config)
-        apart = steps_apart(config) if config.bench else None
+        apart = BENCH_STEPS if config.bench else None
         with Console(config.output_dir, config.max_steps, apart) as console:
             return _supervise(config, plan, owner, console).value
 

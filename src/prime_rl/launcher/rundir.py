@@ -22,17 +22,18 @@ from prime_rl.orchestrator import ledger_file
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.lives import run_id
 from prime_rl.transport.memory import remove_memory
+from prime_rl.transport.settings import at_work, ways_out
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
 _MISSED_BEATS = 3
 _OWNER = "launcher.json"
 _LEDGER = "ledger.sqlite"
-_LOCK_SECONDS = 5.0
+_LOCK_SECONDS = 60.0  # a large run may be removed meanwhile
 
 # What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
-_PROCESSES = ("rl", "trainer", "orchestrator", "inference", "inference-*")
+_PROCESSES = ("rl", "trainer", "sft", "orchestrator", "inference", "inference-*")
 _COMMITTED = ("step_*", ".step_*")
 _ASIDE = ("given_up_*_step_*", ".given_up_*")  # what a new life of the trainer has renamed out of the way
 _REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
@@ -50,6 +51,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "configs": tuple(f"{name}.toml" for name in _PROCESSES),
     ".": (f"{_LEDGER}*",),
 }
+_BY_PROCESS = ("settings", "metrics", "status", "logs", "configs")
 
 
 @dataclass(frozen=True)
@@ -168,23 +170,48 @@ def recoverable(output_dir: Path) -> bool:
 def refuse_results(output_dir: Path) -> None:
     """Raises UserError when the directory holds an earlier run's results."""
     if found := results(output_dir):
-        saved = _newest(output_dir / "checkpoints") >= 0
-        resume = "from a checkpoint with --ckpt.resume-step -1, or " if saved else ""
-        raise UserError(
-            f"{output_dir} holds an earlier run ({', '.join(found)}): choose another --output-dir, "
-            f"remove them with --clean, or go on {resume}from whatever was committed with --recover"
-        )
+        ways = ways_out(output_dir, saved=_newest(output_dir / "checkpoints") >= 0)
+        raise UserError(f"{output_dir} holds an earlier run ({', '.join(found)}): {ways}")
 
 
-def clean(output_dir: Path) -> None:
-    """Remove what a run wrote. Raises UserError for a directory that is a link: what it leads to is not ours to empty."""
+@contextmanager
+def cleaned(output_dir: Path, process: str) -> Iterator[None]:
+    """`--clean` of `process`. Started by hand it joins the run (`settings.agree`) inside: of several only the first removes anything.
+
+    Raises:
+        UserError: another process is at work here, on a run that has come further than its start.
+    """
+    output_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(output_dir):
+        others = sorted(at_work(output_dir) & {"trainer", "sft", "orchestrator"})
+        if not others:
+            clean(output_dir, process)
+        elif found := results(output_dir):
+            raise UserError(
+                f"--clean would remove what {' and '.join(others)} is at work on in {output_dir} ({', '.join(found)}): "
+                "stop that first, or choose another --output-dir"
+            )
+        yield
+
+
+def clean(output_dir: Path, writer: str | None = None) -> None:
+    """Remove what a run wrote, but not the files of processes that are at work, nor the log that `writer` has begun.
+
+    Raises:
+        UserError: a directory is a link: what it leads to is not ours to empty.
+    """
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
     with suppress(CommitError):  # damaged life files: nobody can tell whose memory it is
         remove_memory(output_dir, run_id(output_dir))
+    alive = at_work(output_dir)
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
         for path in [path for pattern in patterns for path in directory.glob(pattern)]:
+            if (
+                name in _BY_PROCESS and path.name.lstrip(".").partition(".")[0] in alive
+            ) or path.name == f"{writer}.log":
+                continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

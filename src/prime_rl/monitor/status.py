@@ -15,10 +15,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from loguru import logger
+
 from prime_rl.monitor.process import ProcessId, me
 from prime_rl.monitor.record import build, read_table
 
 HEARTBEAT_SECONDS = 2.0
+_SAY_WAIT_SECONDS = 5.0  # from when the console hears of a wait: the first for each owner,
+_SAY_LATER_WAIT_SECONDS = 30.0  # and later ones, which are common between steps
 _MIN_INTERVAL_SECONDS = 0.2  # of writes that change nothing but times
 _FULL_OR_AWAY = (errno.ENOSPC, errno.EDQUOT, errno.ENOENT, errno.EIO, errno.ESTALE)
 _IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR)  # somebody's directory under the file's name
@@ -91,6 +95,8 @@ class Status:
         self._since = self._progress = time.time()
         self._step: int | None = None
         self._waiting: Waiting | None = None
+        self._say_wait = 0.0  # when to say it next
+        self._owners: set[str] = set()  # who was waited for long enough to be named
         self._outcome: str | None = None
         self._ready: float | None = None
         self._host, self._id = socket.gethostname(), of or me()
@@ -144,6 +150,7 @@ class Status:
             changed = current is None or (current.subject, current.owner) != (subject, owner)
             if changed:
                 self._waiting = Waiting(subject, owner, now, now + deadline_seconds)
+                self._say_wait = now + (_SAY_LATER_WAIT_SECONDS if owner in self._owners else _SAY_WAIT_SECONDS)
             self._changed_or_heartbeat(changed)
 
     def done(self, outcome: str) -> None:
@@ -169,6 +176,20 @@ class Status:
             with self._lock, suppress(OSError):  # whatever it is may have passed by the next beat
                 if not self._ended.is_set():
                     self._write()
+                    self._say()
+
+    def _say(self) -> None:
+        """Name a long wait at the console, and again whenever it has become twice as long; of several ranks the first does."""
+        now, wait = time.time(), self._waiting
+        if wait is None or now < self._say_wait or "." in self._process:
+            return
+        self._owners.add(wait.owner)
+        waited = now - wait.since
+        self._say_wait = now + max(waited, 60.0)
+        logger.info(
+            "waiting for {} from {} in {}: {:.0f} s (at most {:.0f} s)",
+            wait.subject, wait.owner, self._path.parents[1], waited, wait.deadline - wait.since,
+        )  # fmt: skip
 
     def _changed_or_heartbeat(self, changed: bool) -> None:
         if changed or time.monotonic() - self._last_write >= _MIN_INTERVAL_SECONDS:

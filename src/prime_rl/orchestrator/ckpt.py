@@ -26,6 +26,7 @@ from prime_rl.transport.commit import (
 )
 from prime_rl.transport.lives import run_id
 from prime_rl.transport.protocol import first_to_collect, joinable
+from prime_rl.transport.settings import ways_out
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import CkptConfig
@@ -115,11 +116,12 @@ def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
 
 def refuse_used(output_dir: Path, progress: Progress) -> None:
     """Raise UserError where a fresh run would mix its batches with those of an earlier one."""
-    if progress.fresh and (steps := list_steps(output_dir / "rollouts")):
-        raise UserError(
-            f"{output_dir / 'rollouts'} holds steps {steps[0]}-{steps[-1]} of an earlier run: choose another output_dir, remove it "
-            "(`rl --clean`), go on from a checkpoint with --ckpt.resume-step, or from all that is committed with --recover"
-        )
+    if not progress.fresh:
+        return
+    for name, first in (("rollouts", 0), ("weights", 1)):  # a trainer that is up already has committed version 0
+        if steps := [step for step in list_steps(output_dir / name) if step >= first]:
+            ways = ways_out(output_dir, saved=bool(list_steps(output_dir / "checkpoints")))
+            raise UserError(f"{output_dir / name} holds steps {steps[0]}-{steps[-1]} of an earlier run: {ways}")
 
 
 def refuse_other_seed(progress: Progress, seed: int) -> None:

@@ -81,8 +81,8 @@ class Replica:
         ends well. As it fails them fast it would else always be the least loaded one, and draw all of them to it."""
         return self.failures > 1
 
-    async def load(self, manifest: WeightsManifest) -> None:
-        """Have the server load a committed version and prove it. If it is not the one that was asked before, but was started again and served
+    async def load(self, manifest: WeightsManifest | None) -> None:
+        """Have the server load a committed version and prove it, or its base weights (None), where nothing is ever committed. If it is not the one that was asked before, but was started again and served
         its base model meanwhile, what it had sampled is `tainted`.
 
         Raises:
@@ -91,9 +91,10 @@ class Replica:
         """
         before = self.given
         self._loaded.clear()
-        self.coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
+        if manifest is not None:
+            self.coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
         try:
-            self.given = await self.engine.update(manifest)
+            self.given = await (self.engine.reload() if manifest is None else self.engine.update(manifest))
         except CanaryFailed:
             self.serving = False
             self.given = None if before is None else replace(before, hash="")

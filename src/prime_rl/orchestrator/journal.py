@@ -23,6 +23,7 @@ from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.ledger import Ledger, OpenGroup, read_batches
 from prime_rl.orchestrator.metrics import Tally
 from prime_rl.orchestrator.samples import Scored
+from prime_rl.transport.settings import ways_out
 
 FLUSH_SECONDS = 1.0  # the least time between two flushes within a step
 
@@ -45,8 +46,7 @@ class Journal:
         if progress.fresh and issued:
             self.ledger.close()
             raise UserError(
-                f"{self.ledger.path} tells of {issued} episodes of an earlier run: choose another output_dir, remove it (`rl --clean`), or go "
-                "on with --recover"
+                f"{self.ledger.path} tells of {issued} episodes of an earlier run: {ways_out(output_dir, saved=False)}"
             )
         try:
             refuse_other_seed(progress, seed)

@@ -186,6 +186,8 @@ class Orchestrator:
             for replica in ready.result():  # bounded: the group has awaited it
                 self.fleet.admit(replica)
         else:
+            if not config.trainer:
+                logger.info("no trainer takes part: all batches come from the base model (version 0)")
             version = await self.serving.start(self.progress, self.evaluations.owed)
         self.started = True
         self._make_core(version)
@@ -222,8 +224,7 @@ class Orchestrator:
         self.serving.begin(self.core)
         self.recovery.begin()
         if journal is not None:
-            newest = history.newest
-            assert newest is not None
+            newest = version if history.newest is None else history.newest
             self.tally = journal.restore(self.core, self.progress.state, stream, newest, self.admission.curriculum)
             self.admission.restore(journal.discards, journal.left)
             self.core.begin_life(history.life.number, history.lives)
@@ -503,11 +504,16 @@ class Orchestrator:
         ended = False
         while not ended:  # `_next_event` and `_trainer_end` have deadlines
             # The interval may have led to an evaluation of the last version.
-            while not (self.stopping or (self._served_to_the_end and not self.evaluations.running)):
+            while self.config.trainer and not (
+                self.stopping or (self._served_to_the_end and not self.evaluations.running)
+            ):
                 await self._next_event()
             if not self.stopping and self.evaluations.due_at_end(self.core.version):
                 await self._evaluate()
             await _end(self._take_running())
+            if not self.config.trainer:
+                logger.info("no trainer: {} batches committed on the base model (version 0)", self.core.step)
+                break
             await self._trainer_end()
             ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new life meanwhile
         await self._write_books(last=True)

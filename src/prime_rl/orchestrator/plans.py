@@ -1,6 +1,7 @@
 """What the orchestrator's configuration means: the core's limits, which environments are evaluated, and the worker pool of them all."""
 
 import os
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,10 @@ def limits(config: "OrchestratorConfig") -> Limits:
 
 
 def steps_ahead(config: "OrchestratorConfig") -> int:
-    """Steps that sampling may run ahead. A benchmark has no trainer that could fall behind."""
-    return ORCHESTRATOR_STEPS if config.bench else config.async_level
+    """Steps that sampling may run ahead: all of them where no trainer takes part."""
+    if config.bench:
+        return ORCHESTRATOR_STEPS
+    return config.async_level if config.trainer else config.max_steps or sys.maxsize
 
 
 def most_in_flight(config: "OrchestratorConfig") -> int:

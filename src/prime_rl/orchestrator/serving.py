@@ -23,7 +23,7 @@ from prime_rl.orchestrator.engine import EngineTrouble, NotSent, Unusable
 from prime_rl.orchestrator.fleet import Fleet, Replica
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.protocol import Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
+from prime_rl.transport.protocol import BASE, Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
 from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
@@ -130,7 +130,8 @@ class Serving:
             The version: the newest, or the one served last if it owes something.
         """
         self.history.hold(first_lease(self.history.lease))
-        await self._await_history(progress)
+        if self.config.trainer:
+            await self._await_history(progress)
         owed = owes
         while True:  # `_may_retry` raises after a few failures
             ready = await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
@@ -188,12 +189,13 @@ class Serving:
             served = await replica.engine.served()
         except Unusable:
             return  # there is nothing to overwrite
-        base = self.history.manifest(version).hash
-        if version == served.version == 0 and served.hash != base:
-            raise UserError(
-                f"the server at {replica.name} serves another base model ({served.hash[:12]}) than the trainer trains "
-                f"({base[:12]}): check model.name of both"
-            )
+        if self.config.trainer:
+            base = self.history.manifest(version).hash
+            if version == served.version == 0 and served.hash != base:
+                raise UserError(
+                    f"the server at {replica.name} serves another base model ({served.hash[:12]}) than the trainer trains "
+                    f"({base[:12]}): check model.name of both"
+                )
         served.check_name(replica.name, self.config.model.name)
 
     async def _await_history(self, progress: Progress) -> None:
@@ -214,6 +216,8 @@ class Serving:
         await self._until(begun, "version of the weights" if progress.recovered else subject)
 
     def _choose(self, owes: Callable[[int], bool]) -> int:
+        if not self.config.trainer:
+            return BASE
         newest, lease = self.history.newest, self.history.lease
         assert newest is not None
         if lease is not None and self.history.valid(lease.version) and owes(lease.version):
@@ -395,7 +399,7 @@ class Serving:
             CommitError: the version is not committed (any more).
         """
         faults.point(f"update:v{version}")
-        manifest = self.history.manifest(version)
+        manifest = self.history.manifest(version) if self.config.trainer else None
         loads = {replica: asyncio.create_task(replica.load(manifest)) for replica in replicas}
         try:
             await self._until_loaded(loads)

@@ -17,6 +17,7 @@ from loguru import logger
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from prime_rl import faults
+from prime_rl.config.trainer import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import dcp
 from prime_rl.trainer.model import Policy
@@ -36,6 +37,7 @@ from prime_rl.transport.commit import (
 )
 from prime_rl.transport.lives import lost_versions, read_lives, read_versions, run_id, sparing_lives
 from prime_rl.transport.protocol import current_life, spared
+from prime_rl.transport.settings import ways_out
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
 from prime_rl.wait import wait
 
@@ -80,6 +82,7 @@ class Checkpoints:
         recovery_interval: int | None = None,
     ) -> None:
         self.world, self.alone, self.recover, self.recovery_interval = world, alone, recover, recovery_interval
+        self._recoverable = isinstance(config, TrainerConfig)
         self.output_dir, self.config, self.max_steps = config.output_dir, config.ckpt, config.max_steps
         self.root = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
         self.recovery = config.output_dir / "recovery"
@@ -245,7 +248,7 @@ class Checkpoints:
         if resume is not None:
             step = checkpoints.find(self.root, resume, PART, self.max_steps)
             return str(checkpoints.part_dir(self.root, step, PART))
-        refuse_earlier(self.output_dir, self.root)
+        refuse_earlier(self.output_dir, self.root, recover=self._recoverable)
         return None
 
     def _recover_decides(self, resume: int) -> bool:
@@ -380,16 +383,14 @@ class Checkpoints:
                 prune(checkpoints.step_dir(self.recovery, step))
 
 
-def refuse_earlier(output_dir: Path, root: Path) -> None:
+def refuse_earlier(output_dir: Path, root: Path, *, recover: bool) -> None:
     """Raise UserError where a new run would mix its results with those of an earlier one."""
     versions = [version for version in list_steps(output_dir / "weights") if version > 0]
     saved = checkpoints.steps_with(root, PART)
     for place, what, steps in ((root, "checkpoints", saved), (output_dir / "weights", "versions", versions)):
         if steps:
-            raise UserError(
-                f"{place} holds {what} of an earlier run (up to step_{steps[-1]}): go on from a checkpoint with --ckpt.resume-step, "
-                "from what was committed last with --recover, or choose another --output-dir"
-            )
+            ways = ways_out(output_dir, saved=bool(saved), recover=recover)
+            raise UserError(f"{place} holds {what} of an earlier run (up to step_{steps[-1]}): {ways}")
 
 
 def refuse_foreign(weights_dir: Path, root: Path) -> None:

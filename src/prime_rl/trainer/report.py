@@ -21,7 +21,6 @@ from prime_rl.transport.commit import disk_errors
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
 
-_SAY_WAIT_AFTER_SECONDS = 10.0
 
 # Key, label and format of the console line, in this order.
 _LINE = (
@@ -51,7 +50,6 @@ class Report:
         self._name = process if self.main else f"{process}.{world.rank}"
         self._status: Status | None = None
         self._monitor: Monitor | None = None
-        self._said_wait: str | None = None
         if recover or not status_path(config.output_dir, self._name).exists():
             self._begin()
 
@@ -105,13 +103,10 @@ class Report:
         assert self._status is not None
         self._status.step(step)
 
-    def waiting(self, subject: str, owner: str, timeout: float, waited: float) -> None:
-        """Still waiting, for `waited` seconds so far. The console hears of a long wait once."""
+    def waiting(self, subject: str, owner: str, timeout: float) -> None:
+        """Still waiting."""
         assert self._status is not None
         self._status.waiting(subject, owner, timeout)
-        if self.main and waited > _SAY_WAIT_AFTER_SECONDS and self._said_wait != subject:
-            self._said_wait = subject
-            logger.info("waiting for {} from {} (at most {:.0f} s)", subject, owner, timeout)
 
     def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record a step's numbers and print its line.

@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +29,19 @@ _SAME: dict[Party, tuple[str, ...]] = {
         ),
     ),
 }  # fmt: skip
-_DATA = "data"  # what the trainer trains on: compared with partners that are gone, too, for their versions stay
-_FAKE = "random samples (data.fake)"
+_DATA = "data"  # what passes between the two: compared with partners that are gone, too, for what they committed stays
+_BATCHES, _FAKE, _UNTRAINED = (
+    "rollouts",
+    "random samples (data.fake)",
+    "rollouts for no trainer (trainer = false)",
+)
+_ALONE = {
+    _FAKE: (
+        f"the trainer trains on {_FAKE}, not on what the orchestrator makes",
+        "leave data.fake out (--no-data.fake)",
+    ),
+    _UNTRAINED: (f"the orchestrator makes {_UNTRAINED}", "give it --trainer"),
+}
 _SEQ_LEN = "seq_len"  # need not be equal: what the orchestrator makes must fit the trainer's micro-batches
 _ONE_PER_RUN: tuple[Party, ...] = ("trainer", "orchestrator")
 _FRESH_SECONDS = 30.0  # of a heartbeat, on another host
@@ -67,13 +79,11 @@ def agree(config: BaseConfig, process: Party) -> None:
         partner = _read(path)
         if partner is None or partner.process == process:
             continue
-        if (
-            _FAKE in {mine.settings.get(_DATA), partner.settings.get(_DATA)}
-            and _DATA in mine.settings.keys() & partner.settings.keys()
-        ):
+        passed = [each.settings[_DATA] for each in (mine, partner) if _DATA in each.settings]
+        if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
+            why, how = _ALONE[alone[0]]
             raise UserError(
-                f"the trainer in {config.output_dir} trains on {_FAKE}, not on what the orchestrator makes there: leave data.fake out "
-                "(--no-data.fake), or choose another --output-dir"
+                f"in {config.output_dir} {why}: {how}, start over with --clean, or choose another --output-dir"
             )
         if not _lives(config.output_dir, partner):
             continue
@@ -85,6 +95,34 @@ def dry_path(output_dir: Path, name: str) -> Path:
     """Where a dry run writes the resolved configuration of process `name`: beside, not over, that of a run which the directory holds."""
     held = any((output_dir / part).is_dir() for part in ("settings", "weights", "rollouts", "checkpoints"))
     return output_dir / "configs" / ("dry-run" if held else "") / f"{name}.toml"
+
+
+def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
+    """What to do about an earlier run in `output_dir`, for an error's end.
+
+    Args:
+        saved: Whether a checkpoint is there.
+        recover: Whether the command has --recover.
+    """
+    stem = output_dir.name.rstrip("0123456789") or output_dir.name
+    free = next(path for n in count(2) if not (path := output_dir.with_name(f"{stem}{n}")).exists())
+    on = ["from a checkpoint with --ckpt.resume-step -1"] * saved + [
+        "from whatever was committed with --recover"
+    ] * recover
+    ways = ["remove it with --clean", f"choose another --output-dir ({free} is free)"]
+    return ", or ".join([", ".join(ways), f"go on {' or '.join(on)}"]) if on else " or ".join(ways)
+
+
+def at_work(output_dir: Path) -> set[str]:
+    """Names of the other processes that are at work in a run directory."""
+    committed = [_read(path) for path in (output_dir / "settings").glob("*.json")]
+    names: set[str] = {one.process for one in committed if one is not None and _lives(output_dir, one)}
+    for name, status in read_status(output_dir).items():
+        here = status.host == socket.gethostname()
+        beats = is_alive(status.id) if here else time.time() - status.heartbeat < _FRESH_SECONDS
+        if status.outcome is None and beats and not (here and status.pid == os.getpid()):
+            names.add(name.partition(".")[0])
+    return names
 
 
 def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
@@ -100,10 +138,10 @@ def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
     if table.get("bench") is True:
         return found  # trainer and orchestrator are measured each by itself
     if process == "orchestrator":
-        found[_DATA] = "rollouts"
+        found[_DATA] = _BATCHES if table.get("trainer", True) else _UNTRAINED
     elif process == "trainer":
         fake = isinstance(table.get("data"), Mapping) and table["data"].get("fake") is not None
-        found[_DATA] = _FAKE if fake else "rollouts"
+        found[_DATA] = _FAKE if fake else _BATCHES
     return found
 
 

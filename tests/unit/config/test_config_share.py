@@ -11,6 +11,7 @@ from prime_rl.config import (
     InferenceConfig,
     OrchestratorConfig,
     RLConfig,
+    SFTConfig,
     TrainerConfig,
     load,
     parse,
@@ -587,3 +588,19 @@ def test_kernels_need_a_gpu(attention: str) -> None:
     assert f"model.attention {attention} needs a GPU" in problem(*given)
     rl(*given[:2])
     rl("--trainer.model.attention", "sdpa", "--device", "cpu")
+
+
+def test_a_file_for_an_orchestrator_alone_serves_in_a_whole_run(tmp_path: Path) -> None:
+    """Contract: `rl` starts a trainer, whatever the orchestrator's own file says of one."""
+    (tmp_path / "orch.toml").write_text("trainer = false")
+    assert not parse(OrchestratorConfig, ["@", str(tmp_path / "orch.toml"), "--environment.id", "x"], {}).trainer
+    assert rl("--orchestrator", "@", str(tmp_path / "orch.toml")).orchestrator.trainer
+
+
+@pytest.mark.parametrize("kind", [RLConfig, TrainerConfig, OrchestratorConfig, SFTConfig])
+def test_what_is_gone_on_with_is_not_cleaned(kind: type[BaseConfig]) -> None:
+    """Contract: every command refuses to remove what it is told to resume from."""
+    needed = {RLConfig: ORCH, OrchestratorConfig: ["--environment.id", "x"]}.get(kind, [])
+    for option in (["--ckpt.resume-step", "2"], *([["--recover"]] if kind is not SFTConfig else [])):
+        with pytest.raises(ConfigError, match="clean would remove"):
+            parse(kind, [*needed, "--clean", *option], {})

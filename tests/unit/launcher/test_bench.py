@@ -8,12 +8,13 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import BaseConfig
+from prime_rl.config.bench import BENCH_STEPS, TRAINER_STEPS
 from prime_rl.config.orchestrator import EvalSection, TrainingEnv
 from prime_rl.config.shared import CkptConfig, MonitorConfig, WandbConfig
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import run as rl
-from prime_rl.launcher.bench import apart, bench_dir, run_apart, steps_apart
+from prime_rl.launcher.bench import apart, bench_dir, run_apart
 from prime_rl.monitor import log, read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.plans import limits
@@ -72,9 +73,9 @@ def test_a_benchmark_beside_a_run(
     before = files(tmp_path)
     assert metrics_path(tmp_path, process) in before
     assert "what it writes goes to" not in heard.text
-    for steps in (3, 2):
+    for steps in (3, 2):  # of the run; a benchmark makes its own
         start(process, bench=True, max_steps=steps)
-        assert len(read_metrics(metrics_path(tmp_path / "bench", process))) == steps
+        assert len(read_metrics(metrics_path(tmp_path / "bench", process))) == TRAINER_STEPS
     assert f"what it writes goes to {tmp_path / 'bench'}, no run is touched" in heard.text
     assert (tmp_path / "bench" / "configs" / f"{process}.toml").is_file()
     after = files(tmp_path)
@@ -132,7 +133,7 @@ def test_the_steps_that_a_benchmark_shows(max_steps: int | None) -> None:
     """They are the ones that the processes make, whatever the run would have made."""
     given = RLConfig.model_validate({"bench": True, "max_steps": max_steps, "orchestrator": environment()})
     made = {"trainer": bench_config(given.trainer).max_steps, "orchestrator": limits(given.orchestrator).max_steps}
-    assert steps_apart(given) == made
+    assert made == BENCH_STEPS
 
 
 def test_a_run_that_is_called_bench(tmp_path: Path) -> None:

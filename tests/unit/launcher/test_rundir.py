@@ -7,14 +7,29 @@ from pathlib import Path
 
 import pytest
 
+from prime_rl.config import OrchestratorConfig, TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
-from prime_rl.launcher.rundir import Owner, clean, forget_dead, forget_status, marks, recoverable, refuse_results
+from prime_rl.launcher.rundir import (
+    Owner,
+    clean,
+    cleaned,
+    forget_dead,
+    forget_status,
+    marks,
+    recoverable,
+    refuse_results,
+)
 from prime_rl.monitor import Status, read_status
 from prime_rl.orchestrator.ledger import Ledger
 from prime_rl.transport.lives import open_life, run_id
 from prime_rl.transport.memory import memory_dir, note_memory
+from prime_rl.transport.settings import agree
+from support import partners
 from support.ledgers import finish_group, open_group
+from support.partners import belongs_to
+
+partner = partners.partner
 
 
 def edit_claim(root: Path, **fields: object) -> None:
@@ -222,3 +237,46 @@ def test_a_reused_pid_is_not_the_same_process() -> None:
     assert is_alive(me)
     assert not is_alive(ProcessId(me.pid, me.started + 1))
     assert len(boot_id()) == 36
+
+
+def left_behind(root: Path) -> None:
+    """What an earlier run, and a server that still runs, have written."""
+    for name in ("rollouts/step_0", "weights/step_1"):
+        (root / name).mkdir(parents=True)
+    for name in ("inference", "orchestrator"):
+        agree(OrchestratorConfig(output_dir=root, environment={"id": "x"}), name)  # type: ignore[arg-type]
+    for name in ("inference", "orchestrator"):
+        (root / "logs").mkdir(exist_ok=True)
+        (root / "logs" / f"{name}.log").write_text("x")
+
+
+def test_clean_by_hand_keeps_the_files_of_a_server_that_stays_up(tmp_path: Path, partner: int) -> None:
+    """Contract: `orchestrator --clean` and `rl --clean` beside a persistent server leave its log and status."""
+    left_behind(tmp_path)
+    belongs_to(tmp_path, "inference", partner)
+    with cleaned(tmp_path, "orchestrator"):
+        pass
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [
+        "inference.json",
+        "inference.log",
+        "orchestrator.log",  # which it has begun already
+    ]
+
+
+def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: int) -> None:
+    """Contract: started in any order with --clean, neither removes what the other has begun; and it never empties a run that is going on."""
+    left_behind(tmp_path)
+    with cleaned(tmp_path, "trainer"):  # the trainer, first
+        agree(TrainerConfig(output_dir=tmp_path), "trainer")
+    belongs_to(tmp_path, "trainer", partner)
+    (tmp_path / "weights" / "step_0").mkdir(parents=True)
+    with cleaned(tmp_path, "orchestrator"):
+        pass
+    assert (tmp_path / "weights" / "step_0").is_dir()
+    (tmp_path / "rollouts" / "step_0").mkdir(parents=True)
+    with (
+        pytest.raises(UserError, match=r"would remove what trainer is at work on .*\(rollouts\): stop that first"),
+        cleaned(tmp_path, "orchestrator"),
+    ):
+        pass
+    assert (tmp_path / "rollouts" / "step_0").is_dir()

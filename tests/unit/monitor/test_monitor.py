@@ -298,6 +298,28 @@ def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: py
     assert read_status(tmp_path)["trainer"] == last
 
 
+def test_a_long_wait_is_said_and_repeated_sparingly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heard: pytest.LogCaptureFixture
+) -> None:
+    """Contract: a process that waits for somebody who was never started names both within seconds; other ranks keep silent."""
+    clock = [1000.0]
+    monkeypatch.setattr("prime_rl.monitor.status.time.time", lambda: clock[0])
+    monkeypatch.setattr("prime_rl.monitor.status.HEARTBEAT_SECONDS", 3600.0)  # the beats are those below
+    main, other = Status(tmp_path, "orchestrator"), Status(tmp_path, "trainer.1")
+    said = []
+    for seconds in range(0, 400):
+        clock[0] = 1000.0 + seconds
+        for status in (main, other):
+            status.waiting("weights/step_0", "trainer", 600)
+            status._say()
+        if len(heard.messages) > len(said):
+            said.append(seconds)
+    assert said == [5, 65, 130, 260]
+    assert heard.messages[0] == f"waiting for weights/step_0 from trainer in {tmp_path}: 5 s (at most 600 s)"
+    main.close()
+    other.close()
+
+
 def test_progress_is_told_apart_from_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another phase, step or item is progress, and so is the end of a wait; saying the same again is not."""
     clock = itertools.count(100.0)

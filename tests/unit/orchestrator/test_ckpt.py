@@ -125,6 +125,10 @@ def test_a_used_directory_is_refused_unless_it_is_gone_on_with(tmp_path):
     with pytest.raises(UserError, match="holds steps 0-0 of an earlier run"):
         refuse_used(tmp_path, Progress())
     refuse_used(tmp_path, Progress(recovered=True))
+    with stage(tmp_path / "other" / "weights" / "step_1", step=1, producer="trainer"):
+        pass
+    with pytest.raises(UserError, match=r"weights holds steps 1-1 of an earlier run: remove it with --clean"):
+        refuse_used(tmp_path / "other", Progress())  # its version would be taken for this run's
 
 
 def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):

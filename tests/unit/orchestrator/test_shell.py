@@ -399,3 +399,34 @@ async def test_episodes_that_fail_as_fast_as_they_start_end_the_run(tmp_path):
     async with asyncio.timeout(60):
         with pytest.raises(UserError, match="of the last .* episodes failed"):
             await world.orchestrator().run()
+
+
+async def test_without_a_trainer_all_batches_come_from_the_base_model(tmp_path, heard):
+    """Contract: it waits for nobody, whatever async level would say; a server that an earlier run has left on another version is reset first."""
+    world = World(tmp_path, trainer=False)
+    world.engine.now = Served(7, "of an earlier run", "1")
+    await world.orchestrator().run()
+    assert list_steps(tmp_path / "rollouts") == [0, 1, 2]
+    for step in range(3):
+        assert world.versions(step) == [0]
+        assert world.really_sampled(step) == {0}
+    assert heard.messages[-1] == "no trainer: 3 batches committed on the base model (version 0)"
+    assert not list_steps(tmp_path / "weights")
+
+
+async def test_without_a_trainer_a_server_that_was_started_again_is_gone_on_with(tmp_path):
+    """It serves the base again, but what it sampled before it died is not proven: every batch is committed once."""
+    world = World(tmp_path, trainer=False)
+    crashed = []
+
+    def crash(episode: str, version: int) -> Outcome | None:
+        if episode.startswith("1.") and not crashed:
+            crashed.append(episode)
+            world.engine.base()
+            return Outcome.ENGINE_UNAVAILABLE
+        return None
+
+    world.pool.before = crash
+    await world.orchestrator().run()
+    assert crashed
+    assert list_steps(tmp_path / "rollouts") == [0, 1, 2]

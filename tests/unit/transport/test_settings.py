@@ -1,10 +1,7 @@
 """Partners of a run agree on what they share, or one of them refuses to start, naming the key and both values."""
 
 import json
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,28 +10,16 @@ from prime_rl.config import InferenceConfig, OrchestratorConfig, TrainerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig, ModelConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.process import identify
 from prime_rl.monitor.status import status_path
-from prime_rl.transport.settings import Party, agree, dry_path
+from prime_rl.transport.settings import Party, agree, dry_path, ways_out
+from support import partners
+from support.partners import belongs_to
 
-
-@pytest.fixture
-def partner() -> Iterator[int]:
-    """The pid of a living process."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"]) as process:
-        yield process.pid
-        process.kill()
+partner = partners.partner
 
 
 def orchestrator(root: Path, **given: object) -> OrchestratorConfig:
     return OrchestratorConfig(environments=[TrainingEnv(id="rt")], output_dir=root, **given)
-
-
-def belongs_to(root: Path, process: Party, pid: int) -> None:
-    """As if that process had committed these settings."""
-    path, found = root / "settings" / f"{process}.json", identify(pid)
-    assert found is not None
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": pid, "started": found.started}))
 
 
 @pytest.mark.parametrize(
@@ -92,6 +77,26 @@ def test_a_trainer_of_random_samples_is_no_partner(tmp_path: Path, first: Party)
     agree(parties[first], first)
     with pytest.raises(UserError, match="trains on random samples"):
         agree(parties[second], second)
+
+
+@pytest.mark.parametrize("first", ["trainer", "orchestrator"])
+def test_an_orchestrator_without_a_trainer_is_no_partner(tmp_path: Path, first: Party) -> None:
+    """Contract: whichever starts first, a trainer never trains on batches that were all made from the base model."""
+    parties = {"trainer": TrainerConfig(output_dir=tmp_path), "orchestrator": orchestrator(tmp_path, trainer=False)}
+    second: Party = "orchestrator" if first == "trainer" else "trainer"
+    agree(parties[first], first)
+    with pytest.raises(UserError, match=r"rollouts for no trainer.*--trainer.*--clean"):
+        agree(parties[second], second)
+    agree(InferenceConfig(output_dir=tmp_path / "other"), "inference")
+
+
+def test_what_to_do_about_an_earlier_run(tmp_path: Path) -> None:
+    """--clean first, then a directory that is free, then what can be gone on with."""
+    (tmp_path / "outputs2").mkdir()
+    ways = ways_out(tmp_path / "outputs", saved=True)
+    order = ["--clean", f"{tmp_path / 'outputs3'} is free", "--ckpt.resume-step -1", "--recover"]
+    assert sorted(order, key=ways.index) == order
+    assert ways_out(tmp_path / "outputs2", saved=False, recover=False).endswith(f"({tmp_path / 'outputs3'} is free)")
 
 
 def test_a_server_is_asked_for_its_model_alone(tmp_path: Path, partner: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config import TrainerConfig
-from prime_rl.config.bench import trainer_steps
+from prime_rl.config.bench import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.trainer import moe, perf
@@ -186,11 +186,10 @@ def run(
 def bench_config(config: TrainerConfig) -> TrainerConfig:
     """A few steps on fake data, nothing saved."""
     fake = config.data.fake or FakeConfig()
-    steps = trainer_steps(config.max_steps)
     data = config.data.model_copy(update={"fake": fake})
     scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
     unsaved = {"ckpt": None, "recovery_interval": None}
-    return config.model_copy(update={"data": data, "max_steps": steps, "scheduler": scheduler, **unsaved})
+    return config.model_copy(update={"data": data, "max_steps": TRAINER_STEPS, "scheduler": scheduler, **unsaved})
 
 
 def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs, report: Report) -> Data:
@@ -220,7 +219,7 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
         timeout=config.rollout_timeout,
         read_seconds=config.dist_timeout,
         loss=config.loss,
-        on_wait=lambda subject, waited: report.waiting(subject, "orchestrator", config.rollout_timeout, waited),
+        on_wait=lambda subject, _: report.waiting(subject, "orchestrator", config.rollout_timeout),
     )
 
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import torch
 
 from prime_rl.config import SFTConfig
-from prime_rl.config.bench import trainer_steps
+from prime_rl.config.bench import TRAINER_STEPS
 from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.trainer import moe, perf
@@ -157,10 +157,16 @@ def evaluated(config: SFTConfig, version: int) -> bool:
 def bench_config(config: SFTConfig) -> SFTConfig:
     """A few steps on fake data, nothing saved."""
     data = config.data.model_copy(update={"fake": config.data.fake or FakeSFTData()})
-    steps = trainer_steps(config.max_steps)
     scheduler = ConstantScheduler()  # a decaying schedule might not fit into so few steps
     return config.model_copy(
-        update={"data": data, "max_steps": steps, "ckpt": None, "scheduler": scheduler, "eval": None, "inference": None}
+        update={
+            "data": data,
+            "max_steps": TRAINER_STEPS,
+            "ckpt": None,
+            "scheduler": scheduler,
+            "eval": None,
+            "inference": None,
+        }
     )
 
 
