@@ -150,6 +150,21 @@ def wait_received(directory: Path, receiver: Receiver) -> None:
     wait(arrives, subject="the version", owner="the sender", seconds=SECONDS)
 
 
+def at_receive(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
+    """Have `act` called once, by the thread that has just received this many blocks of a version: it has the end of its part still to come, however
+    late the blocks are hashed."""
+    blocks, lock, receive = itertools.count(1), threading.Lock(), receiving._OfSender.fill
+
+    def counting(*args: Any) -> None:
+        receive(*args)
+        with lock:
+            due = next(blocks) == number
+        if due:
+            act()
+
+    monkeypatch.setattr(receiving._OfSender, "fill", counting)
+
+
 def at_block(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], object]) -> None:
     """Have `act` called once, when so many blocks of a version were received."""
     blocks, lock, hash_block = 0, threading.Lock(), staging._hash
@@ -237,7 +252,7 @@ def test_the_sender_is_killed_in_the_middle(
         directory, receiver
     )  # from now on it has its connections: one that is being made ends with the time-out only
     with monkeypatch.context() as patch:
-        at_block(patch, 3, lambda: os.kill(pid, signal.SIGKILL))
+        at_receive(patch, 3, lambda: os.kill(pid, signal.SIGKILL))
         fails(directory, receiver, "the transfer failed|the other side|memory is not there any more")
     wait(lambda: trainer.sender.pid not in (None, pid), subject="other process", owner="the trainer", seconds=SECONDS)
     assert_same(receive(directory, receiver), directory)
@@ -256,7 +271,7 @@ def test_the_sender_is_killed_between_large_blocks(
         assert pid is not None
         receive(directory, receiver)
         with monkeypatch.context() as patch:
-            at_block(patch, 4, lambda: os.kill(pid, signal.SIGKILL))
+            at_receive(patch, 4, lambda: os.kill(pid, signal.SIGKILL))
             fails(directory, receiver, "the transfer failed|the other side")
 
 
@@ -286,7 +301,7 @@ def test_a_sender_that_hangs(
 
     wait_received(directory, receiver)
     with monkeypatch.context() as patch:
-        at_block(patch, 3, lambda: os.kill(pid, signal.SIGSTOP))
+        at_receive(patch, 3, lambda: os.kill(pid, signal.SIGSTOP))
         fails(directory, receiver, "[Tt]imed out|said nothing|no gloo group|closed")
     os.kill(pid, signal.SIGSTOP)  # on a busy machine this time-out may have passed before the third block
     trainer.commit()
