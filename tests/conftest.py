@@ -30,16 +30,47 @@ REPOSITORY = Path(__file__).parent.parent
 WITHOUT_SERVERS = ("test_envs_faults", "test_sft", "test_trainer")  # of the integration tests
 
 
+LEFT_OUT = pytest.StashKey[int]()  # tests that the default `-m "not slow"` deselected; absent where it does not apply
+
+
+def _names_tests(config: pytest.Config) -> bool:
+    """Whether the command line names files or tests, rather than nothing or directories."""
+    return any(Path(argument.partition("::")[0]).suffix for argument in config.option.file_or_dir)
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """`pytest` alone leaves out what is slow; what is picked runs whatever it takes."""
-    if not (config.option.file_or_dir or config.option.keyword or config.option.markexpr):
+    """Leave out slow tests, unless the command line chooses tests itself (`-m`, `-k`, a file)."""
+    if not (_names_tests(config) or config.option.keyword or config.option.markexpr):
         config.option.markexpr = "not slow"
+        config.stash[LEFT_OUT] = 0
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    config = items[0].config
+    if LEFT_OUT in config.stash:
+        config.stash[LEFT_OUT] += len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Under xdist only the workers collect: each sends its count to the main process."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)
+
+
+def pytest_testnodedown(node: Any, error: object) -> None:
+    if LEFT_OUT in node.config.stash:  # every worker collects everything
+        node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if count := config.stash.get(LEFT_OUT, 0):
+        terminalreporter.write_line(f"{count} tests not selected: slow ones, which `-m slow` runs")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two workers for the whole suite, none for what is picked from it, nor on GPUs, which they would share."""
-    picked = config.option.file_or_dir or config.option.keyword or config.option.markexpr == "gpu"
-    return 0 if picked else min(2, os.cpu_count() or 1)
+    """Two workers for directories, none for files and tests that are named, nor on GPUs, which they would share."""
+    chosen = _names_tests(config) or config.option.keyword or config.option.markexpr == "gpu"
+    return 0 if chosen else min(2, os.cpu_count() or 1)
 
 
 class ByPlace(LoadFileScheduling):

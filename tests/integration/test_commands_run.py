@@ -82,7 +82,15 @@ def test_alone(line: str, checkout: Path) -> None:
 def test_one_command_for_everything(checkout: Path) -> None:
     """Three files, one command: two steps are trained, each process has its log, a model is left."""
     status, output = run_line(
-        WHOLE, checkout, *RL, "--inference.cpu.fork-engine", "--inference.server.port", free_port(), seconds=SECONDS
+        WHOLE,
+        checkout,
+        *RL,
+        "--inference.max-model-len",
+        256,
+        "--inference.cpu.fork-engine",
+        "--inference.server.port",
+        free_port(),
+        seconds=SECONDS,
     )
     assert status == 0, output
     assert list_steps(checkout / "outputs" / "rollouts") == [0, 1]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from conftest import free_port
+from prime_rl.config import RLConfig, SFTConfig, parse
 from prime_rl.transport.commit import list_steps
 from support.processes import REPOSITORY, Command
 
@@ -39,6 +40,25 @@ def test_dry_run(config: str, tmp_path: Path) -> None:
         command.succeed(60)
     name = ENVIRONMENTS[Path(config).parent.name]
     assert f'id = "{name}"' in (tmp_path / "run" / "configs" / "orchestrator.toml").read_text()
+
+
+@pytest.mark.parametrize("name", ["reverse_text", "hendrycks_math", "intellect_math"])
+def test_three_files_say_what_one_says(name: str) -> None:
+    """`rl @ examples/NAME/rl.toml` and `rl --trainer @ configs/NAME/train.toml …` are the same run, numbers of GPUs apart."""
+    one = parse(RLConfig, ["@", str(EXAMPLES / name / "rl.toml")], {})
+    files = {"trainer": "train", "orchestrator": "orch", "inference": "infer"}
+    paths = {section: str(REPOSITORY / "configs" / name / f"{file}.toml") for section, file in files.items()}
+    sections = [argument for section, path in paths.items() for argument in (f"--{section}", "@", path)]
+    gpus = ["--trainer-gpus", str(one.trainer_gpus), "--inference-gpus", str(one.inference_gpus)]
+    three = parse(RLConfig, [*sections, *gpus], {})
+    assert three.model_dump(exclude={"seq_len"}) == one.model_dump(exclude={"seq_len"})  # each section has it
+
+
+@pytest.mark.parametrize("file", ["sft.toml", "sft_cpu.toml", "sft_eval.toml"])
+def test_fine_tuning_leaves_the_directory_to_rl(file: str) -> None:
+    """Contract: `sft`, then `rl`, then `eval`, pasted in the README's order: `rl` writes to the default directory, which must be free."""
+    config = parse(SFTConfig, ["@", str(EXAMPLES / "reverse_text" / file)], {})
+    assert config.output_dir != RLConfig.model_fields["output_dir"].default
 
 
 @pytest.mark.parametrize("name", DEMONSTRATIONS)

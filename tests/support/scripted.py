@@ -175,7 +175,7 @@ def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0,
         pass
 
 
-async def until(condition: Callable[[], bool], timeout: float = 20.0, run: "asyncio.Task[None] | None" = None) -> None:
+async def until(condition: Callable[[], bool], timeout: float = 60.0, run: "asyncio.Task[None] | None" = None) -> None:
     """Poll; a `run` that fails meanwhile raises what it failed with."""
     async with asyncio.timeout(timeout):
         while not condition():

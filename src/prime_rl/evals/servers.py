@@ -219,7 +219,7 @@ async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -
     Raises:
         UserError: none came up in time, or they do not serve the same, or another model.
     """
-    canaries = Canaries() if config.canary and config.weights_dir is not None else None
+    canaries = Canaries(any_base=True) if config.canary and config.weights_dir is not None else None
     engine = partial(_connect, stack, config.client, canaries)
     engines = connect_all(config.client, engine)
     if config.client.discover is not None:

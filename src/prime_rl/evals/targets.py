@@ -57,10 +57,8 @@ class Versions:
     given: dict[int, str] = field(default_factory=dict)  # hash of each that was
 
     def base(self) -> Target:
-        """The base model: version 0 where it is committed, else whatever the server was started with."""
-        found = self.find(BASE) if BASE in list_steps(self.directory) else None
-        self.skipped.pop(BASE, None)  # it is evaluated either way
-        return found or Target(f"step_{BASE}", BASE, base=True)
+        """The model that the servers were started with. It need not be the one that the run started from."""
+        return Target(f"step_{BASE}", BASE, base=True)
 
     def find(self, version: int) -> Target | None:
         """A committed version; None, and the reason in `skipped`, where servers cannot load it."""

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from loguru import logger
 
+from prime_rl.errors import UserError
 from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served, Unusable
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, list_steps
@@ -118,9 +119,14 @@ class Scoring(Protocol):
 
 
 class Canaries:
-    """The bands of all servers of a run, each for one life of the server."""
+    """The bands of all servers of a run, each for one life of the server.
 
-    def __init__(self) -> None:
+    Args:
+        any_base: Servers may have been started with another base model than the run's: those are checked by hashes alone.
+    """
+
+    def __init__(self, any_base: bool = False) -> None:
+        self._any_base = any_base
         self._bands: dict[
             str, tuple[str, Band | None]
         ] = {}  # by address: the server's boot, and its band (None: it cannot be checked)
@@ -153,7 +159,16 @@ class Canaries:
                 self._bands[engine.root] = served.boot, None
             return
         if served is None or not served.holds(base):
-            served = await engine.give(base)
+            try:
+                served = await engine.give(base)
+            except EngineTrouble:
+                raise
+            except UserError as error:
+                if not self._any_base or served is None:
+                    raise
+                self._say_once("servers are checked by hashes alone", str(error))
+                self._bands[engine.root] = served.boot, None
+                return
         try:
             scores = await score(engine, base.canary, served.engines)
         except CannotScore as error:

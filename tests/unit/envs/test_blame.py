@@ -58,7 +58,7 @@ def test_every_step_of_an_episode_bears_its_number(blame: Blame, page: Path) -> 
         for _ in range(20):
             assert blame.running == 0
             await asyncio.sleep(0)
-        await asyncio.wait(tasks, timeout=10)
+        await asyncio.wait(tasks, timeout=60)
         assert seen == {1: [1] * 5, 2: [2] * 5}
 
     run(blame, main)
@@ -118,7 +118,7 @@ def test_code_that_does_not_give_way_is_interrupted(blame: Blame) -> None:
         with pytest.raises(RuntimeError, match=r"for an age at .*test_blame.py:\d+ in stubborn"):
             await blame.start(episode(), 1)
         done.set()
-        thread.join(timeout=10)
+        thread.join(timeout=60)
         assert await neighbour == "fine"
 
     run(blame, main, lambda request: "an age" if request == 1 else "")

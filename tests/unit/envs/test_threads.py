@@ -36,7 +36,7 @@ def test_who_works_for_nobody_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
         kept: list[str] = []
         over, running = blame.start(episode([]), 1), blame.start(episode(kept), 2)
         nobodys = asyncio.create_task(asyncio.to_thread(_spin, release))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not over.done():
                 threads.interrupt(lambda request: request == 1)
                 await asyncio.sleep(0.02)

@@ -62,7 +62,7 @@ async def test_it_beats_says_that_it_leaves_and_withdraws(tmp_path):
     beat = now().beat
     await until(lambda: now().beat > beat and now().leaving)  # it is there as long as it serves
     running.cancel()
-    await asyncio.wait({running}, timeout=10)
+    await asyncio.wait({running}, timeout=60)
     assert read_members(tmp_path) == ([], {})
     await asyncio.sleep(0.1)
     assert read_members(tmp_path) == ([], {})
@@ -81,7 +81,7 @@ async def test_a_beat_that_is_being_written_at_the_end_does_not_stay(tmp_path, m
     running = asyncio.create_task(Registration(tmp_path, "http://a:1", "model", "boot", Departure()).run())
     await until(lambda: bool(began))
     running.cancel()
-    await asyncio.wait({running}, timeout=10)
+    await asyncio.wait({running}, timeout=60)
     await asyncio.sleep(0.5)
     assert read_members(tmp_path) == ([], {})
 
@@ -94,7 +94,7 @@ async def test_a_directory_that_cannot_be_written_is_said_once_and_tried_again(t
     place.unlink()
     await until(lambda: bool(read_members(place)[0]))
     running.cancel()
-    await asyncio.wait({running}, timeout=10)
+    await asyncio.wait({running}, timeout=60)
     said = [record.getMessage() for record in heard.records if record.levelno == logging.WARNING]
     assert len(said) == 1
     assert str(place) in said[0]

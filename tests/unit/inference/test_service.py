@@ -157,7 +157,7 @@ async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
     before, directory = await service.served(), commit(root, 1)
     engine.gate = asyncio.Event()
     update = asyncio.create_task(service.update(str(directory), 1))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while "prime_load" not in engine.calls:
             await asyncio.sleep(0.01)
     prune(directory)
@@ -327,7 +327,7 @@ async def test_a_client_that_hangs_up_does_not_stop_an_update(base: Path, tmp_pa
     engine.gate = asyncio.Event()
     service = make(engine, base, root)
     request = asyncio.create_task(service.update(str(commit(root, 1)), 1))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while "prime_load" not in engine.calls:
             await asyncio.sleep(0.01)
         request.cancel()
@@ -456,7 +456,7 @@ async def test_a_change_is_told_with_its_deadline(base: Path, tmp_path: Path) ->
             engine.fail, engine.calls = fail, []
             engine.gate.clear()
             update = asyncio.create_task(service.update(str(commit(root, version)), version))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while "prime_load" not in engine.calls:
                     await asyncio.sleep(0.01)
             waiting = read_status(tmp_path)["inference"].waiting

@@ -243,7 +243,7 @@ def test_the_process_table_tells_dead_stopped_and_alive_apart(tmp_path: Path, sl
     sleeper.send_signal(signal.SIGSTOP)
     process = identify(sleeper.pid)
     assert process is not None
-    wait(lambda: is_stopped(process), subject="stop", owner="the kernel", seconds=10.0)
+    wait(lambda: is_stopped(process), subject="stop", owner="the kernel", seconds=60)
     trainer = doctor.collect(tmp_path).processes["trainer"]
     assert trainer.state is State.STOPPED
     assert trainer.ranks["1"].state is State.STOPPED

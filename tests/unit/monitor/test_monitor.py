@@ -167,7 +167,7 @@ def test_templates_of_log_lines_take_their_arguments() -> None:
     assert wrong == []
 
 
-def test_metrics_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_lines(tmp_path: Path, heard: pytest.LogCaptureFixture) -> None:
     """A flat object a line: step, time, finite numbers; non-finite ones dropped with one warning a key."""
     path = metrics_path(tmp_path, "trainer")
     writer = JsonlWriter(path)
@@ -176,7 +176,8 @@ def test_metrics_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [set(line) for line in lines] == [{"step", "time", "loss/mean", "count"}, {"step", "time"}]
     assert lines[0]["count"] == 3
-    assert sum("bad" in record.getMessage() for record in caplog.records) == 1
+    # Threads of other tests may still be logging, paths and hexadecimal digits with "bad" in them included.
+    assert len([said for said in heard.messages if said.startswith("bad is ")]) == 1
 
 
 def test_resume_appends_and_the_last_line_wins(tmp_path: Path) -> None:
@@ -288,7 +289,7 @@ def test_a_process_that_says_nothing_still_lives(tmp_path: Path, monkeypatch: py
     first = read_status(tmp_path)["trainer"]
     beat = wait(
         lambda: (now := read_status(tmp_path)["trainer"]).heartbeat > first.heartbeat and now,
-        subject="heartbeat", owner="its thread", seconds=10.0, poll=0.05,
+        subject="heartbeat", owner="its thread", seconds=60, poll=0.05,
     )  # fmt: skip
     assert beat
     assert replace(beat, heartbeat=0.0) == replace(first, heartbeat=0.0)
@@ -409,7 +410,7 @@ def test_the_heart_beats_on_after_a_failing_disk(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Path, "write_text", write_text)
     wait(
         lambda: not failing and read_status(tmp_path)["trainer"].heartbeat > before,
-        subject="beat", owner="its thread", seconds=10.0, poll=0.01,
+        subject="beat", owner="its thread", seconds=60, poll=0.01,
     )  # fmt: skip
     status.close()
 

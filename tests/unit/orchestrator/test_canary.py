@@ -190,6 +190,28 @@ async def test_a_server_that_serves_something_else_is_given_the_base_to_be_calib
     assert canaries.band(server.root) is not None
 
 
+@pytest.mark.parametrize("any_base", [True, False])
+async def test_a_server_of_another_base_model_is_checked_by_hashes_where_that_may_be(server, tmp_path, any_base, heard):
+    """Contract: an evaluation may start its server with a relative of the run's base; in a run that is an error."""
+    server.now = commit(tmp_path, 7)
+    give = server.give
+
+    async def refuse(weights):
+        if weights.version == 0:
+            raise UserError("describes another base model")
+        return await give(weights)
+
+    server.give = refuse
+    canaries = Canaries(any_base=any_base)
+    if not any_base:
+        with pytest.raises(UserError, match="another base model"):
+            await server.update(canaries, commit(tmp_path, 8))
+        return
+    await server.update(canaries, commit(tmp_path, 8))
+    assert (server.gave, canaries.band(server.root)) == ([8], None)
+    assert "another base model" in heard.messages[0]
+
+
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_server_whose_weights_are_unusable_is_given_others(server, tmp_path, known):
     """Contract: only a load mends it, so that it is not asked first what it serves for ever. One that is not known yet gets the base."""

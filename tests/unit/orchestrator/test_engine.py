@@ -16,6 +16,7 @@ from prime_rl.errors import UserError
 from prime_rl.orchestrator import engine as engine_module
 from prime_rl.orchestrator.engine import CannotScore, Engine, EngineTrouble, Served, Unusable
 from prime_rl.transport.weights import WeightsManifest
+from support.scripted import until
 
 
 class Scripted(ThreadingHTTPServer):
@@ -202,15 +203,18 @@ async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same
 
 async def test_a_server_that_is_there_is_no_news(server, heard, monkeypatch):
     """Nothing is said of a wait that is over before it is noticed; of another its end is said, too."""
-    monkeypatch.setattr(engine_module, "_SAY_WAIT_AFTER_SECONDS", 1.0)
     server.answers["GET", "/health"] = 200, {}
     async with Engine(ClientConfig(base_url=server.url)) as engine:
+        monkeypatch.setattr(engine_module, "_SAY_WAIT_AFTER_SECONDS", 3.0)
         await engine.wait_ready(lambda *wait: None)
-        await asyncio.sleep(1.1)
+        await asyncio.sleep(3.1)
         assert heard.messages == []
+        monkeypatch.setattr(engine_module, "_SAY_WAIT_AFTER_SECONDS", 0.1)
         server.answers["GET", "/health"] = 503, {}
-        asyncio.get_running_loop().call_later(1.5, server.answers.update, {("GET", "/health"): (200, {})})
-        await engine.wait_ready(lambda *wait: None)
-    waiting, answers = heard.messages
-    assert waiting.startswith("waiting for an inference server")
+        waiting = asyncio.create_task(engine.wait_ready(lambda *wait: None))
+        await until(lambda: bool(heard.messages), run=waiting)
+        server.answers["GET", "/health"] = 200, {}
+        await waiting
+    asked, answers = heard.messages
+    assert asked.startswith("waiting for an inference server")
     assert answers.startswith(f"the inference server at {server.url} answers after")

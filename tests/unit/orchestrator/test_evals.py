@@ -94,7 +94,7 @@ async def test_a_stop_does_not_hide_that_the_one_who_evaluates_is_cancelled() ->
     await asyncio.sleep(0.01)
     evaluations.stop()
     task.cancel()
-    await asyncio.wait([task], timeout=5)
+    await asyncio.wait([task], timeout=60)
     assert task.cancelled()
 
 

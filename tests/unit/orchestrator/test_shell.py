@@ -149,7 +149,7 @@ async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_pa
         await asyncio.sleep(0.2)
         world.trainer.commit(version, life=1)
     Status(tmp_path, "trainer").done("finished")  # else its last checkpoint is waited for
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await run
     assert world.engine.updates[-1] == (4, 1)
 
@@ -311,7 +311,7 @@ async def test_a_stop_ends_an_evaluation_too(tmp_path):
     run = asyncio.create_task(orchestrator.run())
     await until(lambda: orchestrator.evaluations.running, run=run)
     orchestrator.stop()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await run
     assert list_steps(tmp_path / "rollouts") == []
 
@@ -322,7 +322,7 @@ async def test_a_trainer_that_owes_a_version_is_named_when_the_deadline_passes(t
     world.trainer.live(0, 0)
     world.trainer.commit(0)
     with pytest.raises(UserError, match="no weights/step_1 from trainer after 2 s"):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await world.orchestrator().run()
 
 
@@ -333,7 +333,7 @@ async def test_ten_batches_without_signal_end_the_run(tmp_path):
     world.trainer.live(0, 0)
     world.trainer.commit(0)
     with pytest.raises(UserError, match="10 batches in a row carried no learning signal"):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await world.orchestrator().run()
     assert list_steps(tmp_path / "rollouts") == []
 
@@ -353,7 +353,7 @@ async def test_filters_that_leave_nothing_end_the_run(tmp_path, filters, message
     world.trainer.live(0, 0)
     world.trainer.commit(0)
     with pytest.raises(UserError, match=r"groups in a row were turned away .*" + message):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await world.orchestrator().run()
     assert list_steps(tmp_path / "rollouts") == []
 

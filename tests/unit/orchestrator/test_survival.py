@@ -240,7 +240,7 @@ async def test_a_checkpoint_that_the_trainer_saves_at_its_end_is_joined(tmp_path
     assert not run.done()
     world.trainer.checkpoint(STEPS)
     status.done("finished")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await run
     assert checkpoints.complete_steps(world.directory / "checkpoints") == [STEPS]
 
@@ -257,7 +257,7 @@ async def test_a_trainer_that_begins_again_at_the_very_end_is_followed_to_its_en
     await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
     await train(world, start=3, life=1, replaced=True)
     status.done("finished")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await run
     assert world.engine.updates[-1] == (STEPS, 1)
     assert list(audit._ledger(world.directory, STEPS)) == []

@@ -202,7 +202,7 @@ async def test_an_answer_that_is_none(broken: str) -> None:
 
     async with serving(failing) as url:
         teacher = await started(url, max_attempts=2, timeout=0.2)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60):
             with pytest.raises(TeacherTrouble, match="did not answer"):
                 await teacher.score([1, 2])
         assert len(asked) == 3

@@ -44,7 +44,7 @@ async def finish(world: World, run: "asyncio.Task[None]", first: int = 0) -> Non
     for step in range(first, 4):
         await until(has_batch(world, step), run=run)
         world.trainer.commit(step + 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await run
 
 
@@ -80,7 +80,7 @@ async def test_a_version_that_is_never_sent(world: World) -> None:
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
     with pytest.raises(NotSent, match="version 1 is superseded"):
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await run
 
 
@@ -121,7 +121,7 @@ async def test_a_trainer_that_starts_again_meanwhile(world: World) -> None:
     for step in range(1, 4):
         await until(has_batch(world, step), run=run)
         world.trainer.commit(step + 1, life=1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await run
     check(world)
     orchestrator.core.check_conservation()
@@ -224,6 +224,6 @@ async def test_two_servers_that_start_again_after_their_version_is_superseded(tm
     for step in (2, 3):
         await until(has_batch(world, step), run=run)
         world.trainer.commit(step + 1)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await run
     world.check(4)

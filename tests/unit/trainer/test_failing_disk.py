@@ -112,7 +112,7 @@ def test_a_save_that_is_under_way_when_the_run_fails(
     assert (lost in heard.text) is fails
     assert list_steps(tmp_path / "checkpoints") == [1]
     assert (tmp_path / "checkpoints" / "step_1" / "trainer").is_dir() is not fails
-    assert wait(lambda: not checkpoint_threads(), subject="end of the thread", owner="the trainer", seconds=10)
+    assert wait(lambda: not checkpoint_threads(), subject="end of the thread", owner="the trainer", seconds=60)
 
 
 def checkpoint_threads() -> list[threading.Thread]:

@@ -30,7 +30,7 @@ def no_thread_is_left() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
     for thread in set(threading.enumerate()) - before:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive(), thread.name
 
 
@@ -47,7 +47,7 @@ def test_one_step_ahead(no_thread_is_left: None) -> None:
 
     ahead = Prefetch(prepare, CPU, 10)
     assert ahead.take(0) == 0
-    assert second.wait(10)
+    assert second.wait(60)
     assert made == [0, 1]
     assert [ahead.take(step) for step in (1, 2, 3)] == [10, 20, 30]
     ahead.close()
@@ -118,7 +118,7 @@ def test_rollouts_are_read_ahead(
     assert not one.arrived(1)
     read.clear()
     (tmp_path / "later").rename(second)
-    assert read.wait(10)
+    assert read.wait(60)
     assert one.arrived(1)
     assert one.wait(1, lambda: False)
     ahead, two = one.read(1), rollouts(tmp_path, world)

@@ -136,7 +136,7 @@ def test_a_killed_process_begins_again(directory: Path, writer: WriterProcess) -
         if len(lives) < times:
             lives.append(process.pid)
             process.send_signal(signal.SIGKILL)
-            process.wait(10)
+            process.wait(60)
         yield EVERYTHING
 
     check(directory, writer.write_rows(directory, FILES, lambda: killing(1), hashing=True))
@@ -224,7 +224,7 @@ def test_the_process_ends_with_its_parent(directory: Path, writer: WriterProcess
     process.send_signal(signal.SIGTERM)
     assert process.poll() is None
     process.stdin.close()
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
 
 
 def _ignores(pid: int, number: signal.Signals) -> bool:
