@@ -27,7 +27,7 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 REPOSITORY = Path(__file__).parent.parent
-WITHOUT_SERVERS = ("test_envs_faults", "test_sft", "test_trainer")  # of the integration tests
+WITHOUT_SERVERS = ("test_commands", "test_envs_faults", "test_sft", "test_trainer")  # of the integration tests
 
 
 LEFT_OUT = pytest.StashKey[int]()  # tests that the default `-m "not slow"` deselected; absent where it does not apply

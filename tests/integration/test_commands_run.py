@@ -20,7 +20,7 @@ ORCHESTRATOR = [
 ]  # fmt: skip
 SERVER = [*MODEL, "--device", "cpu", "--max-model-len", 256, "--cpu.fork-engine"]
 RL = [
-    *MODEL, "--device", "cpu", "--max-steps", 2, "--seq-len", 256,
+    *MODEL, "--device", "cpu", "--seq-len", 256,
     *(f"--orchestrator.{word[2:]}" if str(word).startswith("--") else word for word in ORCHESTRATOR[6:]),
 ]  # fmt: skip
 DATA = ["--data.name", "rows.jsonl", "--data.seq-len", 256, "--data.batch-size", 4]
@@ -54,9 +54,13 @@ BY_HAND = (
     "uv run trainer @ examples/reverse_text/rl/train.toml",
 )
 EVAL_VERSIONS = "uv run eval --model.name Qwen/Qwen3-0.6B --weights-dir outputs/weights"
+RESUME = (
+    "uv run rl --trainer @ configs/reverse_text/train.toml --orchestrator @ configs/reverse_text/orch.toml --ckpt.resume-step 10 "
+    "--trainer.monitor.wandb.id trainer-run-id --orchestrator.monitor.wandb.id orchestrator-run-id"
+)
 BENCH = "uv run orchestrator @ configs/reverse_text/orch.toml --bench"
 SERVED = {
-    WHOLE, DEBUG_SERVER, DEBUG_ORCHESTRATOR, DEBUG_EVAL, OWN_SERVER, WITH_OWN_SERVER, *BY_HAND, EVAL_VERSIONS, BENCH,
+    WHOLE, DEBUG_SERVER, DEBUG_ORCHESTRATOR, DEBUG_EVAL, OWN_SERVER, WITH_OWN_SERVER, *BY_HAND, EVAL_VERSIONS, RESUME, BENCH,
 }  # fmt: skip
 
 
@@ -85,6 +89,8 @@ def test_one_command_for_everything(checkout: Path) -> None:
         WHOLE,
         checkout,
         *RL,
+        "--max-steps",
+        2,
         "--inference.max-model-len",
         256,
         "--inference.cpu.fork-engine",
@@ -126,15 +132,19 @@ def test_validating_an_installation(checkout: Path) -> None:
 
 
 def test_a_server_of_ones_own(checkout: Path) -> None:
-    """One server for a run, the run again, its evaluation, a benchmark, and the three processes by hand."""
+    """One server for a run, the run again, the same resumed, its evaluation, a benchmark, and the three processes by hand."""
     weights = checkout / "outputs" / "weights"
     with served(OWN_SERVER, checkout) as url:
-        for clean in ([], ["--clean"]):
-            status, output = run_line(
-                WITH_OWN_SERVER, checkout, *RL, *clean, "--orchestrator.client.base-url", url, seconds=SECONDS
-            )
+        rl = [*RL, "--orchestrator.client.base-url", url]
+        for more in (["--max-steps", 2], ["--max-steps", 10, "--ckpt.interval", 10, "--clean"]):
+            status, output = run_line(WITH_OWN_SERVER, checkout, *rl, *more, seconds=SECONDS)
             assert status == 0, output
-        assert 2 in list_steps(weights)
+        status, output = run_line(
+            RESUME, checkout, *rl, "--max-steps", 11, environment={"WANDB_MODE": "offline"}, seconds=SECONDS
+        )
+        assert status == 0, output
+        assert "Step 10 [11/11]" in output
+        assert 11 in list_steps(weights)
 
         status, output = run_line(
             EVAL_VERSIONS, checkout, *MODEL, "--client.base-url", url, "--num-examples", 4, seconds=SECONDS

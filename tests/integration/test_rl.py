@@ -81,27 +81,6 @@ def test_interrupting_once_finishes_the_step_and_says_so(tmp_path):
     verify_weights(tmp_path / "run" / "weights" / f"step_{newest}")
 
 
-def test_without_an_inference_section_a_running_server_is_used_and_left_running(inference_server, tmp_path):
-    """`rl --trainer @ … --orchestrator @ …`: three files without the server's; the server serves on afterwards."""
-    inference_server.reset()
-    run = inference_server.weights_root / "rl-without-inference"
-    trainer, orchestrator = tmp_path / "train.toml", tmp_path / "orch.toml"
-    trainer.write_text('seq_len = 256\ndevice = "cpu"\n[optim]\nlr = 1e-3\n')
-    orchestrator.write_text(
-        "batch_size = 8\nrollouts_per_example = 4\nseq_len = 256\nfilter_zero_advantage = false\n"
-        f'[sampling]\nmax_tokens = 24\n[client]\nbase_url = "{inference_server.base_url}"\n[environment]\nid = "reverse-text"\n'
-    )
-    command = [
-        "--trainer", "@", trainer, "--orchestrator", "@", orchestrator, "--model.name", inference_server.model,
-        "--max-steps", 2, "--output-dir", run,
-    ]  # fmt: skip
-    with Command("rl", *command, log=tmp_path / "rl.log") as rl:
-        rl.succeed(TIMEOUT)
-    served = inference_server.get("/weights").json()
-    assert served["version"] == 2
-    assert not (run / "logs" / "inference.log").exists()
-
-
 @pytest.mark.parametrize(
     ("more", "message"),
     [

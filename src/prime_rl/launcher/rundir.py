@@ -34,6 +34,7 @@ _LOCK_SECONDS = 60.0  # a large run may be removed meanwhile
 # What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
 _PROCESSES = ("rl", "trainer", "sft", "orchestrator", "inference", "inference-*")
+_OF_ONE_RUN = {"trainer", "sft", "orchestrator"}  # servers outlive runs, and an `eval` may come after one
 _COMMITTED = ("step_*", ".step_*")
 _ASIDE = ("given_up_*_step_*", ".given_up_*")  # what a new life of the trainer has renamed out of the way
 _REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
@@ -131,7 +132,9 @@ def results(output_dir: Path) -> list[str]:
     steps["weights"] = [
         path for path in steps["weights"] if path.name != "step_0"
     ]  # no more than the base model's name
-    measured = [path for path in (output_dir / "metrics").glob("*.jsonl") if path.stat().st_size]
+    measured = [
+        path for name in _OF_ONE_RUN for path in (output_dir / "metrics").glob(f"{name}.jsonl") if path.stat().st_size
+    ]
     found = [name for name, found in {**steps, "metrics": measured}.items() if found]
     return found or ([_LEDGER] if _holds_episodes(output_dir / _LEDGER) else [])
 
@@ -183,7 +186,7 @@ def cleaned(output_dir: Path, process: str) -> Iterator[None]:
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with _locked(output_dir):
-        others = sorted(at_work(output_dir) & {"trainer", "sft", "orchestrator"})
+        others = sorted(at_work(output_dir) & _OF_ONE_RUN)
         if not others:
             clean(output_dir, process)
         elif found := results(output_dir):

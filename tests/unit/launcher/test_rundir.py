@@ -263,6 +263,14 @@ def test_clean_by_hand_keeps_the_files_of_a_server_that_stays_up(tmp_path: Path,
     ]
 
 
+def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) -> None:
+    """Contract: a run starts in the directory of a server or of an evaluation without `--clean`."""
+    (tmp_path / "metrics").mkdir()
+    for name in ("inference", "eval"):
+        (tmp_path / "metrics" / f"{name}.jsonl").write_text("{}\n")
+    refuse_results(tmp_path)
+
+
 def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: int) -> None:
     """Contract: started in any order with --clean, neither removes what the other has begun; and it never empties a run that is going on."""
     left_behind(tmp_path)
