@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from prime_rl.config import RLConfig, parse
 from support.commands import PAGE, Row, make_checkout, parse_line, read_rows, run_line
 from support.processes import REPOSITORY
 from support.serving import commit
@@ -97,7 +98,24 @@ def test_migrated() -> None:
 
 
 def test_named_paths_and_tests_exist() -> None:
-    assert [row.text for row in rows_of("path", "test") if not (REPOSITORY / row.text).exists()] == []
+    """A test is named with its function, so that none is left behind that no longer exists."""
+    assert [row.text for row in rows_of("path") if not (REPOSITORY / row.text).exists()] == []
+    for row in rows_of("test"):
+        file, _, function = row.text.partition("::")
+        assert re.search(rf"^(async )?def {function}\(", (REPOSITORY / file).read_text(), re.MULTILINE), row
+
+
+def test_the_walkthrough_trains_as_the_documents_say() -> None:
+    """Reverse text: the warmed-up model, a context of 128 tokens, 20 steps."""
+    config = parse(RLConfig, ["@", str(REPOSITORY / "examples" / "reverse_text" / "rl.toml")], {})
+    assert config.model.name == "PrimeIntellect/Qwen3-0.6B-Reverse-Text-SFT"
+    assert config.max_steps == 20
+    assert config.orchestrator.seq_len == 128
+    assert config.inference.max_model_len == 128
+
+
+def test_the_readme_has_a_citation() -> None:
+    assert "@misc{primeintellect2025prime-rl," in (REPOSITORY / "README.md").read_text()
 
 
 def test_programs_of_others_are_installed() -> None:
