@@ -1,4 +1,4 @@
-"""How many steps `--bench` makes, whatever `max_steps` says: for those who make them, and for the launcher, which shows them."""
+"""Steps that `--bench` runs, whatever `max_steps` says: the processes run them, the launcher shows them."""
 
 WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
 TRAINER_STEPS = WARM_UP + 5

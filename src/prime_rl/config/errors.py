@@ -37,7 +37,7 @@ class _Report:
             said = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
         near = nearest(self._root, keys, section, position)
         if keys[0] in SECTIONS_OF_RL and keys[0] not in settings(self._root):
-            said += f": it is for `rl`; `{keys[0]}` by itself has {self._spell(keys[1:], origin)}"
+            said += f": only `rl` has a section `{keys[0]}`; give {self._spell(keys[1:], origin)} to the command `{keys[0]}`"
         elif owners:
             *but_last, last = [f"'{owner}'" for owner in owners]
             said += f"; it belongs to type {', '.join(but_last)}{' or ' if but_last else ''}{last}"
@@ -80,7 +80,7 @@ def _known(
 
 
 def nearest(root: type[Section], keys: Keys, section: type[Section], position: int) -> Keys | None:
-    """The setting that `keys` probably meant, None where none is likely. `section` has no `keys[position]`.
+    """The setting that `keys` probably meant, None where none is likely. `keys[position]` is the unknown one: `section` does not have it.
 
     In this order: the same name with other dots (--model-name), a neighbour of similar name, the same name elsewhere, a
     similar name with other dots.
@@ -102,7 +102,7 @@ def nearest(root: type[Section], keys: Keys, section: type[Section], position: i
 
 
 def _close(word: str, names: Iterable[str]) -> list[str]:
-    """Of `names` those like `word`, and those that it abbreviates as `dp` does `data_parallel_size`; the likeliest first."""
+    """Names similar to `word`, and those that it abbreviates (`dp` for `data_parallel_size`), best first."""
     initials = {name: "".join(part[0] for part in name.split("_")) for name in names}
     abbreviated = [name for name, letters in initials.items() if len(word) > 1 and letters.startswith(word)]
     return [*difflib.get_close_matches(word, initials), *sorted(abbreviated, key=len)]
@@ -114,9 +114,9 @@ _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
 
 
 def describe(error: ValidationError, root: type[Section], origins: Origins, incomplete: bool = False) -> list[str]:
-    """A line for each thing that validation found. A fault handed on to several sections is told where it was given.
+    """A line for each thing that validation found. A fault that was copied into several sections is reported once, where it was given.
 
-    `incomplete`: part of the input could not be read, so that what is missing may stand there.
+    `incomplete`: part of the input could not be read, so missing settings are not reported.
     """
     found = []
     for details in error.errors(include_url=False):

@@ -35,7 +35,7 @@ def read(path: Path, prefix: Keys = (), including: tuple[Path, ...] = ()) -> Lay
         target = path.parent / name
         chain = (*including, path)
         if any(target.resolve() == other.resolve() for other in chain):
-            raise ConfigError([f"{path}: include of {target} goes round in a circle"])
+            raise ConfigError([f"{path}: include of {target} is a cycle"])
         included += read(target, prefix, chain)
     lines = key_lines(text)
     return included + _assignments(tree, (), prefix, path, lines)

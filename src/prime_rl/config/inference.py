@@ -83,7 +83,7 @@ class InferenceConfig(BaseConfig):
     )
     weights_root: Path | None = Field(
         default=None,
-        description="Only directory that weights may be loaded from (None: any, named by a client that has the key).",
+        description="Only directory that weights may be loaded from (None: any committed version; with a key, for clients that have it).",
     )
     weights_tmpfs: Path | None = Field(
         default=None,

@@ -21,10 +21,10 @@ Config = TypeVar("Config", bound=BaseConfig)
 
 
 def say(text: str) -> None:
-    """Print a long text, of which somebody may read the beginning alone."""
+    """Print a text whose reader may close the pipe early (`--help | head`)."""
     try:
         print(text, flush=True)
-    except BrokenPipeError:  # whoever read it has read enough; nor may the interpreter complain at its end
+    except BrokenPipeError:  # nor may the interpreter report the broken pipe at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

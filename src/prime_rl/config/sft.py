@@ -7,7 +7,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, model_validator
 from prime_rl.config.base import Problem, Section
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import InferenceConfig
-from prime_rl.config.share import share_server, without_address
+from prime_rl.config.share import share_eval_server, without_address
 from prime_rl.config.shared import Length
 from prime_rl.config.trainer import ExportConfig, TrainingConfig
 
@@ -87,8 +87,8 @@ class SFTConfig(TrainingConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _share_server(cls, data: Any, info: ValidationInfo) -> Any:
-        return share_server(data, info.context) if isinstance(data, dict) else data
+    def _share_eval_server(cls, data: Any, info: ValidationInfo) -> Any:
+        return share_eval_server(data, info.context) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _has_use_for_a_server(self) -> Self:

@@ -41,8 +41,8 @@ def share(tree: Tree, context: Any) -> Tree:
     return _Sharing(tree, context).run()
 
 
-def share_server(tree: Tree, context: Any) -> Tree:
-    """`tree` (of an SFTConfig) where the server that is started has the model, and evaluations ask that server."""
+def share_eval_server(tree: Tree, context: Any) -> Tree:
+    """`tree` (of an SFTConfig) with the model copied to the server, and the server's address to `eval.client`."""
     return _Sharing(tree, context).evaluations()
 
 
@@ -146,7 +146,7 @@ class _Sharing:
         return self._origins.strength(tuple(key.split(".")))
 
     def _set(self, key: str, value: Any) -> None:
-        """Set what was not given, or by a weaker source, which then has no part in the value."""
+        """Set a value that was missing or came from a weaker source, and forget that origin."""
         self._origins.forget(tuple(key.split(".")))
         *tables, last = key.split(".")
         here = self._tree
@@ -158,7 +158,8 @@ class _Sharing:
 
     def _contradiction(self, one: str, value: Any, other: str, different: Any) -> Problem:
         origin = self._origins.exact(tuple(one.split(".")))
-        top = one if one in COMMON else one.partition(".")[2]
+        section, _, within = one.partition(".")
+        top = within if section in ALL else one
         advice = (
             ""
             if origin is None or origin.kind == "option"
@@ -190,18 +191,18 @@ class _Sharing:
             return []
         on = [place for place in given if self._get(place)[1] is not None]
         off = [place for place in given if place not in on]
-        stronger = max(map(self._strength, on), default=-2) - max(map(self._strength, off), default=-2)
-        if stronger == 0:
+        gap = max(map(self._strength, on), default=-2) - max(map(self._strength, off), default=-2)  # -2: there is none
+        if gap == 0:
             return [Problem(f"{on[0]} is on but {off[0]} is off: processes checkpoint together", on[0], off[0])]
         for place in places:
-            if place not in (on if stronger > 0 else off):
-                self._set(place, {} if stronger > 0 else None)
-        if stronger < 0:
+            if place not in (on if gap > 0 else off):
+                self._set(place, {} if gap > 0 else None)
+        if gap < 0:
             return []
         return [self._unify([f"{place}.{name}" for place in places]) for name in CkptConfig.model_fields]
 
     def _seq_len(self, places: list[str]) -> list[Problem | None]:
-        """As the common settings, but sections that are stronger than the top may differ: micro-batches may be longer."""
+        """Share `seq_len` as a common setting, unless a section's source is stronger than the top's: micro-batches may be longer."""
         if self._get("seq_len")[1] is not None:
             if all(self._strength(place) <= self._strength("seq_len") for place in places):
                 return [self._unify(["seq_len", place]) for place in places]
@@ -211,20 +212,20 @@ class _Sharing:
         return []
 
     def _wandb(self, sections: list[str]) -> list[Problem | None]:
-        """Fill `wandb` into the monitors of `sections`; one that differs by a stronger source leaves no shared setting."""
+        """Fill `wandb` into the monitors of `sections`. Where a stronger source makes one differ, the shared table is dropped."""
         given, shared = self._get("wandb")
         problems: list[Problem | None] = []
         differs = False
         for section, place in [(section, f"{section}.monitor.wandb") for section in sections]:
             found, own = self._get(place)
-            stronger = self._strength("wandb") - self._strength(place)
-            if given and shared is None and own is not None and stronger > 0:
+            gap = self._strength("wandb") - self._strength(place)
+            if given and shared is None and own is not None and gap > 0:
                 self._set(place, None)
             if not isinstance(shared, dict):
                 continue
-            if found and own is None and stronger <= 0:
+            if found and own is None and gap <= 0:
                 differs = True
-                problems.append(Problem(f"wandb is on but {place} is off", "wandb", place) if stronger == 0 else None)
+                problems.append(Problem(f"wandb is on but {place} is off", "wandb", place) if gap == 0 else None)
                 continue
             if own is None:
                 self._set(place, {})
@@ -233,12 +234,12 @@ class _Sharing:
             ]:
                 found, own = self._get(key)
                 named = _named(top.removeprefix("wandb."), value, section)
-                stronger = self._strength(top) - self._strength(key)
+                gap = self._strength(top) - self._strength(key)
                 if value is None or (found and _same(own, named)):
                     continue
-                if not found or stronger > 0:
+                if not found or gap > 0:
                     self._set(key, named)
-                elif stronger == 0:
+                elif gap == 0:
                     problems.append(self._contradiction(top, value, key, own))
                 else:
                     differs = True
@@ -267,12 +268,12 @@ class _Sharing:
             except ValueError:
                 return None  # Not an address: validation reports it.
             same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
-            rivals = [port_key] if same_host else [port_key, host_key]
-            stronger = self._strength(key) - max(map(self._strength, rivals))
-            if same_host and (not port_given or stronger > 0 or str(url_port) == str(port)):
+            of_server = [port_key] if same_host else [port_key, host_key]
+            gap = self._strength(key) - max(map(self._strength, of_server))
+            if same_host and (not port_given or gap > 0 or str(url_port) == str(port)):
                 self._set(port_key, url_port)
                 return None
-            if stronger >= 0:
+            if gap >= 0:
                 listens = f"{host or 'localhost'}:{port if port_given else DEFAULT_PORT}"
                 message = f"{key} is {url} but inference.server listens on {listens}: give one of them"
                 return Problem(message, key, port_key, host_key)
@@ -281,8 +282,8 @@ class _Sharing:
         return None
 
     def _fake_data(self) -> None:
-        """Under bench the trainer is measured by itself, on as many random samples as the orchestrator would send; else
-        it trains on the orchestrator's, and what a file for the trainer alone says of random ones has no part."""
+        """Give the trainer random samples under bench, as many as the orchestrator would send. Without bench drop
+        `trainer.data.fake`, which is meant for a trainer that runs alone."""
         key = "trainer.data.fake"
         given, fake = self._get(key)
         if self._tree.get("bench") is True and not given:
@@ -293,4 +294,4 @@ class _Sharing:
             where = f" ({origin.text})" if origin is not None else ""
             self._hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
             self._set(key, None)
-        _remove(self._tree, "orchestrator.trainer")  # nor has what one for the orchestrator alone says of a trainer
+        _remove(self._tree, "orchestrator.trainer")  # meant for an orchestrator that runs alone

@@ -31,7 +31,7 @@ class Places:
         """The committed directory that `weight_dir` names, symbolic links resolved.
 
         Raises:
-            Refused: it lies outside the root (403), or this host sees no committed version there (400), whatever else there may be.
+            Refused: it lies outside the root (403), or this host sees no committed version there (400).
         """
         try:
             path = Path(weight_dir).expanduser().resolve()
@@ -50,7 +50,7 @@ class Places:
         return path
 
     def look(self, directory: Path, version: int) -> tuple[WeightsManifest, bytes]:
-        """All that can be known of a confined directory without the tensors' bytes. Returns also the manifest as it lies there.
+        """Check everything of a confined directory except the tensors' bytes. Returns the manifest, parsed and as its bytes.
 
         Raises:
             Refused: it is not `version`, or not where it may be.
@@ -75,7 +75,7 @@ class Places:
         return manifest, stamp
 
     def check_files(self, directory: Path, names: Iterable[str]) -> None:
-        """Files of a confined directory lie in it; a link leads to where they may lie as well (with a root: anywhere below that).
+        """Check that each file lies in `directory`. A link may lead anywhere below the root, or, without a root, into `directory`.
 
         Raises:
             Refused: one does not (403).
@@ -84,10 +84,12 @@ class Places:
             path = directory / name
             inside = path.parent == directory and name not in ("", "..")
             if not inside or not self._allows(path, directory):
-                raise Refused(403, f"{path} is outside the weights root {self.root or directory}")
+                raise Refused(
+                    403, f"{path} leads out of {directory if self.root is None else f'the weights root {self.root}'}"
+                )
 
     def _allows(self, path: Path, directory: Path) -> bool:
-        """Whether a path of a version in `directory` lies below the root, or in that directory where there is none."""
+        """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
         roots = [root.resolve() for root in (self.root or directory, self.tmpfs) if root is not None]
         return any(path.resolve().is_relative_to(root) for root in roots)
 
@@ -98,7 +100,7 @@ class Places:
             Refused: they do not (403).
         """
         place = Path(memory.directory).resolve()
-        if not self._allows(place, place):
+        if self.root is not None and not self._allows(place, directory):
             raise Refused(
                 403,
                 f"the tensors of {directory} lie in memory, in {place}, outside the weights root {self.root}: start the server with "
@@ -109,7 +111,7 @@ class Places:
 
 
 def read_stamp(directory: Path) -> bytes:
-    """The manifest's bytes, which no two commits share (there is a nonce in them): sooner compared than parsed."""
+    """The manifest's bytes, which no two commits share (there is a nonce in them): cheaper to compare than to parse."""
     try:
         return (directory / MANIFEST).read_bytes()
     except FileNotFoundError as error:

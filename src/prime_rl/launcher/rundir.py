@@ -29,14 +29,14 @@ HEARTBEAT_SECONDS = 10.0
 _MISSED_BEATS = 3
 _OWNER = "launcher.json"
 _LEDGER = "ledger.sqlite"
-_LOCK_SECONDS = 60.0  # a large run may be removed meanwhile
+_LOCK_SECONDS = 60.0  # long enough for another process to remove a large run
 
 # What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
 _PROCESSES = ("rl", "trainer", "sft", "orchestrator", "inference", "inference-*")
 _OF_ONE_RUN = {"trainer", "sft", "orchestrator"}  # servers outlive runs, and an `eval` may come after one
 _COMMITTED = ("step_*", ".step_*")
-_ASIDE = ("given_up_*_step_*", ".given_up_*")  # what a new life of the trainer has renamed out of the way
+_ASIDE = ("given_up_*_step_*", ".given_up_*")  # renamed by a new incarnation of the trainer
 _REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
 _WRITTEN: dict[str, tuple[str, ...]] = {
     "rollouts": _COMMITTED,
@@ -48,7 +48,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "settings": _REPLACED,
     "metrics": tuple(f"{name}.jsonl" for name in _PROCESSES),
     "status": tuple(pattern for name in _PROCESSES for pattern in (f"{name}.json", f"{name}.*.json", f".{name}.*")),
-    "logs": (*(f"{name}.log" for name in _PROCESSES), "trainer.*.log", "restarts.jsonl", "envs", "wandb"),
+    "logs": (*(f"{name}.log" for name in _PROCESSES), "trainer.*.log", "sft.*.log", "restarts.jsonl", "envs", "wandb"),
     "configs": tuple(f"{name}.toml" for name in _PROCESSES),
     ".": (f"{_LEDGER}*",),
 }
@@ -125,7 +125,7 @@ class Owner:
 
 
 def results(output_dir: Path) -> list[str]:
-    """Names of what an earlier run left that took work. One that failed at its start left none."""
+    """Names of an earlier run's results that took work. A run that failed at its start left none."""
     steps = {
         name: list((output_dir / name).glob("step_*")) for name in ("rollouts", "weights", "checkpoints", "recovery")
     }
@@ -140,7 +140,7 @@ def results(output_dir: Path) -> list[str]:
 
 
 def _holds_episodes(ledger: Path) -> bool:
-    """Whether an episode has been finished, before any batch was. The ledger itself is made, empty, at the start. One that cannot be read may hold some."""
+    """Whether the ledger records a finished episode. One that cannot be read counts as if it did."""
     if not ledger.exists() and not ledger_file.journal_of(ledger).exists():
         return False
     try:
@@ -179,7 +179,9 @@ def refuse_results(output_dir: Path) -> None:
 
 @contextmanager
 def cleaned(output_dir: Path, process: str) -> Iterator[None]:
-    """`--clean` of `process`. Started by hand it joins the run (`settings.agree`) inside: of several only the first removes anything.
+    """Apply `--clean` for `process`, then hold the directory's lock while the caller joins the run (`settings.agree`).
+
+    So, of several processes that are started with `--clean`, only the first removes anything.
 
     Raises:
         UserError: another process is at work here, on a run that has come further than its start.
@@ -198,7 +200,7 @@ def cleaned(output_dir: Path, process: str) -> Iterator[None]:
 
 
 def clean(output_dir: Path, writer: str | None = None) -> None:
-    """Remove what a run wrote, but not the files of processes that are at work, nor the log that `writer` has begun.
+    """Remove what a run wrote; keep the files of running processes and the open log of `writer`.
 
     Raises:
         UserError: a directory is a link: what it leads to is not ours to empty.
@@ -229,7 +231,7 @@ def forget_status(output_dir: Path) -> None:
 
 
 def forget_dead(output_dir: Path) -> None:
-    """Status files of other commands, such as an `eval` that was killed while it waited: the console would show that it waits."""
+    """Remove status files of dead processes of this host (an `eval` that was killed), which the console would show as waiting."""
     for name, status in read_status(output_dir).items():
         if status.host == socket.gethostname() and not is_alive(status.id):
             forget_status_of(output_dir, name)

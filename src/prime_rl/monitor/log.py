@@ -1,4 +1,7 @@
-"""One set-up of loguru for every process: lines to stdout, to `logs/NAME.log`, and those of libraries that use `logging`. Call sites: `from loguru import logger`."""
+"""Set up loguru for every process: lines go to stdout and to `logs/NAME.log`, those of libraries that use `logging` too.
+
+Call sites: `from loguru import logger`.
+"""
 
 import json
 import logging
@@ -22,11 +25,11 @@ _file: TextIO | None = None
 def setup(level: str, process: str, output_dir: Path | str | None = None) -> None:
     """Send this process's lines to stdout and to `logs/NAME.log` below `output_dir`. Calling it again replaces the earlier set-up.
 
-    Stdout that is that file already, as for what `rl` starts, is not written twice. A `process` with a rank (`trainer.1`) has a file of its own, and
-    its name before each message.
+    If stdout is that file already (as for processes that `rl` starts), it is not written twice. A rank above 0 (`trainer.1`) has a file of its
+    own, and its name before each message.
 
     Args:
-        output_dir: None: no file. Of a process that may still be refused: the file is that of the run that refuses it.
+        output_dir: None: stdout only, until the process has been accepted: the log there may be that of the run that refuses it.
     """
     global _file
     place = None if output_dir is None else str(Path(output_dir).resolve())
@@ -57,7 +60,7 @@ def fail(error: Exception, status: int = 1) -> NoReturn:
 
 
 def handler() -> logging.Handler:
-    """For `inference/logging.json`, by which vLLM sets up each of its processes: the sinks of the process that was started by hand or by `rl`."""
+    """The handler that `inference/logging.json` names. vLLM asks for it in each of its processes; the first call repeats their parent's `setup`."""
     if 0 in _sinks:
         setup(*json.loads(os.environ[_ENV]))
     logging.getLogger("vllm").setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "INFO").upper())
@@ -92,7 +95,7 @@ def _add(stream: TextIO, level: str, tag: str, terminal: bool) -> None:
 
 
 def _open(logs: Path, process: str) -> TextIO | None:
-    """The log file, unless stdout is the file of this process or of its first rank. One that cannot be written is said in a line."""
+    """The log file, unless stdout is the file of this process or of its first rank. If it cannot be opened, a warning says so."""
     path = logs / f"{process}.log"
     try:
         logs.mkdir(parents=True, exist_ok=True)
@@ -101,7 +104,7 @@ def _open(logs: Path, process: str) -> TextIO | None:
             return None
         return path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        logger.warning("{} cannot be written ({}): these lines are kept nowhere else", path, error.strerror)
+        logger.warning("{} cannot be written ({}): logging to stdout only", path, error.strerror)
         return None
 
 

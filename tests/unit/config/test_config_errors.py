@@ -116,7 +116,8 @@ def test_an_unknown_option_is_not_said_to_come_from_a_file(write: Write) -> None
 def test_a_setting_of_another_process() -> None:
     argv = ["--monitor.wandb.id", "a", "--orchestrator.monitor.wandb.id", "b"]
     assert problems(TrainerConfig, argv) == [
-        "--orchestrator.monitor.wandb.id names no setting: it is for `rl`; `orchestrator` by itself has --monitor.wandb.id"
+        "--orchestrator.monitor.wandb.id names no setting: only `rl` has a section `orchestrator`; "
+        "give --monitor.wandb.id to the command `orchestrator`"
     ]
 
 

@@ -142,7 +142,7 @@ def test_a_file_may_include_others_relative_to_itself(write: Write) -> None:
 def test_includes_that_go_round_are_refused(write: Write) -> None:
     one = write("a.toml", 'include = "b.toml"')
     write("b.toml", 'include = "a.toml"')
-    with pytest.raises(ConfigError, match="goes round in a circle"):
+    with pytest.raises(ConfigError, match="is a cycle"):
         parse(TrainerConfig, ["@", one], {})
 
 
