@@ -84,9 +84,8 @@ class Places:
             path = directory / name
             inside = path.parent == directory and name not in ("", "..")
             if not inside or not self._allows(path, directory):
-                raise Refused(
-                    403, f"{path} leads out of {directory if self.root is None else f'the weights root {self.root}'}"
-                )
+                where = directory if self.root is None else f"the weights root {self.root}"
+                raise Refused(403, f"{path} is outside {where}")
 
     def _allows(self, path: Path, directory: Path) -> bool:
         """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
