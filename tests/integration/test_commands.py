@@ -58,9 +58,10 @@ def test_planned(row: Row, checkout: Path, request: pytest.FixtureRequest) -> No
             line = re.sub(f"--{pattern}", f"--{value}", line)
     status, output = run_line(line, checkout, "--dry-run", environment=EIGHT_GPUS)
     assert status == 0, output
-    assert row.text in output
+    written = [path.read_text() for path in checkout.glob("outputs*/**/*.toml")]
+    assert written, "no resolved configuration"
+    assert any(row.text in text for text in (output, *written))
     assert "Traceback" not in output
-    assert any(path.is_file() for path in checkout.glob("outputs*/**/*.toml")), "no resolved configuration"
 
 
 @pytest.mark.parametrize("row", rows_of("refused"), ids=str)
@@ -93,8 +94,8 @@ def test_help(command: str, checkout: Path) -> None:
 
 def test_migrated() -> None:
     """What is not carried over has a line in docs/migration.md."""
-    migration = (REPOSITORY / "docs" / "migration.md").read_text()
-    assert [row.line for row in rows_of("migrated") if row.text not in migration] == []
+    lines = [line for line in (REPOSITORY / "docs" / "migration.md").read_text().splitlines() if line.startswith("| ")]
+    assert [row.line for row in rows_of("migrated") if not any(row.text in line for line in lines)] == []
 
 
 def test_named_paths_and_tests_exist() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import httpx
 import pytest
 
 from conftest import free_port, wait_healthy
@@ -163,3 +164,4 @@ def test_a_server_of_ones_own(checkout: Path) -> None:
             wait_for_all([first, second], SECONDS)
         assert 2 in list_steps(weights)
         assert (checkout / "outputs" / "logs" / "trainer.log").stat().st_size > 0
+        assert httpx.get(f"{url}/health", timeout=30).is_success, "the server is left running"

@@ -128,6 +128,11 @@ class _Sharing:
         problems += self._ckpt(["ckpt", *(f"{section}.ckpt" for section in pair)])
         problems += self._seq_len([f"{section}.seq_len" for section in pair])
         problems += self._wandb(pair)
+        problems += [
+            Problem(f"{section}.clean is for a {section} started by hand: give `rl` --clean", f"{section}.clean")
+            for section in pair
+            if self._get(f"{section}.clean")[1]
+        ]
         if "inference" in present and "orchestrator" in present:
             problems.append(self._address("orchestrator.client"))
         check(*problems)
@@ -144,6 +149,10 @@ class _Sharing:
 
     def _strength(self, key: str) -> int:
         return self._origins.strength(tuple(key.split(".")))
+
+    def _is_option(self, key: str) -> bool:
+        origin = self._origins.exact(tuple(key.split(".")))
+        return origin is not None and origin.kind == "option"
 
     def _set(self, key: str, value: Any) -> None:
         """Set a value that was missing or came from a weaker source, and forget that origin."""
@@ -219,7 +228,9 @@ class _Sharing:
         for section, place in [(section, f"{section}.monitor.wandb") for section in sections]:
             found, own = self._get(place)
             gap = self._strength("wandb") - self._strength(place)
-            if given and shared is None and own is not None and gap > 0:
+            if given and shared is None and own is not None and gap == 0 and self._is_option("wandb"):
+                problems.append(Problem(f"wandb is off but {place} is on", "wandb", place))
+            elif given and shared is None and own is not None and gap > 0:
                 self._set(place, None)
             if not isinstance(shared, dict):
                 continue
@@ -294,4 +305,6 @@ class _Sharing:
             where = f" ({origin.text})" if origin is not None else ""
             self._hints.append(f"{key}{where} is left out: a run without --bench trains on the orchestrator's rollouts")
             self._set(key, None)
+        if self._get("orchestrator.trainer")[1] is False:
+            self._hints.append("orchestrator.trainer is left out: `rl` starts a trainer")
         _remove(self._tree, "orchestrator.trainer")  # meant for an orchestrator that runs alone

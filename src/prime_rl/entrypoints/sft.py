@@ -10,7 +10,7 @@ from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_dataset, check_environment, check_model
 from prime_rl.launcher.rundir import cleaned
-from prime_rl.monitor import log
+from prime_rl.monitor import Status, log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.settings import dry_path
@@ -19,6 +19,8 @@ from prime_rl.transport.settings import dry_path
 def main() -> None:
     """Parse the command line and fine-tune: one process, or one rank of torchrun."""
     faults.arm("trainer")
+    # Before torch is imported. A server and environments need the other half, and threads that wait for cores are slow.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     lifeline.watch()
     config = load(SFTConfig, prog="sft")
     rank = int(os.environ.get("RANK", 0))
@@ -60,7 +62,9 @@ def run(config: SFTConfig, rank: int) -> None:
         return
     if config.clean and rank == 0:
         with cleaned(config.output_dir, "sft"):
-            pass
+            Status(config.output_dir, "sft").phase(
+                "starting"
+            )  # others that clean must see this run before torch is imported
     if config.bench and rank == 0:
         metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark
     from prime_rl.trainer.sft.train import train

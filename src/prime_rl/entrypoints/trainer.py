@@ -20,6 +20,8 @@ from prime_rl.transport.settings import agree, dry_path
 def main() -> None:
     """Parse the command line and train: one process, or one rank of torchrun."""
     faults.arm("trainer")
+    # Before torch is imported. A server and environments need the other half, and threads that wait for cores are slow.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
     lifeline.watch()
     config = load(TrainerConfig, prog="trainer")
     rank = int(os.environ.get("RANK", 0))

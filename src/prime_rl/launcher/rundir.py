@@ -188,7 +188,16 @@ def cleaned(output_dir: Path, process: str) -> Iterator[None]:
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with _locked(output_dir):
+        owner = read_claim(output_dir)
+        if owner is not None and owner.pid != os.getpid() and _alive(owner):
+            raise UserError(
+                f"`rl` (pid {owner.pid} on {owner.host}) runs in {output_dir}: stop it, or choose another --output-dir"
+            )
         others = sorted(at_work(output_dir) & _OF_ONE_RUN)
+        if process in others:
+            raise UserError(
+                f"another {process} is at work in {output_dir}: stop that one, or choose another --output-dir"
+            )
         if not others:
             clean(output_dir, process)
         elif found := results(output_dir):

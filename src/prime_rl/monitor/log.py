@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import TracebackType
@@ -44,6 +45,7 @@ def setup(level: str, process: str, output_dir: Path | str | None = None) -> Non
     if _file is not None:
         _add(_file, level, tag, terminal=False)
     sys.excepthook = _crashed
+    threading.excepthook = lambda crash: _crashed(crash.exc_type, crash.exc_value, crash.exc_traceback)
     logging.basicConfig(handlers=[_Intercept()])
     logging.captureWarnings(True)
     for library in ("transformers", "datasets", "huggingface_hub"):  # each has a handler of its own once it is imported
@@ -73,7 +75,7 @@ class _Intercept(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = f"{record.name}: {record.getMessage().rstrip()}"
-        except (TypeError, ValueError):  # a library's template and arguments do not fit
+        except Exception:  # noqa: BLE001  a library's template and arguments do not fit, or what it logs cannot be written
             self.handleError(record)
             return
         level = record.levelname if record.levelname in _LEVELS else record.levelno
@@ -108,7 +110,9 @@ def _open(logs: Path, process: str) -> TextIO | None:
         return None
 
 
-def _crashed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _crashed(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is None:
+        return
     sys.__excepthook__(kind, error, trace)
     if _file is not None:
         traceback.print_exception(kind, error, trace, file=_file)

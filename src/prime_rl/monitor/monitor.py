@@ -160,7 +160,9 @@ def _logged_in(base_url: str) -> bool:
         hosts = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").hosts
     except (OSError, netrc.NetrcParseError):
         return False
-    return any(host in ("default", urlsplit(base_url).netloc) or "wandb" in host for host in hosts)
+    server = urlsplit(base_url).netloc
+    own = server.endswith(("wandb.ai", "coreweave.com"))
+    return any(host in ("default", server) or (own and host.endswith("wandb.ai")) for host in hosts)
 
 
 def metrics_path(output_dir: Path, process: str) -> Path:

@@ -64,8 +64,9 @@ class Server:
             base_url=f"{self.root}/v1",
             api_key=self.api_key or "EMPTY",  # without one it would send what OPENAI_API_KEY holds
             max_retries=0,  # it would bound the pauses within an answer, not an attempt
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False, limits=limits, follow_redirects=False),
         )
+        self._api.organization = self._api.project = None  # of OPENAI_ORG_ID and OPENAI_PROJECT_ID: not for any server
 
     async def close(self) -> None:
         """Close its connections."""

@@ -73,18 +73,24 @@ class Policy(nn.Module):
             unit.unshard()
         hidden_1TH = torch.empty(0)
 
-        def to_float32(_: nn.Module, __: Any, output: Any) -> Any:
+        def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
+            """To float32, and to logits of up to 16 whatever the weights are: small ones would hide a soft-cap."""
             nonlocal hidden_1TH
-            hidden_1TH = output.last_hidden_state = output.last_hidden_state.float()
+            hidden = output.last_hidden_state.float()
+            hidden_1TH = output.last_hidden_state = hidden * (16 / (hidden @ weight_VH.T).abs().max().clamp(min=1e-6))
             return output
 
         tokens = len(input_ids_T)
         positions = torch.arange(tokens, device=input_ids_T.device)
         boundaries = attention.boundaries(positions.new_tensor([0, tokens], dtype=torch.int32), tokens)
         weight_VH = self.lm.lm_head.weight[:HEAD_CHECK_ROWS].float()
-        hook = self.lm.model.register_forward_hook(to_float32)
+        hook = self.lm.model.register_forward_hook(enlarge)
         try:
             inputs = {"input_ids": input_ids_T[None], "position_ids": positions[None], "use_cache": False, **boundaries}
+            if getattr(self.lm.config, "output_router_logits", False):
+                inputs["output_router_logits"] = (
+                    False  # it would compute a loss of the routers, which ours do not record
+                )
             logits_TV = functional_call(self.lm, {"lm_head.weight": weight_VH}, (), inputs, tie_weights=False).logits[0]
         finally:
             hook.remove()
@@ -113,11 +119,15 @@ def check_head(policy: Policy, source: Source, world: World) -> None:
         if isinstance(module, FSDPModule):
             module.reshard()  # checkpoints and exports read sharded parameters
     moe.load_sums(policy)  # discarded: these tokens are of no step
-    if not error <= HEAD_CHECK_LIMIT:  # NaN is refused as well
-        raise UserError(
-            f"model {source.name} cannot be trained: the forward of {type(policy.lm).__name__} changes its logits after the head, "
-            f"and log-probabilities without that are off by {error:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
-        )
+
+    def refuse() -> None:
+        if not error <= HEAD_CHECK_LIMIT:  # NaN is refused as well
+            raise UserError(
+                f"model {source.name} cannot be trained: the forward of {type(policy.lm).__name__} changes its logits after the head, "
+                f"and log-probabilities without that are off by {error:.3g} (at most {HEAD_CHECK_LIMIT:g} is accepted)"
+            )
+
+    agree(world, refuse)
 
 
 def compute_dtype(config_dtype: str, device: torch.device) -> torch.dtype:

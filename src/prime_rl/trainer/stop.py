@@ -11,15 +11,17 @@ class StopSignal:
     """Listens to SIGINT and SIGTERM from its creation on. Call it to ask whether one has come."""
 
     def __init__(self) -> None:
-        self.requested = False
+        self.requested = self._said = False
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._receive)
 
     def __call__(self) -> bool:
+        if self.requested and not self._said:  # not in the handler, which may have interrupted the logger
+            self._said = True
+            logger.info("asked to stop: finishing the current step (again: stop now)")
         return self.requested
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             os._exit(130)
         self.requested = True
-        logger.info("asked to stop: finishing the current step (again: stop now)")

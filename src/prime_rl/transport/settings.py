@@ -65,7 +65,7 @@ def agree(config: BaseConfig, process: Party) -> None:
 
     Raises:
         UserError: one differs; the key and both values are named. Or another trainer, or orchestrator, is at work in this run: then nothing
-            has been written.
+            has been written. Where a setting differs, the earlier settings of this process are restored.
     """
     root, own = config.output_dir / "settings", shared(config, process)
     _refuse_twin(config.output_dir, process)
@@ -73,19 +73,31 @@ def agree(config: BaseConfig, process: Party) -> None:
     itself = me()
     mine = Committed(process, itself.pid, itself.started, socket.gethostname(), time.time(), own)
     # First say, then look: of two that start at the same time at least one sees the other.
-    write_atomically(root / f"{process}.json", json.dumps(asdict(mine), indent=1).encode())
-    _refuse_twin(config.output_dir, process)
-    for path in sorted(root.glob("*.json")):
+    path = root / f"{process}.json"
+    before = path.read_bytes() if path.exists() else None
+    write_atomically(path, json.dumps(asdict(mine), indent=1).encode())
+    try:
+        _refuse_twin(config.output_dir, process)
+        _compare(config.output_dir, mine)
+    except UserError:  # a process that was refused is no partner of the next one
+        if before is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_atomically(path, before)
+        raise
+
+
+def _compare(output_dir: Path, mine: Committed) -> None:
+    """Raise UserError where these settings do not go with those of a partner."""
+    for path in sorted((output_dir / "settings").glob("*.json")):
         partner = _read(path)
-        if partner is None or partner.process == process:
+        if partner is None or partner.process == mine.process:
             continue
         passed = [each.settings[_DATA] for each in (mine, partner) if _DATA in each.settings]
         if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
             why, how = _ALONE[alone[0]]
-            raise UserError(
-                f"in {config.output_dir} {why}: {how}, start over with --clean, or choose another --output-dir"
-            )
-        if not _lives(config.output_dir, partner):
+            raise UserError(f"in {output_dir} {why}: {how}, start over with --clean, or choose another --output-dir")
+        if not _lives(output_dir, partner):
             continue
         if difference := differs(mine, partner):
             raise UserError(difference)
@@ -104,6 +116,8 @@ def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
         saved: Whether a checkpoint is there.
         recover: Whether the command has --recover.
     """
+    if recover and at_work(output_dir) & set(_ONE_PER_RUN):
+        return "the other processes of that run are at work: go on with them by --recover, or stop them first"
     stem = output_dir.name.rstrip("0123456789") or output_dir.name
     free = next(path for n in count(2) if not (path := output_dir.with_name(f"{stem}{n}")).exists())
     on = ["from a checkpoint with --ckpt.resume-step -1"] * saved + [

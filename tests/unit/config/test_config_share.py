@@ -293,8 +293,9 @@ def test_the_debug_files_make_a_run_once_they_share_a_directory(monkeypatch: pyt
     resolved = resolve(RLConfig, [*argv, "--output-dir", "x"], {})
     assert resolved.config.trainer.output_dir == Path("x")
     assert resolved.config.trainer.data.fake is None
-    (hint,) = resolved.hints
-    assert hint.startswith("trainer.data.fake (examples/debug/rl/train.toml, line ")
+    fake, trainer = resolved.hints
+    assert fake.startswith("trainer.data.fake (examples/debug/rl/train.toml, line ")
+    assert trainer.startswith("orchestrator.trainer is left out")
 
 
 def test_checkpoints_are_on_or_off_for_both() -> None:
@@ -334,6 +335,11 @@ def test_wandb_contradicted() -> None:
     line = problem("--wandb.project", "p", "--trainer.monitor.wandb.project", "q")
     assert "trainer.monitor.wandb.project is q but wandb.project is p" in line
     assert "wandb is on but trainer.monitor.wandb is off" in problem("--wandb", "--trainer.monitor.no-wandb")
+    assert "wandb is off but trainer.monitor.wandb is on" in problem("--no-wandb", "--trainer.monitor.wandb")
+
+
+def test_a_section_is_not_cleaned_by_itself() -> None:
+    assert "give `rl` --clean" in problem("--trainer.clean")
 
 
 @pytest.mark.parametrize(

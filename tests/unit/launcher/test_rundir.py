@@ -2,7 +2,11 @@
 
 import json
 import os
-from dataclasses import replace
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +15,7 @@ from prime_rl.config import OrchestratorConfig, TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.launcher.rundir import (
+    Claim,
     Owner,
     clean,
     cleaned,
@@ -288,3 +293,32 @@ def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: i
     ):
         pass
     assert (tmp_path / "rollouts" / "step_0").is_dir()
+
+
+def test_what_a_living_launcher_holds_is_not_cleaned_by_hand(tmp_path: Path, partner: int) -> None:
+    """Contract: also while none of its processes has started, or all of them are between two restarts."""
+    left_behind(tmp_path)
+    itself = identify(partner)
+    assert itself is not None
+    claim = Claim(partner, itself.started, socket.gethostname(), boot_id(), "nonce", time.time())
+    (tmp_path / "launcher.json").write_text(json.dumps(asdict(claim)))
+    with pytest.raises(UserError, match=rf"`rl` \(pid {partner} on .*\) runs in"), cleaned(tmp_path, "trainer"):
+        pass
+    assert (tmp_path / "weights" / "step_1").is_dir()
+
+
+def test_a_twin_is_not_joined(tmp_path: Path) -> None:
+    """Contract: of two `sft --clean` in one directory the second ends, however early the first is."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys, time; from pathlib import Path; from prime_rl.monitor import Status\n"
+         "Status(Path(sys.argv[1]), 'sft').phase('starting'); print(flush=True); time.sleep(600)", str(tmp_path)],
+        stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with pytest.raises(UserError, match="another sft is at work"), cleaned(tmp_path, "sft"):
+            pass
+    finally:
+        child.kill()
+        child.wait()

@@ -436,6 +436,11 @@ def test_a_full_disk_does_not_end_a_process_through_its_status(tmp_path: Path, m
         ({}, None, "W&B has no key: .*uv run wandb login.*WANDB_API_KEY.*--wandb.offline"),
         ({}, "machine elsewhere.org login user password p", "W&B has no key"),
         ({}, f"machine api.wandb.ai login user password {'k' * 40}", None),
+        (
+            {"WANDB_BASE_URL": "https://wandb.example.org"},
+            f"machine api.wandb.ai login user password {'k' * 40}",
+            "W&B has no key",
+        ),
         ({"WANDB_API_KEY": "k" * 40}, None, None),
         *(({"WANDB_MODE": mode}, None, None) for mode in ("offline", "disabled", "dryrun")),
         ({"WANDB_MODE": "online"}, None, "W&B has no key"),

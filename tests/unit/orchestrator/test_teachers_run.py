@@ -132,15 +132,14 @@ async def test_a_teacher_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Contract: what it does not score is made again, then dropped and counted; where it stays silent the run ends, and says who is to blame."""
     asked = []
 
-    async def dying(self: teachers.Teacher, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
-        asked.append(path)
+    async def dying(self: teachers.Teacher, ask: Any) -> Any:
+        asked.append(ask)
         if len(asked) > 5:
             raise teachers.TeacherTrouble("http://teacher did not answer")
-        if body is None:
+        prompt = getattr(ask, "keywords", {}).get("prompt")
+        if prompt is None:
             return {"data": [{"id": "big"}]}
-        return {
-            "choices": [{"prompt_logprobs": [None, *({str(one): {"logprob": -1.0}} for one in body["prompt"][1:])]}]
-        }
+        return {"choices": [{"prompt_logprobs": [None, *({str(one): {"logprob": -1.0}} for one in prompt[1:])]}]}
 
     monkeypatch.setattr(teachers.Teacher, "_request", dying)
     orchestrator = make_world(tmp_path, "opd").orchestrator()

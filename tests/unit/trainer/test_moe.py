@@ -1,6 +1,8 @@
 """Experts: routed in float32, computed in groups, and counted; the same as transformers' own block, which loops over them."""
 
 import copy
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +20,11 @@ from prime_rl.errors import UserError
 from prime_rl.trainer import moe
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.model import Policy
+from prime_rl.trainer.model import Policy, check_head
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.source import find_model
 from support import trainer as support
 
 world, make_policy = support.world, support.make_policy
@@ -254,3 +258,15 @@ def test_unknown_experts_are_refused(make_policy: Callable[..., Policy], tmp_pat
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="experts of a family that the trainer does not know"):
         make_policy(tmp_path)
+
+
+def test_routers_that_would_be_logged_are_no_obstacle(
+    moe_model: Path, make_policy: Callable[..., Policy], world: World, tmp_path: Path
+) -> None:
+    """Contract: a config with `output_router_logits` trains; the check of the head leaves no count of its tokens."""
+    directory = Path(shutil.copytree(moe_model, tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"output_router_logits": True}))
+    policy = make_policy(directory)
+    check_head(policy, find_model(str(directory)), world)
+    assert not moe.load_sums(policy).any()

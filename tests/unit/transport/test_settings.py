@@ -166,3 +166,19 @@ def test_a_benchmark_measures_both_though_they_share_no_data(tmp_path: Path, fir
     second: Party = "orchestrator" if first == "trainer" else "trainer"
     agree(parties[first], first)
     agree(parties[second], second)
+
+
+def test_a_process_that_was_refused_leaves_no_settings(tmp_path: Path, partner: int) -> None:
+    """Contract: what a refused process would have set concerns nobody: the next one is compared with those that took part."""
+    config = orchestrator(tmp_path)
+    agree(config, "orchestrator")
+    before = (tmp_path / "settings" / "orchestrator.json").read_bytes()
+    agree(TrainerConfig(output_dir=tmp_path), "trainer")
+    belongs_to(tmp_path, "trainer", partner)
+    with pytest.raises(UserError, match="makes rollouts for no trainer"):
+        agree(orchestrator(tmp_path, trainer=False), "orchestrator")
+    assert (tmp_path / "settings" / "orchestrator.json").read_bytes() == before
+    (tmp_path / "settings" / "orchestrator.json").unlink()
+    with pytest.raises(UserError, match="makes rollouts for no trainer"):
+        agree(orchestrator(tmp_path, trainer=False), "orchestrator")
+    assert not (tmp_path / "settings" / "orchestrator.json").exists()
