@@ -89,7 +89,7 @@ class Policy(nn.Module):
             inputs = {"input_ids": input_ids_T[None], "position_ids": positions[None], "use_cache": False, **boundaries}
             if getattr(self.lm.config, "output_router_logits", False):
                 inputs["output_router_logits"] = (
-                    False  # it would compute a loss of the routers, which ours do not record
+                    False  # else it computes a loss of the routers, which ours do not record
                 )
             logits_TV = functional_call(self.lm, {"lm_head.weight": weight_VH}, (), inputs, tie_weights=False).logits[0]
         finally:

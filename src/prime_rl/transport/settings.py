@@ -80,7 +80,10 @@ def agree(config: BaseConfig, process: Party) -> None:
         _refuse_twin(config.output_dir, process)
         _compare(config.output_dir, mine)
     except UserError:  # a process that was refused is no partner of the next one
-        if before is None:
+        written = _read(path)
+        if written is None or (written.pid, written.host, written.started) != (mine.pid, mine.host, mine.started):
+            pass  # a twin's by now
+        elif before is None:
             path.unlink(missing_ok=True)
         else:
             write_atomically(path, before)
