@@ -99,6 +99,13 @@ def test_what_to_do_about_an_earlier_run(tmp_path: Path) -> None:
     assert ways_out(tmp_path / "outputs2", saved=False, recover=False).endswith(f"({tmp_path / 'outputs3'} is free)")
 
 
+def test_beside_the_rest_of_its_run_a_process_should_recover(tmp_path: Path, partner: int) -> None:
+    agree(orchestrator(tmp_path), "orchestrator")
+    belongs_to(tmp_path, "orchestrator", partner)
+    assert "go on with them by --recover" in ways_out(tmp_path, saved=False)
+    assert "--clean" not in ways_out(tmp_path, saved=False)
+
+
 def test_a_server_is_asked_for_its_model_alone(tmp_path: Path, partner: int) -> None:
     """Another seed of the server changes nothing; another model everything."""
     agree(InferenceConfig(output_dir=tmp_path, seed=5), "inference")
