@@ -20,6 +20,5 @@ class StopSignal:
         if self.requested:
             os._exit(130)
         self.requested = True
-        os.write(
-            2, b"asked to stop: finishing the current step (again: stop now)\n"
-        )  # a handler may have interrupted the logger
+        # Not by the logger, which this signal may have interrupted.
+        os.write(2, b"asked to stop: finishing the current step (again: stop now)\n")
