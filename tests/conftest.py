@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -233,8 +234,14 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
 
 @pytest.fixture(autouse=True)
 def loguru_in_caplog(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """What is logged is in `caplog`: warnings, or what `caplog.set_level` asks for. A set-up that the test made ends with it."""
-    logger.add(caplog.handler, format="{message}", filter=lambda record: record["level"].no >= (caplog.handler.level or logging.WARNING))  # fmt: skip
+    """What is logged is in `caplog`: warnings, or what `caplog.set_level` asks for, but not from threads that earlier tests left behind. A set-up that
+    the test made ends with it."""
+    earlier = {thread.ident for thread in threading.enumerate() if thread is not threading.current_thread()}
+
+    def wanted(record: Any) -> bool:
+        return record["thread"].id not in earlier and record["level"].no >= (caplog.handler.level or logging.WARNING)
+
+    logger.add(caplog.handler, format="{message}", filter=wanted)
     yield
     logger.remove()
     log._sinks.clear()

@@ -80,8 +80,8 @@ class Life:
         return now - self.heard > beat_timeout
 
     def unhealthy(self, now: float, start_timeout: float, beat_timeout: float, hang_timeout: float) -> str | None:
-        """Why this process must be given up, or None."""
-        if self.silent(now, beat_timeout):
+        """Why this process must be given up, or None. Until its first heartbeat (Python starts, from a slow disk perhaps) `start_timeout` holds."""
+        if self.beat is not None and self.silent(now, beat_timeout):
             return f"sent no heartbeat for {now - self.heard:.0f} s"
         if self.tasks is None and now - self.started > start_timeout:
             return f"not ready after {start_timeout:.0f} s"

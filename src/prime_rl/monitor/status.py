@@ -90,6 +90,7 @@ class Status:
             output_dir.resolve(), process
         )  # by which the one before is known, however it was written
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stages(self._path)
         self._process = process
         self._phase = "starting"
         self._since = self._progress = time.time()
@@ -234,13 +235,25 @@ def unless_full() -> Iterator[None]:
 def say_for(output_dir: Path, process: str, outcome: str) -> None:
     """The last word of a process that has ended, or was never started, and has said none: nobody is to wait for it."""
     now, path = time.time(), status_path(output_dir, process)
+    _remove_stages(path)
     last = read_one(path) or ProcessStatus(process, 0, "done", None, now, now, None, None)
     if last.outcome is None:
         _replace(path, replace(last, phase="done", heartbeat=now, waiting=None, outcome=outcome))
 
 
+def _remove_stages(path: Path) -> None:
+    """Remove what processes that were killed while they wrote their status left beside `path`."""
+    for stage in path.parent.glob(f".{path.name}.tmp-*"):
+        if stage.name != _stage(path).name:
+            stage.unlink(missing_ok=True)
+
+
+def _stage(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp-{os.getpid()}")
+
+
 def _replace(path: Path, status: ProcessStatus) -> None:
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+    temporary = _stage(path)
     with unless_full():
         temporary.write_text(json.dumps(asdict(status)))
         temporary.replace(path)
