@@ -166,7 +166,7 @@ async def test_every_fault_of_a_worker_is_an_outcome(
 ) -> None:
     """Killed or stopped with an episode or with its result in hand; a result lost, doubled or failed: each costs its own
     episode at most, is counted once, and the next episode runs."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 6.0)
+    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 12.0)
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.2)
     run_point, result_point = "run:env-good", "result:env-good"
     plan_faults(

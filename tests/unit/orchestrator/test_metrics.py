@@ -6,7 +6,7 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
-from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
+from prime_rl.orchestrator.core import Batch, Drop, Finished, Group, Start, Task
 from prime_rl.orchestrator.metrics import Tally, distribution, step_metrics
 from prime_rl.orchestrator.samples import score_batch
 
@@ -21,14 +21,19 @@ def group(number: int, env: str, rewards: list[float], tokens: int = 3, filtered
     return Group(number, task, finished=[Finished(Start(number, i, 0, task, 0), 0, 0, one) for i, one in enumerate(results)])  # fmt: skip
 
 
-def metrics_of(*groups: Group[EpisodeResult], others: tuple[str, ...] = ()) -> dict[str, float]:
-    """`others`: environments of the run that the step has nothing of."""
+def metrics_of(
+    *groups: Group[EpisodeResult], others: tuple[str, ...] = (), failures: tuple[Drop, ...] = ()
+) -> dict[str, float]:
+    """`others`: environments of the run that the step has nothing of. `failures`: episodes that failed during the step."""
+    tally = Tally()
+    for reason in failures:
+        tally.fail(reason)
     batch = Batch(2, list(groups))
     envs = sorted({one.task.env for one in groups}.union(others))
     config = OrchestratorConfig(environments=[{"id": env} for env in envs], batch_size=4, rollouts_per_example=2)
     scored = score_batch(batch, config, dict.fromkeys(envs, 1.0), {})
     return step_metrics(
-        batch, scored, Tally(), stale=0, seconds=1.0, updating=0.0, update_parts={}, several=len(envs) > 1
+        batch, scored, tally, stale=0, seconds=1.0, updating=0.0, update_parts={}, several=len(envs) > 1
     )
 
 
@@ -59,6 +64,11 @@ def test_a_step_of_one_environment() -> None:
     assert found["solved_some"] == pytest.approx(2 / 3)
     assert found["progress/samples"] == 2
     assert not any(name.startswith("reward/a/") for name in found)
+
+
+def test_failed_episodes_are_counted_by_reason() -> None:
+    found = metrics_of(group(0, "a", [1.0, 0.0]), failures=(Drop.ERRORED, Drop.ERRORED, Drop.TIMEOUT))
+    assert (found["errors/errored"], found["errors/timeout"], found["errors/rate"]) == (2.0, 1.0, 1.0)
 
 
 def test_several_environments_are_told_apart() -> None:

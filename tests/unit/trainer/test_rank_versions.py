@@ -11,7 +11,7 @@ from support.processes import REPOSITORY, Command
 SECONDS = 300.0
 
 
-@pytest.mark.parametrize("kind", ["filesystem-delta", "process-group"])
+@pytest.mark.parametrize("kind", [pytest.param("filesystem-delta", marks=pytest.mark.slow), "process-group"])
 def test_ranks_put_their_rows_together(kind: str, tmp_path: Path) -> None:
     """Contract: of three ranks (with three experts), and of two replicas of one rank each, servers get bit for bit what the ranks would have written;
     after a rank has lost what it held, too; and what must last is written in full."""

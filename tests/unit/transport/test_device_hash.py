@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 
+@pytest.mark.slow
 def test_under_the_interpreter() -> None:
     """Every test of the interpreted file passes. It has a process of its own: Triton settles when it is imported whether it interprets."""
     done = subprocess.run(
