@@ -27,6 +27,7 @@ from prime_rl.transport.weights import (
     weights_manifest,
     write_base_version,
 )
+from support import doors
 from support.sending import SendingTrainer
 from support.serving import (
     TOLERANCE,
@@ -492,26 +493,16 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Contract: with a key (here by environment) generation and weight routes ask for it; it is in no file of the run, no log,
+    """Contract: with a key (here by environment) every route of the application asks for it but two; it is in no file of the run, no log,
     no command line. A fault of the token route is answered 500, as planned and no more often. A stop that is asked for is a success."""
     key, plan = "a-key-nobody-may-see", tmp_path / "faults.json"
     plan.write_text(json.dumps([{"point": "generate", "process": "inference", "do": "error", "times": 2}]))
     monkeypatch.setenv("VLLM_API_KEY", key)
     monkeypatch.setenv(faults.ENV, str(plan))
-    server = start_server(tiny_model, {"weights_root": "None"})
+    monkeypatch.setenv(doors.ROUTES, str(tmp_path / "routes.json"))
+    server = start_server(tiny_model, {"weights_root": "None"}, module="support.doors")
     bearer = {"headers": {"Authorization": f"Bearer {key}"}}
-    for path in (
-        "/inference/v1/generate",
-        "/v1/generate",
-        "/v1/sample",
-        "/update_weights",
-        "/reload_weights",
-        "/pause",
-        "/resume",
-    ):
-        assert server.post(path).status_code == 401, path
-    assert server.get("/weights").status_code == 401
-    assert server.get("/weights", **bearer).status_code == 200
+    doors.check_doors(server, tmp_path / "routes.json", key)
     of_a_run = commit(tmp_path / "somewhere" / "weights", 1, tiny_model, perturbed(tiny_model))
     unseen = {"weight_dir": str(tmp_path / "elsewhere" / "weights" / "step_1"), "version": 1}
     refused = server.post("/update_weights", unseen, **bearer)

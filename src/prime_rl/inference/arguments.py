@@ -83,6 +83,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         raise UserError("vllm.api_server_count: how many processes answer is set by server.api_servers")
     if "worker_extension_cls" in extra or "api_key" in extra:
         raise UserError("vllm: worker_extension_cls is taken, and the key is given by VLLM_API_KEY or --api-key")
+    if extra.get("grpc") not in (None, False):
+        raise UserError("vllm.grpc: vLLM's gRPC server asks for no key and has no weight routes: leave it out")
     if own := sorted(_OWN & extra.keys()):
         raise UserError(f"vllm.{own[0]}: is an option of its own, {'model.name' if own[0] == 'model' else own[0]}")
     if apart := next((name for name in _APART if extra.get(name) is not None and extra[name] is not False), None):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from prime_rl.transport.commit import CommitError
+from prime_rl.transport.commit import CommitError, open_file
 from prime_rl.transport.delta import Bytes
 from prime_rl.transport.tensor_hash import chunks, stretches
 from prime_rl.transport.weights import read_header
@@ -111,13 +111,13 @@ class OfFile:
         self._path, self._offset = part.path, part.offset + stretch.start
 
     def __enter__(self) -> None:
-        self._descriptor = os.open(self._path, os.O_RDONLY)
+        self._file = open_file(self._path)
 
     def __exit__(self, *exc: object) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
     def fill(self, block: memoryview, at: int) -> None:
-        _fill(block, self._descriptor, self._offset + at, self._path)
+        _fill(block, self._file.fileno(), self._offset + at, self._path)
 
 
 class OfMemory:

@@ -169,15 +169,16 @@ def check_device(device: str, engine: Engine) -> None:
 
 
 def check_environment() -> None:
-    """vLLM's development routes are unguarded and would shadow ours in some releases.
+    """vLLM's development routes would shadow ours in some releases, and its server in Rust knows neither our routes nor their guard.
 
     Raises:
-        UserError: they are switched on.
+        UserError: one of them is switched on.
     """
-    if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
-        raise UserError(
-            "VLLM_SERVER_DEV_MODE=1 opens routes that no key guards and that shadow /update_weights: unset it"
-        )
+    for name in ("VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"):
+        if os.environ.get(name, "0") not in ("", "0"):
+            raise UserError(
+                f"{name}={os.environ[name]} opens routes that no key guards, or hides /update_weights: unset it"
+            )
 
 
 def gpu_count() -> int:

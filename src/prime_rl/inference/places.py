@@ -6,9 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.transport.commit import MANIFEST, CommitError, read_manifest
+from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest
 from prime_rl.transport.memory import InMemory
-from prime_rl.transport.weights import TensorEntry, WeightsManifest, chain, verify_small_files, weights_manifest
+from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, chain, verify_small_files, weights_manifest
+
+PATH_BYTES, NAME_BYTES = 4096, 255  # Linux takes no longer ones
 
 
 class Refused(Exception):
@@ -34,8 +36,14 @@ class Places:
             Refused: it lies outside the root (403), or this host sees no committed version there (400).
         """
         try:
+            parts = os.fsencode(weight_dir).split(b"/")
+            if len(b"/".join(parts)) > PATH_BYTES or max(map(len, parts)) > NAME_BYTES:
+                raise Refused(
+                    400,
+                    f"weight_dir is no path: it has over {PATH_BYTES} bytes, or a name over {NAME_BYTES}: {weight_dir[:80]!r}…",
+                )
             path = Path(weight_dir).expanduser().resolve()
-        except (ValueError, RuntimeError) as error:  # a NUL byte, a loop of links, an unknown user
+        except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, a loop of links, an unknown user
             raise Refused(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
         if self.root is not None and not path.is_relative_to(self.root.resolve()):
             raise Refused(
@@ -75,12 +83,13 @@ class Places:
         return manifest, stamp
 
     def check_files(self, directory: Path, names: Iterable[str]) -> None:
-        """Check that each file lies in `directory`. A link may lead anywhere below the root, or, without a root, into `directory`.
+        """Check that each file lies in `directory`, of these and of those that are read because of what they are called. A link may lead anywhere below
+        the root, or, without a root, into `directory`.
 
         Raises:
             Refused: one does not (403).
         """
-        for name in names:
+        for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
             path = directory / name
             inside = path.parent == directory and name not in ("", "..")
             if not inside or not self._allows(path, directory):
@@ -90,7 +99,8 @@ class Places:
     def _allows(self, path: Path, directory: Path) -> bool:
         """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
         roots = [root.resolve() for root in (self.root or directory, self.tmpfs) if root is not None]
-        return any(path.resolve().is_relative_to(root) for root in roots)
+        found = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
+        return any(found.is_relative_to(root) for root in roots)
 
     def check_memory(self, directory: Path, memory: InMemory) -> None:
         """The tensors of a confined version lie in memory where it is allowed.
@@ -98,7 +108,7 @@ class Places:
         Raises:
             Refused: they do not (403).
         """
-        place = Path(memory.directory).resolve()
+        place = Path(os.path.realpath(memory.directory))
         if self.root is not None and not self._allows(place, directory):
             raise Refused(
                 403,
@@ -106,13 +116,13 @@ class Places:
                 "--weights-tmpfs to allow that",
             )
         if place.is_dir():
-            self.check_files(place, read_manifest(place).files)
+            self.check_files(place, [MANIFEST, *read_manifest(place).files])
 
 
 def read_stamp(directory: Path) -> bytes:
     """The manifest's bytes, which no two commits share (there is a nonce in them): cheaper to compare than to parse."""
     try:
-        return (directory / MANIFEST).read_bytes()
+        return read_file(directory / MANIFEST, MANIFEST_BYTES)
     except FileNotFoundError as error:
         raise CommitError(f"{directory} is not committed: it holds no {MANIFEST}") from error
 
@@ -123,11 +133,11 @@ def check_index(manifest: WeightsManifest) -> None:
     Raises:
         CommitError: the index disagrees with the files.
     """
-    index = manifest.files / "model.safetensors.index.json"
+    index = manifest.files / INDEX
     if not index.exists():
         return
     try:
-        listed = json.loads(index.read_text())["weight_map"]
+        listed = json.loads(read_file(index, MANIFEST_BYTES))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise CommitError(f"{index} cannot be read: {error!r}") from error
     if listed != {name: entry.file for name, entry in manifest.tensors.items()}:

@@ -34,9 +34,15 @@ class EngineClient(Protocol):
 class Pulse:
     """`asyncio.create_task(Pulse(engine, status).run())` in the server's event loop, in the main thread."""
 
-    def __init__(self, engine: EngineClient, status: Status, end: Callable[[], None] | None = None) -> None:
-        """`end` is called once the engine is dead; by default it ends the process with status 1."""
-        self._engine = engine
+    def __init__(
+        self,
+        engine: EngineClient,
+        status: Status,
+        end: Callable[[], None] | None = None,
+        on_stop: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`end` is called once the engine is dead; by default it ends the process with status 1. `on_stop` is called when a signal asks to stop."""
+        self._engine, self._on_stop = engine, on_stop
         self._status = status
         self._end = end or (lambda: os._exit(1))
         self._asked_to_stop = False
@@ -84,6 +90,8 @@ class Pulse:
                 continue
 
             def stopped(signum: int, frame: FrameType | None, before: Any = current) -> None:
+                if not self._asked_to_stop:
+                    self._on_stop()
                 self._asked_to_stop = True
                 if callable(before):
                     before(signum, frame)

@@ -5,13 +5,13 @@
     POST /leave -> {"leaving"}: orchestrators are to give this server no new episodes, and let it go once those in flight have ended
     POST /v1/generate, an alias of /inference/v1/generate                     POST /v1/sample: rollouts, see `sample`
 
-Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. With an API key every route here asks for it.
+Errors: `{"error": {"message", "code"}}`. A 4xx means that nothing changed. `guard` asks for the API key.
 """
 
 import argparse
 import asyncio
+import faulthandler
 import os
-import secrets
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
+from prime_rl.inference.guard import Guard
 from prime_rl.inference.leader import PassOn, lead, listen
 from prime_rl.inference.orphans import follow
 from prime_rl.inference.places import Places, Refused
@@ -43,6 +44,8 @@ from prime_rl.monitor.process import identify
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
 FOLLOW_SECONDS = 60.0
+STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
+BODY_BYTES = 64 << 10  # of a request to a weight route: a path of the greatest length, in escapes
 EXPERTS_MOVE = (
     "with enable_eplb vLLM moves experts between GPUs, and its reload would put new ones where they were at first"
 )
@@ -62,14 +65,10 @@ class PauseBody(_Body):
     clear_cache: bool = False
 
 
-def require_key(request: Request) -> None:
-    """vLLM guards /v1 and /inference with the API key; the weight routes lie elsewhere and check it here."""
-    keys: list[str] = request.app.state.prime_keys
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if keys and not (
-        scheme.lower() == "bearer" and any(secrets.compare_digest(given.encode(), key.encode()) for key in keys)
-    ):
-        raise Refused(401, "this route needs the server's API key: `Authorization: Bearer …`")
+async def limit_body(request: Request) -> None:
+    """What a request says may be repeated in answers and logs; this runs before it is looked at."""
+    if len(await request.body()) > BODY_BYTES:
+        raise Refused(413, f"the request is longer than {BODY_BYTES >> 10} KiB")
 
 
 def _service(request: Request) -> WeightService:
@@ -82,7 +81,7 @@ def _departure(request: Request) -> Departure:
 
 Service = Annotated[WeightService, Depends(_service)]
 Leaving = Annotated[Departure, Depends(_departure)]
-router = APIRouter(dependencies=[Depends(require_key)])
+router = APIRouter(dependencies=[Depends(limit_body)])
 
 
 @router.post("/update_weights")
@@ -147,18 +146,20 @@ class PrimeRoutes:
         app.include_router(sample_router)
         app.add_exception_handler(Refused, _refused)
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
+        self._app = app
         shared = shared_directory()
         self._leads = shared is None or lead(shared)
-        if shared is not None:
-            app.state.prime_app = app  # `init_state` is given its state alone
-            if not self._leads:
-                app.add_middleware(PassOn, directory=shared)
+        if shared is not None and not self._leads:
+            app.add_middleware(PassOn, directory=shared)
         if faults.armed():
             app.add_middleware(FaultyGenerate)
         if refuses_seeds():
             app.add_middleware(RefuseSeeds)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+        app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
+        # Outermost: vLLM has added its middleware by now, and what it hosts may have built the stack, which `add_middleware` would refuse to change.
+        app.middleware_stack = Guard(app.middleware_stack or app.build_middleware_stack(), keys)
         state.prime_models = args.served_model_name or [args.model]
         settings = exported_settings()
         if settings.shared is not None:
@@ -172,7 +173,6 @@ class PrimeRoutes:
         model_config, engines = engine_client.model_config, args.data_parallel_size
         # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
         status = Status(settings.output_dir, settings.process, of=identify(settings.server))
-        state.prime_keys = [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         state.prime_departure = Departure()
         state.prime_service = WeightService(
             compat.every_engine(engine_client, engines),
@@ -190,7 +190,7 @@ class PrimeRoutes:
         async with asyncio.timeout(FOLLOW_SECONDS):
             await engine_client.collective_rpc("prime_follow", args=(settings.server,))
         if settings.shared is not None:
-            state.prime_listener = await listen(state.prime_app, settings.shared)
+            state.prime_listener = await listen(self._app, settings.shared)
         status.phase("serving")
         status.ready()
         if settings.register_dir is not None:
@@ -199,7 +199,15 @@ class PrimeRoutes:
                     settings.register_dir, settings.address, args.model, state.prime_service.boot, state.prime_departure
                 ).run()
             )
-        state.prime_pulse = asyncio.create_task(Pulse(engine_client, status).run())
+        loop, service = asyncio.get_running_loop(), state.prime_service
+
+        def end_soon() -> None:
+            """From a signal's handler. The process ends in time whatever hangs, and then says where; waiting requests do not hold it up."""
+            seconds = STOP_SECONDS + args.shutdown_timeout
+            faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+            loop.call_soon_threadsafe(service.stop)
+
+        state.prime_pulse = asyncio.create_task(Pulse(engine_client, status, on_stop=end_soon).run())
         logger.info("serving {} on port {}", args.model, args.port)
 
 

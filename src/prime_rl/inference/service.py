@@ -10,13 +10,15 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.inference.places import Places, Refused, check_fit, read_stamp
+from prime_rl.inference.places import PATH_BYTES, Places, Refused, check_fit, read_stamp
+from prime_rl.inference.reads import STALL_SECONDS, read
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import (
@@ -143,7 +145,7 @@ class WeightService:
         self._broken: str | None = None
         self._standing: str | None = None  # why the engine, which is to go on, may not do so
         # Hashed beside the start of the server, not before it.
-        self._base_tensors = asyncio.create_task(asyncio.to_thread(hash_directory, base))
+        self._base_tensors = asyncio.create_task(self._hash_base())
 
     @property
     def boot(self) -> str:
@@ -209,17 +211,22 @@ class WeightService:
         """
         await self._alone(self._resume)
 
+    def stop(self) -> None:
+        """End all changes under way: the engine ends, too, and whoever waits for them is answered."""
+        for task in self._tasks:
+            task.cancel()
+
     async def _update(self, weight_dir: str, version: int, parts: Parts) -> Served:
         if faults.point(f"update-received:v{version}") == "error":
             raise Refused(500, "fault injection")
         with parts.measure("check"):
-            directory = await _read(lambda _: self._places.confine(weight_dir), Path(weight_dir))
+            directory = await read(lambda _: self._places.confine(weight_dir), weight_dir[:PATH_BYTES])
             manifest, stamp = await self._check(directory, version)
         if manifest.base is not None:
             return await self._update_to_base(manifest.hash, directory, parts)
         target = Served(version, manifest.hash, str(self._base), str(directory), self._boot)
         try:
-            await self._stage(directory, manifest.hash, parts)
+            await self._stage(directory, manifest.hash, parts, manifest.sender.timeout if manifest.sender else 0.0)
             return await self._swap(directory, target, parts, stamp)
         except Refused as refusal:
             if refusal.status == 400 and await _changed(directory, stamp):
@@ -235,8 +242,8 @@ class WeightService:
             Refused: the directory is not `version`, or not of this model.
         """
         try:
-            manifest, stamp = await _read(lambda directory: self._places.look(directory, version), directory)
-        except (CommitError, OSError) as error:
+            manifest, stamp = await read(lambda _: self._places.look(directory, version), directory)
+        except (CommitError, OSError, TypeError, ValueError) as error:  # the manifest may say anything
             raise Refused(400, str(error)) from error
         if manifest.base is not None:
             return manifest, stamp
@@ -252,7 +259,7 @@ class WeightService:
     async def _reload(self, parts: Parts, weight_dir: str | None = None) -> Served:
         expected = await self._base_hashes()
         try:
-            found = await _read(hash_directory, self._base)
+            found = await self._hash_base()
         except (CommitError, OSError) as error:
             raise Refused(400, str(error)) from error
         if found != expected:
@@ -260,8 +267,8 @@ class WeightService:
         target = Served(0, version_hash(expected), str(self._base), weight_dir, self._boot)
         return await self._swap(self._base, target, parts)
 
-    async def _stage(self, directory: Path, digest: str, parts: Parts) -> None:
-        """Have every worker read and hash the version while generation goes on.
+    async def _stage(self, directory: Path, digest: str, parts: Parts, silence: float = 0.0) -> None:
+        """Have every worker read and hash the version while generation goes on. `silence`: seconds that its sender may take for an answer.
 
         Raises:
             Refused: it is not what its manifest says (400), is not read in time (503), or its sender does not give it (424).
@@ -273,12 +280,19 @@ class WeightService:
                 async with asyncio.timeout(LOAD_SECONDS):
                     options = (self._stage_weights, self._servers_on_host, self._stage_on_device)
                     answers = await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *options))
+                    progress, since = answers, began
                     while _reading(answers):
                         poll = min(_POLL_SHARE * (time.perf_counter() - began), STAGED_POLL_SECONDS)
                         await asyncio.sleep(poll)  # bounded: by the time-out around it
                         answers = await self._engine.collective_rpc("prime_staged")
+                        if answers != progress:
+                            progress, since = answers, time.perf_counter()
+                        elif time.perf_counter() - since > max(STALL_SECONDS, silence):
+                            raise TimeoutError
             except TimeoutError as error:
-                raise Refused(503, f"{directory} could not be read within {LOAD_SECONDS:.0f} s") from error
+                raise Refused(
+                    503, f"{directory} could not be read: no progress, or not done within {LOAD_SECONDS:.0f} s"
+                ) from error
             except Exception as error:  # whatever vLLM raises for an engine that fails
                 raise Refused(503, f"the engine did not read {directory}: {error!r}") from error
         if failed := [answer for answer in answers if answer["state"] == "failed"]:
@@ -344,8 +358,11 @@ class WeightService:
         async with asyncio.timeout(LOAD_SECONDS):
             await self._engine.collective_rpc("prime_load", args=(str(directory), identity, str(self._base)))
             # A new life of the trainer may have set the directory aside, or made it again, since its tensors were hashed.
-            committed_anew = stamp is not None and await _read(read_stamp, directory) != stamp
-            if committed_anew and (await _read(weights_manifest, directory)).hash != identity["hash"]:
+            committed_anew = stamp is not None and await read(lambda _: read_stamp(directory), directory) != stamp
+            if (
+                committed_anew
+                and (await read(lambda _: weights_manifest(directory), directory)).hash != identity["hash"]
+            ):
                 raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
             self._staged = False  # given back with it: a call of its own would wait for the first step, the longest
@@ -401,7 +418,12 @@ class WeightService:
             raise Refused(503, self._standing) from error
         self._standing = None
 
+    async def _hash_base(self) -> dict[str, TensorEntry]:
+        return await read(partial(hash_directory, self._base), self._base)
+
     async def _base_hashes(self) -> dict[str, TensorEntry]:
+        if self._base_tensors.done() and self._base_tensors.exception() is not None:
+            self._base_tensors = asyncio.create_task(self._hash_base())  # the file system may be back
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 return await asyncio.shield(self._base_tensors)
@@ -418,13 +440,18 @@ class WeightService:
         task = asyncio.create_task(run())
         self._tasks.add(task)  # the loop itself holds tasks weakly
         task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(task)  # bounded: every step of a change has a deadline
+        try:
+            return await asyncio.shield(task)  # bounded: every step of a change has a deadline
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise Refused(503, "the server is stopping") from None
+            raise
 
 
 async def _changed(directory: Path, stamp: bytes) -> bool:
     """Whether the version stands there otherwise than it did: the trainer brings what lies in memory to the disk."""
     try:
-        return await _read(read_stamp, directory) != stamp
+        return await read(lambda _: read_stamp(directory), directory) != stamp
     except (CommitError, OSError):  # gone: whoever asked for it sees that, too
         return False
 
@@ -433,15 +460,6 @@ def _reading(answers: list[dict[str, Any]]) -> bool:
     """Whether a worker still reads; where one has failed nobody is waited for."""
     states = {answer["state"] for answer in answers}
     return "reading" in states and "failed" not in states
-
-
-async def _read(function: Callable[[Path], T], directory: Path) -> T:
-    """`function(directory)` in a thread. A file system that hangs keeps the thread, but not the lock."""
-    try:
-        async with asyncio.timeout(LOAD_SECONDS):
-            return await asyncio.to_thread(function, directory)
-    except TimeoutError as error:
-        raise Refused(503, f"{directory} could not be read within {LOAD_SECONDS:.0f} s") from error
 
 
 @asynccontextmanager

@@ -127,6 +127,7 @@ class Staging:
         self._before = held
         self._receiver = receiver
         self._dropped = threading.Event()
+        self._blocks = 0  # a sign of progress: threads may count over each other
         self._tensors: list[tuple[str, Tensor]] = []
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stage")
@@ -135,11 +136,11 @@ class Staging:
         self._thread.shutdown(wait=False)
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any]:
-        """How far it is, after at most so many seconds: `{"state": "reading"}`, `{"state": "failed", "why", "unsent"}` or `{"state": "ready", "place", "seconds"}`.
+        """How far it is, after at most so many seconds: `{"state": "reading", "blocks"}`, `{"state": "failed", "why", "unsent"}` or `{"state": "ready", "place", "seconds"}`.
 
         `unsent`: it is the sender's doing, and may succeed another time."""
         if not wait_for_futures([self._done], timeout=seconds).done:
-            return {"state": "reading"}
+            return {"state": "reading", "blocks": self._blocks}
         if (error := self._done.exception(timeout=0)) is not None:
             return {
                 "state": "failed",
@@ -216,7 +217,7 @@ class Staging:
             before = self._begin(full)
         if not self._keep or before is None:
             if self._verify:
-                check_tensors(manifest, hash_version(manifest))
+                check_tensors(manifest, hash_version(manifest, self._go_on))
             return []
         _side_by_side(partial(self._apply, changes), zip(before.parts, before.data, strict=True))
         buffers: list[Tensor | None] = []
@@ -355,6 +356,7 @@ class Staging:
     def _go_on(self) -> None:
         if self._dropped.is_set():
             raise Dropped(f"{self.directory} is not wanted any more")
+        self._blocks += 1
 
     def _choose(self, size: int) -> Place:
         if not self._keep:

@@ -10,12 +10,13 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import xxhash
 from loguru import logger
@@ -26,6 +27,7 @@ from prime_rl.wait import wait
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 64 << 20  # at most; 100,000 tensors take half of it
 _CHUNK = 1 << 22
 _REMOVERS = 4  # threads; more would take time from those that write
 _STEP = re.compile(r"step_(0|[1-9][0-9]*)", re.ASCII)  # as we write it: `step_007` is not ours
@@ -191,7 +193,7 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = json.loads(path.read_bytes())
+        data = json.loads(read_file(path, MANIFEST_BYTES))
         if (written := data.get("format", FORMAT)) != FORMAT:
             raise FormatError(f"{path} has format {written}; this version reads format {FORMAT}")
         manifest = _checked(Manifest(**data))
@@ -236,10 +238,38 @@ def verify(directory: Path, *, hashes: bool = True, manifest: Manifest | None = 
 def hash_file(path: Path) -> str:
     """xxh3-128 of a file's bytes, as hex."""
     digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
+    with open_file(path) as file:
         while block := file.read(_CHUNK):
             digest.update(block)
     return digest.hexdigest()
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading. A FIFO or a device is rejected: reading it might never end.
+
+    Raises:
+        CommitError: it is something else.
+        OSError: it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CommitError(f"{path} cannot be read: it is not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """All of a regular file of at most `most` bytes.
+
+    Raises:
+        CommitError: it is longer, or no regular file.
+        OSError: it cannot be read.
+    """
+    with open_file(path) as file:
+        data = file.read(most + 1) if os.fstat(file.fileno()).st_size <= most else None
+    if data is None or len(data) > most:
+        raise CommitError(f"{path} cannot be read: it is longer than {most >> 20} MiB")
+    return data
 
 
 def list_steps(parent: Path) -> list[int]:

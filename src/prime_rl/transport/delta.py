@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.transport.commit import CommitError
+from prime_rl.transport.commit import CommitError, open_file
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]  # unsigned integers
@@ -94,7 +94,8 @@ def apply_delta(path: Path, data: Bytes, places: Mapping[str, tuple[int, int]]) 
         CommitError: the file is damaged or tells of other tensors; `data` is worth nothing then.
         OSError: it cannot be read.
     """
-    content = path.read_bytes()
+    with open_file(path) as file:
+        content = file.read()
     try:
         (length,) = struct.unpack_from("<Q", content)
         table = json.loads(content[8 : 8 + length])

@@ -5,8 +5,9 @@ base model: a manifest with its hashes and its path, no copy. Nothing here needs
 """
 
 import json
+import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,23 @@ import xxhash
 
 from prime_rl.transport import tensor_hash
 from prime_rl.transport.canary import Canary, read_canary
-from prime_rl.transport.commit import CommitError, Manifest, list_steps, read_manifest, stage, verify
+from prime_rl.transport.commit import (
+    CommitError,
+    Manifest,
+    hash_file,
+    list_steps,
+    open_file,
+    read_manifest,
+    stage,
+    verify,
+)
 from prime_rl.transport.delta import Bytes, apply_delta, delta_file
 from prime_rl.transport.memory import InMemory, check_memory, read_in_memory
 from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_chunks
 
 INDEX = "model.safetensors.index.json"  # where there are several files: which holds which tensor
 _BLOCK = 1 << 24  # bytes read at once
+_HEADER_BYTES = 100_000_000  # of a safetensors file, at most: as its own library has it
 
 
 @dataclass(frozen=True)
@@ -207,10 +218,7 @@ def verify_small_files(directory: Path, committed: Manifest | None = None) -> We
     tensor_files = {entry.file for entry in manifest.tensors.values()}
     tensor_files |= {delta_file(file) for file in tensor_files}
     for name, expected in verify(directory, hashes=False, manifest=committed).files.items():
-        if (
-            name not in tensor_files
-            and xxhash.xxh3_128(directory.joinpath(name).read_bytes()).hexdigest() != expected["xxh3"]
-        ):
+        if name not in tensor_files and hash_file(directory / name) != expected["xxh3"]:
             raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
     return manifest
 
@@ -247,7 +255,8 @@ def read_files(manifest: WeightsManifest) -> Iterator[tuple[str, Bytes]]:
     """
     *changes, full = chain(manifest)
     for file in sorted({entry.file for entry in manifest.tensors.values()}):
-        data = np.fromfile(full.files / file, np.uint8)
+        with open_file(full.files / file) as opened:
+            data = np.fromfile(opened, np.uint8)
         header, offset = read_header(full.files / file)
         apply_changes(changes, file, data[offset:], {name: entry["data_offsets"] for name, entry in header.items()})
         yield file, data
@@ -266,19 +275,24 @@ def apply_changes(
         apply_delta(link.files / delta_file(file), data, places)
 
 
-def hash_version(manifest: WeightsManifest) -> dict[str, TensorEntry]:
-    """Hash every tensor of a committed version.
+def _nothing() -> None:
+    pass
+
+
+def hash_version(manifest: WeightsManifest, go_on: Callable[[], None] = _nothing) -> dict[str, TensorEntry]:
+    """Hash every tensor of a committed version. `go_on` is called between two blocks, and may raise.
 
     Raises:
         CommitError: a file is missing, truncated or malformed, or what the version builds on is not there.
     """
     if manifest.builds_on is None:
-        return hash_directory(manifest.files)
+        return hash_directory(manifest.files, go_on)
     full, tensors = chain(manifest)[-1], {}
     for file, data in read_files(manifest):
         header, offset = read_header(full.files / file)
         for name, entry in header.items():
             first, last = entry["data_offsets"]
+            go_on()
             digest = hash_tensor(data[offset + first : offset + last].data)
             tensors[name] = TensorEntry(file, entry["dtype"], entry["shape"], digest)
     return tensors
@@ -297,8 +311,8 @@ def check_tensors(manifest: WeightsManifest, found: dict[str, TensorEntry]) -> N
         raise CommitError(f"{manifest.directory}: the manifest's hash does not follow from its tensors")
 
 
-def hash_directory(directory: Path) -> dict[str, TensorEntry]:
-    """Hash every tensor of a model directory's safetensors files.
+def hash_directory(directory: Path, go_on: Callable[[], None] = _nothing) -> dict[str, TensorEntry]:
+    """Hash every tensor of a model directory's safetensors files. `go_on` is called between two blocks, and may raise.
 
     Raises:
         CommitError: there are none, or one is truncated or malformed.
@@ -308,11 +322,11 @@ def hash_directory(directory: Path) -> dict[str, TensorEntry]:
         raise CommitError(without_tensors(directory))
     tensors: dict[str, TensorEntry] = {}
     for file in files:
-        tensors |= hash_tensors(file)
+        tensors |= hash_tensors(file, go_on)
     return tensors
 
 
-def hash_tensors(file: Path) -> dict[str, TensorEntry]:
+def hash_tensors(file: Path, go_on: Callable[[], None] = _nothing) -> dict[str, TensorEntry]:
     """The hash of each tensor in one safetensors file.
 
     Raises:
@@ -320,11 +334,11 @@ def hash_tensors(file: Path) -> dict[str, TensorEntry]:
     """
     header, start = read_header(file)
     tensors = {}
-    with open(file, "rb") as data:
+    with open_file(file) as data:
         for name, entry in header.items():
             first, last = entry["data_offsets"]
             tensors[name] = TensorEntry(
-                file.name, entry["dtype"], entry["shape"], _hash_range(data, start + first, last - first, file)
+                file.name, entry["dtype"], entry["shape"], _hash_range(data, start + first, last - first, file, go_on)
             )
     return tensors
 
@@ -335,12 +349,16 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
     Raises:
         CommitError: the file is truncated or malformed.
     """
-    size = file.stat().st_size
     try:
-        with open(file, "rb") as data:
+        with open_file(file) as data:
+            size = os.fstat(data.fileno()).st_size
             (length,) = struct.unpack("<Q", data.read(8))
             if length > size - 8:
                 raise CommitError(f"{file} is truncated: its header alone is longer than the file")
+            if length > _HEADER_BYTES:
+                raise CommitError(
+                    f"{file} is not a safetensors file: its header is longer than {_HEADER_BYTES:,} bytes"
+                )
             header = json.loads(data.read(length))
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -370,12 +388,13 @@ def write_base_version(root: Path, model: Path, canary: Canary | None = None) ->
     return weights_manifest(directory)
 
 
-def _hash_range(data: Any, offset: int, count: int, file: Path) -> str:
+def _hash_range(data: Any, offset: int, count: int, file: Path, go_on: Callable[[], None]) -> str:
     data.seek(offset)
     digests = []
     for start, end in chunks(count):
         digest, left = xxhash.xxh3_128(), end - start
         while left:
+            go_on()
             block = data.read(min(left, _BLOCK))
             if not block:
                 raise CommitError(f"{file} ended while it was read")

@@ -515,7 +515,6 @@ def make_client(base: Path, root: Path) -> TestClient:
     app = FastAPI(lifespan=lifespan)
     app.post("/inference/v1/generate")(lambda: {})
     PrimeRoutes().attach_router(app)
-    app.state.prime_keys = []
     return TestClient(app)
 
 
@@ -533,57 +532,6 @@ def test_fit() -> None:
     ):
         with pytest.raises(Refused):
             check_fit(tensors, base, tied=False)
-
-
-@pytest.mark.parametrize("keys", [[], ["secret", "other"]])
-def test_every_weight_route_asks_for_the_key(base: Path, tmp_path: Path, keys: list[str]) -> None:
-    """Contract: with a key, every route that we add answers 401 without it, and 401 says nothing about the weights."""
-    app = FastAPI()
-    app.post("/inference/v1/generate")(lambda: {})
-    PrimeRoutes().attach_router(app)
-    app.state.prime_keys = keys
-    app.state.prime_models = ["m"]
-    app.state.prime_service = _Answering()
-    app.state.prime_departure = Departure()
-    client = TestClient(app)
-    body = {"weight_dir": "x", "version": 1}
-    for method, path in (
-        ("POST", "/update_weights"),
-        ("POST", "/reload_weights"),
-        ("GET", "/weights"),
-        ("POST", "/pause"),
-        ("POST", "/resume"),
-        ("POST", "/leave"),
-    ):
-        content = body if path == "/update_weights" else None
-        for header, allowed in (
-            (None, not keys),
-            ("Bearer wrong", not keys),
-            ("secret", not keys),
-            ("Bearer secret", True),
-            ("bearer other", True),
-        ):
-            headers = {"Authorization": header} if header else {}
-            response = client.request(method, path, json=content, headers=headers)
-            assert response.status_code == (200 if allowed else 401), (path, header)
-            if not allowed:
-                assert "API key" in response.json()["error"]["message"]
-
-
-class _Answering:
-    engines = 1
-
-    async def update(self, weight_dir: str, version: int, parts: Parts) -> Served:
-        return Served(version, "h", "b", weight_dir, "boot")
-
-    async def reload(self, parts: Parts | None = None) -> Served:
-        return Served(0, "h", "b", None, "boot")
-
-    served = reload
-
-    async def pause(self, mode: str, clear_cache: bool) -> None: ...
-
-    async def resume(self) -> None: ...
 
 
 def test_the_alias_is_the_same_route() -> None:
