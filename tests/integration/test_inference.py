@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from conftest import InferenceServer, LaunchServer, make_tiny_model
 from prime_rl import faults
 from prime_rl.inference.pulse import PULSE_SECONDS
 from prime_rl.monitor.status import ProcessStatus, read_status
+from prime_rl.transport.commit import MANIFEST
 from prime_rl.transport.weights import (
     hash_directory,
     version_dir,
@@ -238,6 +240,31 @@ def _dotted_path_to_outside(server: InferenceServer) -> Path:
     return server.weights_root / ".." / "elsewhere" / target.name
 
 
+def _fifo_as_manifest(server: InferenceServer) -> Path:
+    directory = server.weights_root / "step_31"
+    directory.mkdir()
+    os.mkfifo(directory / MANIFEST)
+    return directory
+
+
+def _fifo_as_shard(server: InferenceServer) -> Path:
+    directory = commit(server.weights_root, 32, server.model, perturbed(server.model))
+    os.mkfifo(directory / "more.safetensors")
+    return directory
+
+
+def _sparse_manifest(server: InferenceServer) -> Path:
+    directory = commit(server.weights_root, 33, server.model, perturbed(server.model))
+    os.truncate(directory / MANIFEST, 5 << 29)
+    return directory
+
+
+def _shard_outside(server: InferenceServer) -> Path:
+    directory = commit(server.weights_root, 34, server.model, perturbed(server.model))
+    (directory / "more.safetensors").symlink_to(server.model / "model.safetensors")
+    return directory
+
+
 @pytest.mark.parametrize(
     ("make", "version", "status", "says"),
     [
@@ -248,6 +275,10 @@ def _dotted_path_to_outside(server: InferenceServer) -> Path:
         (_lost_tensor, 23, 400, "model.norm.weight is missing"),
         (_other_shape, 24, 400, "model.norm.weight has shape"),
         (_index_of_other_files, 26, 400, "index"),
+        (_fifo_as_manifest, 31, 400, "no committed version"),
+        (_fifo_as_shard, 32, 400, "not a regular file"),
+        (_sparse_manifest, 33, 400, "longer than 64 MiB"),
+        (_shard_outside, 34, 403, "outside"),
         (_outside, 27, 403, "outside"),
         (_link_to_outside, 28, 403, "outside"),
         (_dotted_path_to_outside, 29, 403, "outside"),
@@ -389,13 +420,26 @@ def test_another_base_model_is_refused(server: InferenceServer, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"weight_dir": "x"}, {"weight_dir": "x", "version": -1}, {"weight_dir": "a\0b", "version": 1}]
-)
+    "body",
+    [
+        {}, {"weight_dir": "x"}, {"weight_dir": "x", "version": -1}, {"weight_dir": "a\0b", "version": 1},
+        {"weight_dir": "a" * 256, "version": 1}, {"weight_dir": "a/" * 2049, "version": 1}, {"weight_dir": "a" * (10 << 20), "version": 1},
+        {"weight_dir": "x", "version": "9" * (10 << 20)},
+    ],
+    ids=lambda body: str(body)[:40],
+)  # fmt: skip
 def test_malformed_requests_are_refused(server: InferenceServer, body: dict[str, Any]) -> None:
-    """Contract: a malformed request gets a 4xx with a message, in the shape of every other error."""
+    """Contract: a malformed request gets a 4xx with a message, in the shape of every other error; neither it nor the log repeats what is long."""
+    log = server.log.stat().st_size
     response = server.post("/update_weights", body)
     assert 400 <= response.status_code < 500
-    assert response.json()["error"]["message"]
+    assert 0 < len(response.json()["error"]["message"]) < 10_000
+    assert server.log.stat().st_size - log < 10_000
+
+
+def test_administrative_routes_are_off(server: InferenceServer) -> None:
+    """Contract: without a key, too, whoever reaches the server neither scales it nor reads how it is built."""
+    assert {server.post(path, {"new_data_parallel_size": 2}).status_code for path in doors.ADMINISTRATIVE} == {404}
 
 
 def test_the_alias_answers_as_the_token_route(server: InferenceServer, chat_prompt: list[int]) -> None:
@@ -494,9 +538,12 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Contract: with a key (here by environment) every route of the application asks for it but two; it is in no file of the run, no log,
-    no command line. A fault of the token route is answered 500, as planned and no more often. A stop that is asked for is a success."""
+    no command line. A fault of the token route is answered 500, as planned and no more often. A stop that is asked for is a success,
+    although a read hangs."""
     key, plan = "a-key-nobody-may-see", tmp_path / "faults.json"
-    plan.write_text(json.dumps([{"point": "generate", "process": "inference", "do": "error", "times": 2}]))
+    refuse = {"point": "generate", "process": "inference", "do": "error", "times": 2}
+    hang = {"point": "update-read:v99", "process": "inference", "do": "delay", "seconds": 3600}
+    plan.write_text(json.dumps([refuse, hang]))
     monkeypatch.setenv("VLLM_API_KEY", key)
     monkeypatch.setenv(faults.ENV, str(plan))
     monkeypatch.setenv(doors.ROUTES, str(tmp_path / "routes.json"))
@@ -515,8 +562,14 @@ def test_a_key_guards_the_server_and_appears_nowhere(
     assert answers == [500, 500, 200]
     for pid in (server.pid, *engines(server.pid)):
         assert key.encode() not in cmdline(pid)
+    hanging = Thread(
+        target=lambda: server.post("/update_weights", {"weight_dir": str(of_a_run), "version": 99}, **bearer)
+    )
+    hanging.start()
+    until(lambda: list(tmp_path.glob("faults.inference.1.seen")), "read that hangs")
     os.kill(server.pid, signal.SIGTERM)
     assert exit_status(server.pid) == 0
+    hanging.join(60)
     assert read_status(server.output_dir)["inference"].outcome == "stopped"
     for file in server.output_dir.rglob("*"):
         assert not file.is_file() or key.encode() not in file.read_bytes(), file

@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from prime_rl import faults
 from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest
 from prime_rl.transport.memory import InMemory
 from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, chain, verify_small_files, weights_manifest
 
 PATH_BYTES, NAME_BYTES = 4096, 255  # Linux takes no longer ones
+MESSAGE_CHARACTERS = 2 * PATH_BYTES  # it may quote what a request or a manifest says
 
 
 class Refused(Exception):
@@ -19,7 +21,7 @@ class Refused(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = message if len(message) <= MESSAGE_CHARACTERS else f"{message[:MESSAGE_CHARACTERS]}…"
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Places:
             Refused: it lies outside the root (403), or this host sees no committed version there (400).
         """
         try:
-            parts = os.fsencode(weight_dir).split(b"/")
-            if len(b"/".join(parts)) > PATH_BYTES or max(map(len, parts)) > NAME_BYTES:
+            name = os.fsencode(weight_dir)
+            if len(name) > PATH_BYTES or max(map(len, name.split(b"/"))) > NAME_BYTES:
                 raise Refused(
                     400,
                     f"weight_dir is no path: it has over {PATH_BYTES} bytes, or a name over {NAME_BYTES}: {weight_dir[:80]!r}…",
@@ -64,6 +66,7 @@ class Places:
             Refused: it is not `version`, or not where it may be.
             CommitError, OSError: it is not whole.
         """
+        faults.point(f"update-read:v{version}")
         self.check_files(directory, [MANIFEST])
         stamp = read_stamp(directory)
         committed = read_manifest(directory)

@@ -141,10 +141,11 @@ def test_the_device_is_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> No
     checks.check_device("auto", CPU)
 
 
-def test_development_routes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: vLLM's unguarded development routes never stand beside ours."""
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    with pytest.raises(UserError, match="VLLM_SERVER_DEV_MODE"):
+@pytest.mark.parametrize("name", ["VLLM_SERVER_DEV_MODE", "VLLM_USE_RUST_FRONTEND"])
+def test_other_routes_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Contract: vLLM's development routes never stand beside ours, nor does a server that has none of ours and no guard."""
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UserError, match=name):
         checks.check_environment()
 
 

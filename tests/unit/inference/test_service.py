@@ -3,6 +3,9 @@
 import asyncio
 import json
 import struct
+import subprocess
+import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,10 +17,11 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from prime_rl import faults
+from prime_rl.inference import reads
 from prime_rl.inference.places import Places, Refused, check_fit
 from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
-from prime_rl.inference.service import Parts, Served, WeightService
+from prime_rl.inference.service import Parts, WeightService
 from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import CommitError, prune, read_manifest, replace_manifest, stage
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
@@ -121,6 +125,89 @@ async def test_a_failed_load_is_undone(base: Path, tmp_path: Path) -> None:
     assert error.value.status == 400
     assert engine.calls == [*UPDATE[:3], "prime_restore", "resume", "prime_unstage"]
     assert await service.served() == before
+
+
+async def test_a_read_that_hangs_is_left(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a version on a mount that does not answer is refused (503), in the check and beside generation; the next change has its turn, and
+    so many threads may hang at most."""
+    engine, root, back = FakeEngine(), tmp_path / "weights", threading.Event()
+    service = make(engine, base, root)
+    gone, good = commit(root, 1), commit(root, 2)
+    await service.served()  # the base is hashed
+    monkeypatch.setattr(reads, "STALL_SECONDS", 3.0)
+    monkeypatch.setattr("prime_rl.inference.service.STALL_SECONDS", 0.1)
+    look = Places.look
+
+    def hang(self: Places, directory: Path, version: int) -> Any:
+        if directory == gone:
+            back.wait(60)
+        return look(self, directory, version)
+
+    monkeypatch.setattr(Places, "look", hang)
+    try:
+        with pytest.raises(Refused, match=r"step_1 could not be read: no progress for 3 s") as error:
+            await service.update(str(gone), 1)
+        assert error.value.status == 503
+        engine.staging = [{"state": "reading", "blocks": 7}] * 100_000  # never more
+        with pytest.raises(Refused, match=r"step_2 could not be read: no progress") as error:
+            await service.update(str(good), 2)
+        assert (error.value.status, engine.asked[-1], engine.loaded) == (503, "prime_unstage", None)
+        engine.staging = []
+        assert (await service.update(str(good), 2)).version == 2
+        monkeypatch.setattr(reads, "MOST_ABANDONED", 1)
+        with pytest.raises(Refused, match="1 earlier reads still hang"):
+            await service.update(str(good), 2)
+        back.set()
+        async with asyncio.timeout(60):
+            while reads._abandoned and next(iter(reads._abandoned)).is_alive():
+                await asyncio.sleep(0.01)
+        assert (await service.update(str(good), 2)).version == 2
+    finally:
+        back.set()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"a\0b": {"size": 1, "xxh3": "0"}}}, {"files": {"\ud800": {"size": 1, "xxh3": "0"}}}, {"files": {"x" * (10 << 20): {"size": 1, "xxh3": "0"}}},
+        {"files": {"loop.safetensors": {"size": 1, "xxh3": "0"}}}, {"extra": {"memory": {"directory": 5, "nonce": 5, "host": 5, "boot": 5}}},
+    ],
+    ids=lambda change: str(change)[:40],
+)  # fmt: skip
+async def test_a_manifest_may_say_anything(base: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    """Contract: whatever is in a manifest or under the names in it, the version is refused with a line of bounded length (4xx)."""
+    service = make(FakeEngine(), base, tmp_path / "weights")
+    directory = commit(tmp_path / "weights", 1)
+    (directory / "loop.safetensors").symlink_to("loop.safetensors")
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["extra"] |= change.get("extra", {})
+    (directory / "manifest.json").write_text(json.dumps(manifest | change | {"extra": manifest["extra"]}))
+    with pytest.raises(Refused) as error:
+        await service.update(str(directory), 1)
+    assert error.value.status in (400, 403)
+    assert len(error.value.message) < 10_000
+
+
+def test_a_read_that_hangs_does_not_hold_the_process() -> None:
+    """Contract: the interpreter ends although a thread still waits for the file system."""
+    code = "import asyncio, time; from prime_rl.inference import reads; reads.STALL_SECONDS = 0.1; asyncio.run(reads.read(lambda _: time.sleep(3600), 'x'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "Refused: x could not be read" in done.stderr
+
+
+async def test_a_stop_answers_whoever_waits(base: Path, tmp_path: Path) -> None:
+    """Contract: a change that is under way when the server stops is given up, and its caller is told."""
+    engine, root = FakeEngine(), tmp_path / "weights"
+    engine.gate = asyncio.Event()
+    service = make(engine, base, root)
+    change = asyncio.create_task(service.update(str(commit(root, 1)), 1))
+    async with asyncio.timeout(60):
+        while "prime_load" not in engine.calls:
+            await asyncio.sleep(0.01)
+    service.stop()
+    with pytest.raises(Refused, match="stopping") as error:
+        await change
+    assert error.value.status == 503
 
 
 async def test_an_engine_that_cannot_pause_goes_on(base: Path, tmp_path: Path) -> None:

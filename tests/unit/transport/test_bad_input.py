@@ -3,11 +3,13 @@
 import errno
 import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
 
 from prime_rl.errors import UserError
+from prime_rl.inference.blocks import lay_out
 from prime_rl.transport import commit
 from prime_rl.transport.commit import (
     MANIFEST,
@@ -23,6 +25,7 @@ from prime_rl.transport.commit import (
     wait_for,
     write_atomically,
 )
+from prime_rl.transport.weights import hash_directory
 
 
 def publish(final: Path, step: int) -> Path:
@@ -96,6 +99,41 @@ def test_a_garbage_manifest_is_an_error_that_names_it(tmp_path: Path, content: b
     (directory / MANIFEST).write_bytes(content)
     with pytest.raises(CommitError, match=r"step_3/manifest\.json cannot be read"):
         verify(directory)
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    """A FIFO whose writer never comes, or a device that never ends, is an error at once, under any name that is read; so is what no memory holds."""
+    directory = publish(tmp_path / "step_3", 3)
+    (directory / MANIFEST).rename(tmp_path / "whole")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        for name, read in ((MANIFEST, read_manifest), ("x.safetensors", hash_directory), ("x.safetensors", lay_out)):
+            make(directory / name)
+            with pytest.raises(CommitError, match=f"step_3/{name} cannot be read: it is not a regular file"):
+                read(directory)
+            (directory / name).rmdir() if make is Path.mkdir else (directory / name).unlink()
+    (tmp_path / "whole").rename(directory / MANIFEST)
+    os.truncate(directory / MANIFEST, 5 << 29)
+    with pytest.raises(CommitError, match=r"step_3/manifest\.json cannot be read: it is longer than 64 MiB"):
+        read_manifest(directory)
+    (directory / "x.safetensors").write_bytes(struct.pack("<Q", 1 << 30))
+    os.truncate(directory / "x.safetensors", 5 << 29)
+    with pytest.raises(
+        CommitError, match=r"x\.safetensors is not a safetensors file: its header is longer than 100,000,000"
+    ):
+        hash_directory(directory)
+
+
+def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
+    """As in Hugging Face's cache, where the files of a model are links to `../../blobs/<hash>`."""
+    blob, snapshot = tmp_path / "blobs" / "0a1b", tmp_path / "snapshots" / "c0ffee"
+    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    for directory in (blob.parent, snapshot):
+        directory.mkdir(parents=True)
+    blob.write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0a1b")
+    assert list(hash_directory(snapshot)) == ["a"]
+    (part,) = lay_out(snapshot)
+    assert (part.path.name, part.size) == ("model.safetensors", 4)
 
 
 def test_a_newer_format_is_told_from_damage_even_with_unknown_fields(tmp_path: Path) -> None:
