@@ -171,7 +171,9 @@ def await_true(
 def fetch(url: str) -> str | None:
     """The body, or None when there is no good answer."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as response:
+        key = os.environ.get("VLLM_API_KEY")  # the server asks for it, too
+        request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
+        with urllib.request.urlopen(request, timeout=10) as response:
             return str(response.read().decode())
     except (urllib.error.URLError, OSError):
         return None
