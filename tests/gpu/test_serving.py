@@ -22,6 +22,7 @@ from conftest import InferenceServer, launch_server, make_tiny_model
 from prime_rl.inference import compat
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir
+from support import doors
 
 ENGINE = compat.installed_engine()
 if not torch.cuda.is_available() or ENGINE is None or ENGINE.device != "cuda":
@@ -166,3 +167,12 @@ def test_experts_that_are_spread_over_engines_follow_versions(tmp_path: Path, se
     update(server, 1, other)
     for engine in (0, 1):
         check_close(score(server, engine), reference(other), EXPERTS_MEAN, EXPERTS_MOST)
+
+
+def test_every_route_asks_for_the_key(tmp_path: Path) -> None:
+    """Contract: as tests/integration/test_inference.py has it, on the release of vLLM that this host has."""
+    variables = {"VLLM_API_KEY": "secret", doors.ROUTES: str(tmp_path / "routes.json")}
+    settings = {"gpu_memory_utilization": 0.25, "enforce_eager": True, "max_model_len": 256}
+    model = make_model(tmp_path / "model", seed=1)
+    with launch_server(tmp_path / "server", model, settings, "support.doors", variables) as server:
+        doors.check_doors(server, tmp_path / "routes.json", "secret")
