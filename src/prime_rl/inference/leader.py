@@ -24,6 +24,8 @@ OWNED = ("/update_weights", "/reload_weights", "/weights", "/leave", "/pause", "
 CONNECT_SECONDS = 60.0  # the leader may be the last of them to start
 ANSWER_SECONDS = LOCK_SECONDS + DRAIN_SECONDS + 2 * (PAUSE_SECONDS + 2 * LOAD_SECONDS)  # longer than any change takes
 POLL_SECONDS = 0.1
+BODY_BYTES = 64 << 10  # of a request to one of these routes: a path of the greatest length, in escapes
+TOO_LONG = f"the request is longer than {BODY_BYTES >> 10} KiB"
 _MOST_BYTES = 1 << 20  # of a request or an answer on one line
 
 _held: list[int] = []  # the leader's lock, for as long as this process lives
@@ -89,6 +91,9 @@ class PassOn:
             return
         request = Request(scope, receive)
         body = (await request.body()).decode(errors="replace")
+        if len(body) > BODY_BYTES:
+            await JSONResponse({"error": {"message": TOO_LONG, "code": 413}}, status_code=413)(scope, receive, send)
+            return
         passed = Passed(request.method, request.url.path, body, request.headers.get("authorization", ""))
         await (await self._ask(passed))(scope, receive, send)
 

@@ -29,7 +29,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.guard import Guard
-from prime_rl.inference.leader import PassOn, lead, listen
+from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, PassOn, lead, listen
 from prime_rl.inference.orphans import follow
 from prime_rl.inference.places import Places, Refused
 from prime_rl.inference.pulse import Pulse
@@ -45,7 +45,6 @@ from prime_rl.monitor.process import identify
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
 FOLLOW_SECONDS = 60.0
 STOP_SECONDS = 20.0  # from a signal to the end, at most; vLLM's own time for requests in flight comes on top
-BODY_BYTES = 64 << 10  # of a request to a weight route: a path of the greatest length, in escapes
 EXPERTS_MOVE = (
     "with enable_eplb vLLM moves experts between GPUs, and its reload would put new ones where they were at first"
 )
@@ -68,7 +67,7 @@ class PauseBody(_Body):
 async def limit_body(request: Request) -> None:
     """What a request says may be repeated in answers and logs; this runs before it is looked at."""
     if len(await request.body()) > BODY_BYTES:
-        raise Refused(413, f"the request is longer than {BODY_BYTES >> 10} KiB")
+        raise Refused(413, TOO_LONG)
 
 
 def _service(request: Request) -> WeightService:

@@ -226,7 +226,7 @@ class WeightService:
             return await self._update_to_base(manifest.hash, directory, parts)
         target = Served(version, manifest.hash, str(self._base), str(directory), self._boot)
         try:
-            await self._stage(directory, manifest.hash, parts, manifest.sender.timeout if manifest.sender else 0.0)
+            await self._stage(directory, manifest.hash, parts, LOAD_SECONDS if manifest.sender else STALL_SECONDS)
             return await self._swap(directory, target, parts, stamp)
         except Refused as refusal:
             if refusal.status == 400 and await _changed(directory, stamp):
@@ -267,8 +267,8 @@ class WeightService:
         target = Served(0, version_hash(expected), str(self._base), weight_dir, self._boot)
         return await self._swap(self._base, target, parts)
 
-    async def _stage(self, directory: Path, digest: str, parts: Parts, silence: float = 0.0) -> None:
-        """Have every worker read and hash the version while generation goes on. `silence`: seconds that its sender may take for an answer.
+    async def _stage(self, directory: Path, digest: str, parts: Parts, silence: float) -> None:
+        """Have every worker read and hash the version while generation goes on. `silence`: seconds without progress; a sender has deadlines of its own.
 
         Raises:
             Refused: it is not what its manifest says (400), is not read in time (503), or its sender does not give it (424).
@@ -287,7 +287,7 @@ class WeightService:
                         answers = await self._engine.collective_rpc("prime_staged")
                         if answers != progress:
                             progress, since = answers, time.perf_counter()
-                        elif time.perf_counter() - since > max(STALL_SECONDS, silence):
+                        elif time.perf_counter() - since > silence:
                             raise TimeoutError
             except TimeoutError as error:
                 raise Refused(

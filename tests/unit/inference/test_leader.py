@@ -46,6 +46,7 @@ async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path) -> None:
         assert (await client.get("/weights")).status_code == 401
         key = {"Authorization": "Bearer secret"}
         assert (await client.get("/weights", headers=key)).json() == {"key": "Bearer secret"}
+        assert (await client.post("/update_weights", json={"version": "9" * (2 << 20)})).status_code == 413
         updates = await asyncio.gather(*(client.post("/update_weights", json={"version": v}) for v in range(3)))
         assert [answer.json()["version"] for answer in updates] == [0, 1, 2]
         assert max(answer.json()["changing"] for answer in updates) == 3, "all of them reached the same app"

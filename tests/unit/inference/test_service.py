@@ -148,6 +148,7 @@ async def test_a_read_that_hangs_is_left(base: Path, tmp_path: Path, monkeypatch
         with pytest.raises(Refused, match=r"step_1 could not be read: no progress for 3 s") as error:
             await service.update(str(gone), 1)
         assert error.value.status == 503
+        monkeypatch.setattr(reads, "STALL_SECONDS", 60.0)
         engine.staging = [{"state": "reading", "blocks": 7}] * 100_000  # never more
         with pytest.raises(Refused, match=r"step_2 could not be read: no progress") as error:
             await service.update(str(good), 2)
