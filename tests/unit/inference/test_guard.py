@@ -1,5 +1,6 @@
 """Who may ask for what, by the middleware alone (around vLLM's own application: tests/integration/test_inference.py)."""
 
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -9,8 +10,8 @@ from fastapi.testclient import TestClient
 from starlette.types import Message, Scope
 from starlette.websockets import WebSocketDisconnect
 
-from prime_rl.inference.guard import Guard
-from support.doors import DISGUISES
+from prime_rl.inference.guard import OFF, SERVED, Guard
+from support.doors import ADMINISTRATIVE, DISGUISES
 
 KEYS = ("secret", "other")
 
@@ -102,6 +103,15 @@ def test_what_is_not_named_is_not_served(keys: tuple[str, ...]) -> None:
         "/docs",
     ):
         assert client.post(path, headers=bearer).json() == {"path": path[1:]}
+
+
+def test_the_docs_name_every_route() -> None:
+    """Contract: docs/security.md says of every route that is served, or off, that it is."""
+    table = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    names = {name.removesuffix("/oauth2-redirect") for name in SERVED} | {
+        f"{prefix}…" for prefix in ("/v1/", "/static/")
+    }
+    assert [name for name in sorted(names | {*OFF, *ADMINISTRATIVE}) if f"`{name}`" not in table] == []
 
 
 def test_a_prefix_of_a_proxy_opens_nothing() -> None:

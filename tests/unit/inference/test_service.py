@@ -197,7 +197,7 @@ def test_a_read_that_hangs_does_not_hold_the_process() -> None:
 
 
 async def test_a_stop_answers_whoever_waits(base: Path, tmp_path: Path) -> None:
-    """Contract: a change that is under way when the server stops is given up, and its caller is told."""
+    """Contract: a change that is under way when the server stops is cancelled, and its caller is answered."""
     engine, root = FakeEngine(), tmp_path / "weights"
     engine.gate = asyncio.Event()
     service = make(engine, base, root)
