@@ -3,6 +3,7 @@
 Options are split here rather than by argparse, which can neither tell an optional section from a setting nor let `@` stand anywhere.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,7 +84,7 @@ def _file(token: str, tokens: _Tokens, after: str) -> Path:
 
 
 def _stray(token: str, option: str = "") -> str:
-    if token.endswith(".toml") or Path(token).is_file():
+    if token.endswith(".toml") or os.path.isfile(token):
         return f"to read the file {token}, write: {option}{' ' if option else ''}@ {token}"
     if token.startswith("-"):
         return f"unexpected argument '{token}': options start with --"
@@ -166,6 +167,6 @@ def _single(name: str, given: str, found: Found) -> Any:
     value = text.value(given, found)
     if not _takes_file(found) or isinstance(value, dict) or value is None:
         return value
-    if given.endswith(".toml") or Path(given).is_file():
+    if given.endswith(".toml") or os.path.isfile(given):
         raise ConfigError([_stray(given, name)])
     raise ConfigError([f"{name} is a section: expected a table such as \"{{'key': 1}}\" or @ file.toml, got '{given}'"])

@@ -84,6 +84,10 @@ def _lower_case(word: Any) -> Any:
     return word.lower() if isinstance(word, str) else word
 
 
+TYPES_ONLY = {"share": False}
+"""Context of a validation that finds values of wrong types: sections stay as they were given."""
+
+
 class LogConfig(Section):
     """Console and log file."""
 
@@ -115,3 +119,13 @@ class BaseConfig(Section):
     def as_given(table: dict[str, Any]) -> dict[str, Any]:
         """The complete table of a configuration as one would write it by hand: what follows from another setting may be left out."""
         return table
+
+    @staticmethod
+    def share(tree: dict[str, Any], context: Any) -> dict[str, Any]:
+        """The table that the user gave, with settings that several sections have in common filled into each."""
+        return tree
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share(cls, data: Any, info: ValidationInfo) -> Any:
+        return cls.share(data, info.context) if isinstance(data, dict) and info.context != TYPES_ONLY else data

@@ -6,10 +6,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from prime_rl.config.base import Problem, Problems, Section
+from prime_rl.config.base import TYPES_ONLY, Problem, Problems, Section
 from prime_rl.config.origin import SECTIONS_OF_RL, Origin, Origins, spell
 from prime_rl.config.schema import Keys, all_paths, find, settings, type_tag
 from prime_rl.redact import without_password
+
+MOST_LINES = 50
+"""Mistakes that are shown at a time."""
 
 
 def unknown_keys(section: type[Section], tree: dict[str, Any], origins: Origins) -> tuple[dict[str, Any], list[str]]:
@@ -35,7 +38,7 @@ class _Report:
             said = f"{origin.text} names no setting{within}"
         else:
             said = f"unknown key {'.'.join(keys)}{within}{_where(origin)}"
-        near = nearest(self._root, keys, section, position)
+        near = nearest(self._root, keys, section, position) if len(self._problems) < MOST_LINES else None
         if keys[0] in SECTIONS_OF_RL and keys[0] not in settings(self._root):
             said += f": only `rl` has a section `{keys[0]}`; give {self._spell(keys[1:], origin)} to the command `{keys[0]}`"
         elif owners:
@@ -108,9 +111,49 @@ def _close(word: str, names: Iterable[str]) -> list[str]:
     return [*difflib.get_close_matches(word, initials), *sorted(abbreviated, key=len)]
 
 
-_SHAPES = {"model_type": "a table", "model_attributes_type": "a table", "dict_type": "a table", "list_type": "a list"}
+_SHAPES = {
+    "model_type": "a table",
+    "model_attributes_type": "a table",
+    "dict_type": "a table",
+    "list_type": "a list",
+    "path_type": "a path",
+}
 # Kinds of errors whose message says all there is to say about the value.
 _SELF_EVIDENT = ("missing", "union_tag_invalid", "literal_error")
+
+
+def misfits(root: type[Section], tree: dict[str, Any], origins: Origins) -> list[str]:
+    """Remove the values of wrong types from `tree`; a line about each.
+
+    Found before settings are shared: what fills and compares sections meets values of the declared types alone.
+    """
+    try:
+        root.model_validate(tree, context=TYPES_ONLY)
+    except ValidationError as error:
+        wrong: dict[Keys, Any] = {}
+        for details in filter(_is_misfit, error.errors()):
+            wrong.setdefault(plain_keys(root, details["loc"]), details)
+        for keys in wrong:
+            _remove(tree, keys)
+        return [_line(details, root, keys, origins) for keys, details in wrong.items()]
+    return []
+
+
+def _is_misfit(details: Any) -> bool:
+    return details["type"] != "missing" and not isinstance(details.get("ctx", {}).get("error"), Problem | Problems)
+
+
+def _remove(tree: dict[str, Any], keys: Keys) -> None:
+    """Remove what is at `keys`, which may be the whole list around an item that is no table."""
+    here: Any = tree
+    table, name = tree, keys[0]
+    for key in keys:
+        if isinstance(here, dict):
+            table, name = here, key
+            here = here.get(key)
+        elif isinstance(here, list):
+            here = here[int(key)]
+    table.pop(name, None)
 
 
 def describe(error: ValidationError, root: type[Section], origins: Origins, incomplete: bool = False) -> list[str]:
@@ -123,7 +166,6 @@ def describe(error: ValidationError, root: type[Section], origins: Origins, inco
         if incomplete and details["type"] == "missing":
             continue
         keys = plain_keys(root, details["loc"])
-        keys += ("type",) if details["type"] == "union_tag_invalid" else ()
         found += [(origins.given(keys), *line) for line in _lines(details, root, keys, origins, incomplete)]
     told = {fault for given, fault, _ in found if given}
     lines = []
@@ -144,12 +186,16 @@ def _lines(
             if given or not incomplete:
                 yield (str(problem), ""), _problem_line(problem, keys, origins)
         return
+    yield (_message(details), repr(details["input"])), _line(details, root, keys, origins)
+
+
+def _line(details: Any, root: type[Section], keys: Keys, origins: Origins) -> str:
+    keys += ("type",) if details["type"] == "union_tag_invalid" else ()
     origin = origins.of(keys)
-    message = _message(details)
     setting = find(root, keys) if keys else None
     secret = setting is not None and setting.setting.secret
     got = "" if origin is None or secret or details["type"] in _SELF_EVIDENT else f", got {_short(details['input'])}"
-    yield (message, repr(details["input"])), f"{'.'.join(keys)}: {message}{got}{_where(origin)}"
+    return f"{'.'.join(keys)}: {_message(details)}{got}{_where(origin)}"
 
 
 def _problem_line(problem: Problem, prefix: Keys, origins: Origins) -> str:
@@ -168,12 +214,14 @@ def _message(details: Any) -> str:
         return "required, but not given"
     if kind == "extra_forbidden":
         return "unknown key"
+    if kind == "union_tag_not_found":
+        return "needs a `type`"
     if kind in ("union_tag_invalid", "literal_error"):
         expected = context.get("expected_tags") or context["expected"]
         wrong = str(context.get("tag", value))
         words = [word.strip(" '") for word in expected.replace(" or ", ",").split(",")]
         near = difflib.get_close_matches(wrong, words, n=1, cutoff=0.7)
-        return f"must be {expected}, got {wrong!r}" + (f"; did you mean '{near[0]}'?" if near else "")
+        return f"must be {expected}, got {_short(wrong)}" + (f"; did you mean '{near[0]}'?" if near else "")
     if kind in _SHAPES:
         return f"must be {_SHAPES[kind]}"
     message = details["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
@@ -210,4 +258,6 @@ def plain_keys(root: type[Section], location: tuple[int | str, ...]) -> Keys:
             section = next((member for member in setting.sections if type_tag(member) == tag), None)
         elif setting.sections:
             section = setting.sections[0]
+        elif len(setting.members) > 1:
+            break
     return tuple(keys)

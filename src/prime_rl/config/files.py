@@ -1,6 +1,7 @@
 """TOML files: what they say and on which line."""
 
 import difflib
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -11,6 +12,7 @@ from prime_rl.config.origin import Assignment, Layer, Origin
 from prime_rl.config.schema import Keys
 
 INCLUDE = "include"
+MAX_BYTES = 16 << 20
 # configs/trainer/NAME.toml, or configs/trainer/NAME/1b.toml, of older releases is configs/NAME/train.toml.
 _OLDER_FOLDERS = {
     "trainer": "train.toml",
@@ -34,7 +36,7 @@ def read(path: Path, prefix: Keys = (), including: tuple[Path, ...] = ()) -> Lay
     for name in _included(tree.pop(INCLUDE, []), path):
         target = path.parent / name
         chain = (*including, path)
-        if any(target.resolve() == other.resolve() for other in chain):
+        if any(os.path.abspath(target) == os.path.abspath(other) for other in chain):
             raise ConfigError([f"{path}: include of {target} is a cycle"])
         included += read(target, prefix, chain)
     lines = key_lines(text)
@@ -43,7 +45,10 @@ def read(path: Path, prefix: Keys = (), including: tuple[Path, ...] = ()) -> Lay
 
 def _load(path: Path) -> tuple[dict[str, Any], str]:
     try:
-        text = path.read_bytes().decode("utf-8")
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1).decode("utf-8")
+        if len(text) > MAX_BYTES:
+            raise ConfigError([f"{path}: not a TOML file (more than {MAX_BYTES >> 20} MiB)"])
         return tomllib.loads(text), text
     except FileNotFoundError:
         raise ConfigError([f"no such file: {path}{_nearest_file(path)}"]) from None
@@ -51,8 +56,12 @@ def _load(path: Path) -> tuple[dict[str, Any], str]:
         raise ConfigError([f"{path}: not a TOML file (not UTF-8 text)"]) from None
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read: {error.strerror}"]) from None
+    except RecursionError:
+        raise ConfigError([f"{path}: malformed TOML: nested too deeply"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([_malformed(path, str(error))]) from None
+    except ValueError as error:  # a number too long to be read, or a NUL in the path of an include
+        raise ConfigError([f"{path}: cannot be read: {str(error).partition(';')[0]}"]) from None
 
 
 def _malformed(path: Path, message: str) -> str:
@@ -68,9 +77,9 @@ def _nearest_file(path: Path) -> str:
         if folder in path.parts[:-1]:
             position = path.parts.index(folder)
             today = Path(*path.parts[:position], path.with_suffix("").parts[position + 1], name)
-            if today.is_file():
+            if os.path.isfile(today):
                 return f" (today it is {today})"
-    if not path.parent.is_dir():
+    if not os.path.isdir(path.parent):
         return f" (nor is there a directory {path.parent})"
     near = difflib.get_close_matches(path.stem, [entry.stem for entry in path.parent.glob("*.toml")], n=1)
     return f" (did you mean {path.parent / near[0]}.toml?)" if near else ""
@@ -91,7 +100,11 @@ def _assignments(tree: dict[str, Any], keys: Keys, prefix: Keys, path: Path, lin
             layer += _assignments(value, inner, prefix, path, lines)
             continue
         layer.append(Assignment((*prefix, *inner), value, _origin(path, lines, inner)))
-        within = [given for given in lines if given[: len(inner)] == inner and given != inner]
+        within = (
+            [given for given in lines if given[: len(inner)] == inner and given != inner]
+            if isinstance(value, list)
+            else []
+        )
         layer += [Assignment((*prefix, *given), None, _origin(path, lines, given), mark=True) for given in within]
     return layer
 

@@ -1,8 +1,8 @@
 """Settings of the inference server."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
-from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
@@ -34,11 +34,11 @@ class InferenceModel(ModelConfig):
 
 
 def _port_of(address: Any) -> Any:
-    """The port of an address like http://localhost:8001; anything else as it is."""
-    try:
-        return urlsplit(address).port or address if isinstance(address, str) and "://" in address else address
-    except ValueError:
-        return address
+    """The port of an address like http://localhost:8001; anything else as it is, also an address with a host to lose."""
+    local = (
+        re.fullmatch(r"https?://(?:localhost|127\.0\.0\.1):(\d{1,5})/*", address) if isinstance(address, str) else None
+    )
+    return int(local[1]) if local else address
 
 
 class ServerConfig(Section):

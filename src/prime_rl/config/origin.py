@@ -4,10 +4,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from prime_rl.config.schema import Keys
+from prime_rl.config.base import ConfigError, Section
+from prime_rl.config.schema import Keys, list_index
 
 PREFIX = "PRIME_"
 SECTIONS_OF_RL = ("trainer", "orchestrator", "inference")
+MAX_DEPTH = 32
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,34 @@ class Assignment:
     """One key gets a value. A value that is a table is empty: what it holds has assignments of its own.
 
     A `mark` sets nothing: it tells where something inside a list stands, as lists are assigned whole.
+
+    Raises ConfigError, with the origin, where keys or value could not be written to a resolved configuration: nothing
+    behind this point meets such a value.
     """
 
     keys: Keys
     value: Any
     origin: Origin
     mark: bool = False
+
+    def __post_init__(self) -> None:
+        fault = "an empty key" if "" in self.keys else _fault([self.value, *self.keys], MAX_DEPTH - len(self.keys))
+        if fault is not None:
+            raise ConfigError([f"{self.origin.text}: {fault}"])
+
+
+def _fault(value: Any, room: int) -> str | None:
+    """What is wrong with a value or with something in it; tables and lists may be nested `room` deep in it."""
+    if room < 0:
+        return f"more than {MAX_DEPTH} tables and lists, one within the other"
+    if isinstance(value, str) and "\0" in value:
+        return "text with a NUL character"
+    if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        return "not UTF-8 text"
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return "an integer of more than 64 bits"
+    parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else []
+    return next((fault for part in parts if (fault := _fault(part, room - 1)) is not None), None)
 
 
 Layer = list[Assignment]
@@ -93,40 +117,53 @@ def of_one_type(layers: list[Layer], hints: list[str]) -> list[Layer]:
     return [[one for one in layer if one is not None] for layer in kept]
 
 
-def build(layer: Iterable[Assignment]) -> dict[str, Any]:
-    """The table that the assignments make when carried out one after the other."""
+def build(assignments: Iterable[Assignment], section: type[Section]) -> tuple[dict[str, Any], list[str]]:
+    """The table that the assignments make when carried out one after the other, and a line for each that cannot be.
+
+    Tables merge key by key, everything else is replaced.
+    """
     tree: dict[str, Any] = {}
-    for assignment in layer:
-        if not assignment.mark:
-            put(tree, assignment.keys, assignment.value)
-    return tree
+    problems = []
+    for one in assignments:
+        if one.mark:
+            continue
+        try:
+            put(tree, one.keys, nulls(one.value), None if one.origin.kind == "file" else list_index(section, one.keys))
+        except IndexError as error:
+            problems.append(f"{one.origin.text}: {error}")
+    return tree, problems
 
 
-def put(tree: dict[str, Any], keys: Keys, value: Any) -> None:
-    """Set one key, making tables on the way. An empty table leaves a table that is there as it is."""
+def put(tree: dict[str, Any], keys: Keys, value: Any, index: int | None = None) -> None:
+    """Set one key, making tables on the way, also in place of other values. An empty table leaves a table as it is.
+
+    `keys[index]` is the number of an item of a list. Raises IndexError beyond the end.
+    """
     here = tree
-    for key in keys[:-1]:
-        inner = here.get(key)
-        if not isinstance(inner, dict):
-            inner = here[key] = {}
-        here = inner
-    if value == {} and isinstance(value, dict):
-        value = here[keys[-1]] if isinstance(here.get(keys[-1]), dict) else {}
-    here[keys[-1]] = value
-
-
-def put_item(tree: dict[str, Any], keys: Keys, index: int, value: Any) -> None:
-    """Set something inside an item of a list; `keys[index]` is the item's number. Raises IndexError beyond the end."""
-    parent = tree
-    for key in keys[: index - 1]:
-        parent = parent.setdefault(key, {})
-    items = list(parent.get(keys[index - 1]) or [])
-    number = int(keys[index])
+    for key in keys[: -1 if index is None else index - 1]:
+        if not isinstance(here.get(key), dict):
+            here[key] = {}
+        here = here[key]
+    if index is None:
+        if value != {} or not isinstance(here.get(keys[-1]), dict):
+            here[keys[-1]] = value
+        return
+    name, number = keys[index - 1], int(keys[index])
+    items = here[name] if isinstance(here.get(name), list) else []
     if number > len(items):
         raise IndexError(f"there are {len(items)} of {'.'.join(keys[:index])}")
     holder = {"item": items[number] if number < len(items) else {}}
     put(holder, ("item", *keys[index + 1 :]), value)
-    parent[keys[index - 1]] = [*items[:number], holder["item"], *items[number + 1 :]]
+    here[name] = [*items[:number], holder["item"], *items[number + 1 :]]
+
+
+def nulls(value: Any) -> Any:
+    """A copy of `value` with null for every string "None" in it, as TOML has no null."""
+    if isinstance(value, dict):
+        return {key: nulls(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [nulls(item) for item in value]
+    return None if value == "None" else value
 
 
 def is_shared_copy(keys: Keys) -> bool:
@@ -140,11 +177,13 @@ class Origins:
     def __init__(self, layers: Iterable[Layer]) -> None:
         """`layers` from the weakest to the strongest; what one of them assigns is equally strong."""
         self._by_keys: dict[Keys, tuple[Origin, int]] = {}
+        self._tables: set[Keys] = set()
         for strength, layer in enumerate(layers):
             for assignment in layer:
                 if assignment.value != {} and not assignment.mark:
                     self.forget(assignment.keys)
                 self._by_keys[assignment.keys] = assignment.origin, strength
+                self._tables.update(assignment.keys[:length] for length in range(1, len(assignment.keys)))
 
     def exact(self, keys: Keys) -> Origin | None:
         """Origin of the very setting, or of the shared setting of `rl` that it was filled from."""
@@ -168,5 +207,7 @@ class Origins:
 
     def forget(self, keys: Keys) -> None:
         """Drop `keys` and everything within: another value stands there now."""
-        for given in [given for given in self._by_keys if given[: len(keys)] == keys]:
-            del self._by_keys[given]
+        self._by_keys.pop(keys, None)
+        if keys in self._tables:
+            for given in [given for given in self._by_keys if given[: len(keys)] == keys]:
+                del self._by_keys[given]

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import ValidationError
@@ -11,13 +11,14 @@ from pydantic import ValidationError
 from prime_rl.config import argv as command_line
 from prime_rl.config import environ
 from prime_rl.config.base import BaseConfig, ConfigError, Section
-from prime_rl.config.errors import describe, unknown_keys
+from prime_rl.config.errors import MOST_LINES, describe, misfits, unknown_keys
 from prime_rl.config.help import help_text
-from prime_rl.config.origin import Assignment, Layer, Origins, of_one_type, put_item, spell
-from prime_rl.config.schema import Keys, find, settings
+from prime_rl.config.origin import Assignment, Origins, build, of_one_type, spell
+from prime_rl.config.schema import Keys, settings
 from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
+LONGEST_LINE = 2000
 
 
 def say(text: str) -> None:
@@ -41,14 +42,21 @@ def load(cls: type[Config], argv: Sequence[str] | None = None, prog: str | None 
     try:
         config, hints = resolve(cls, arguments, os.environ)
     except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
+        _report("error", error.problems)
         example = "" if arguments else f" Most are given in a file: {name} @ config.toml."
         print(f"Nothing was started.{example} For all settings: {name} --help", file=sys.stderr)
         raise SystemExit(2) from None
-    for hint in hints:
-        print(f"hint: {hint}", file=sys.stderr)
+    _report("hint", hints)
     return config
+
+
+def _report(kind: str, lines: list[str]) -> None:
+    """Print the first lines, each as one line of bounded length, whatever the input held that they quote."""
+    more = [f"and {len(lines) - MOST_LINES} more"] if len(lines) > MOST_LINES else []
+    for line in lines[:MOST_LINES] + more:
+        short = line if len(line) <= LONGEST_LINE else f"{line[: LONGEST_LINE - 200]} … {line[-200:]}"
+        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
+        print(f"{kind}: {shown}", file=sys.stderr)
 
 
 def parse(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Config:
@@ -65,9 +73,6 @@ class Resolved(NamedTuple):
 
 def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> Resolved:
     """As `parse`, with the hints."""
-    # Takes 0.1 s that neither help nor importing the classes should wait for.
-    from prime_rl.config.sources import merge
-
     line = command_line.read(argv, cls)
     hints: list[str] = []
     # From the weakest to the strongest. Files for sections stand beside the last one for the whole, and beside one another.
@@ -76,45 +81,18 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
     layers = [[_todays(assignment, cls, hints) for assignment in layer] for layer in given]
     layers = of_one_type(layers, hints)
     origins = Origins(layers)
-    indexed = [assignment for assignment in layers[-1] if _index(cls, assignment) is not None]
-    layers[-1] = [assignment for assignment in layers[-1] if _index(cls, assignment) is None]
-    tree = nulls(merge(layers[::-1]))
-    problems = [*line.problems, *_apply(indexed, tree, cls)]
+    tree, beyond = build(chain.from_iterable(layers), cls)
     tree, unknown = unknown_keys(cls, tree, origins)
-    problems += unknown
+    wrong = misfits(cls, tree, origins)
+    problems = line.problems + beyond + unknown + wrong
     try:
         config = cls.model_validate(tree, context={"origins": origins, "hints": hints})
     except ValidationError as error:
-        raise ConfigError(problems + describe(error, cls, origins, incomplete=bool(line.problems))) from None
+        incomplete = bool(line.problems or wrong)
+        raise ConfigError(problems + describe(error, cls, origins, incomplete)) from None
     if problems:
         raise ConfigError(problems)
     return Resolved(config, hints)
-
-
-def nulls(value: Any) -> Any:
-    """`value` with null for every string "None" in it, as TOML has no null."""
-    if isinstance(value, dict):
-        return {key: nulls(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [nulls(item) for item in value]
-    return None if value == "None" else value
-
-
-def _index(cls: type[Section], assignment: Assignment) -> int | None:
-    found = find(cls, assignment.keys)
-    return found.index if found is not None else None
-
-
-def _apply(indexed: Layer, tree: dict[str, Any], cls: type[Section]) -> list[str]:
-    """Carry out assignments to items of lists, which may stand in a lower layer; a line for each that cannot be."""
-    problems = []
-    for assignment in indexed:
-        index = _index(cls, assignment)
-        try:
-            put_item(tree, assignment.keys, index or 0, nulls(assignment.value))
-        except IndexError as error:
-            problems.append(f"{assignment.origin.text}: {error}")
-    return problems
 
 
 def _todays(assignment: Assignment, cls: type[Section], hints: list[str]) -> Assignment:

@@ -1,8 +1,8 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
-from typing import Any, Self
+from typing import Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationInfo, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import BaseConfig, Problem, check
 from prime_rl.config.inference import InferenceConfig
@@ -81,15 +81,8 @@ class RLConfig(BaseConfig):
         default=None, description="The inference server (None: one that runs already)."
     )
 
-    @staticmethod
-    def as_given(table: dict[str, Any]) -> dict[str, Any]:
-        """Shared settings once, at the top: an option given beside the file then reaches every section."""
-        return without_copies(table)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        return share(data, info.context) if isinstance(data, dict) else data
+    as_given = staticmethod(without_copies)
+    share = staticmethod(share)
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

@@ -102,12 +102,10 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """The setting that keys lead to. `index` is where they choose an item of a list of sections, `rest` what lies
-    below the setting: keys within a dict, or such an index itself."""
+    """The setting that keys lead to. `rest` is what lies below the setting: keys within a dict, or the number of an item of a list of sections."""
 
     setting: Setting
     rest: Keys = ()
-    index: int | None = None
 
 
 def find(section: type[Section], keys: Keys) -> Found | None:
@@ -123,17 +121,27 @@ def find(section: type[Section], keys: Keys) -> Found | None:
         return _find_in_item(setting, setting.item_section, keys)
     for member in setting.sections:
         if (found := find(member, keys[1:])) is not None:
-            return Found(found.setting, found.rest, None if found.index is None else found.index + 1)
+            return found
     return None
 
 
 def _find_in_item(setting: Setting, item: type[Section], keys: Keys) -> Found | None:
-    if not keys[1].isdigit():
+    if not (keys[1].isdecimal() and len(keys[1]) < 10):
         return None
     if len(keys) == 2:
-        return Found(setting, keys[1:], index=1)
-    found = find(item, keys[2:])
-    return found and Found(found.setting, found.rest, index=1)
+        return Found(setting, keys[1:])
+    return find(item, keys[2:])
+
+
+def list_index(section: type[Section], keys: Keys) -> int | None:
+    """Position among `keys` of the number of an item of a list of sections, None where they choose none; keys below it may name no setting."""
+    for position in range(1, len(keys)):
+        found = find(section, keys[: position + 1])
+        if found is None:
+            return None
+        if found.setting.item_section is not None and found.rest:
+            return position
+    return None
 
 
 def all_paths(section: type[Section], prefix: Keys = ()) -> Iterator[Keys]:

@@ -1,8 +1,8 @@
 """Settings of supervised fine-tuning."""
 
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, PositiveInt, ValidationInfo, model_validator
+from pydantic import Field, PositiveInt, model_validator
 
 from prime_rl.config.base import Problem, Section
 from prime_rl.config.eval import Measure
@@ -80,15 +80,8 @@ class SFTConfig(TrainingConfig):
         default=None, description="The server for evaluations, started beside (None: one that runs already)."
     )
 
-    @staticmethod
-    def as_given(table: dict[str, Any]) -> dict[str, Any]:
-        """The server's address once, where the server is."""
-        return without_address(table)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _share_eval_server(cls, data: Any, info: ValidationInfo) -> Any:
-        return share_eval_server(data, info.context) if isinstance(data, dict) else data
+    as_given = staticmethod(without_address)
+    share = staticmethod(share_eval_server)
 
     @model_validator(mode="after")
     def _has_use_for_a_server(self) -> Self:

@@ -273,11 +273,8 @@ class _Sharing:
             return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)
         url = url[0] if isinstance(url, list) and url else url
         if url:
-            try:
-                address = urlsplit(str(url))
-                url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
-            except ValueError:
-                return None  # Not an address: validation reports it.
+            address = urlsplit(url)
+            url_port = address.port or {"http": 80, "https": 443}.get(address.scheme)
             same_host = address.hostname == host or {address.hostname, host} <= LOCAL_HOSTS
             of_server = [port_key] if same_host else [port_key, host_key]
             gap = self._strength(key) - max(map(self._strength, of_server))

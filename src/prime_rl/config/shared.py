@@ -111,6 +111,10 @@ def _one_or_several(urls: str | list[str]) -> str | list[str]:
     for url in found:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"{without_password(url)!r} does not start with http:// or https://")
+        try:
+            _ = urlsplit(api_root(url)).port
+        except ValueError as error:
+            raise ValueError(f"{without_password(url)!r} is no address: {error}") from None
     seen: dict[str, str] = {}
     for url in found:
         before = seen.setdefault(same_server(url), url)
@@ -127,11 +131,8 @@ def api_root(url: str) -> str:
 
 def same_server(url: str) -> str:
     """Equal for addresses of one server: every name of this machine itself is the same one, and so is a port that goes without saying."""
-    try:
-        parts = urlsplit(api_root(url))
-        host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
-    except ValueError:
-        return url  # no address; who connects will say so
+    parts = urlsplit(api_root(url))
+    host, port = parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
     return f"{parts.scheme}://{'localhost' if is_own_host(host) else host}:{port}{parts.path}"
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import warnings
 from typing import Any
 
 from prime_rl.config.schema import Found, Setting
@@ -60,10 +61,11 @@ def literal(text: str) -> Any:
     """JSON, else a Python literal, else the text itself."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     try:
-        parsed = ast.literal_eval(text.strip())
+        with warnings.catch_warnings(action="ignore"):  # of escapes that a string may have
+            parsed = ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return text
     return _as_toml(parsed) if _fits_toml(parsed) else text

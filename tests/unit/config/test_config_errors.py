@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -579,6 +580,72 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
         "error: max_steps: must be a valid integer, got 'x' (--max-steps)",
         "Nothing was started. For all settings: trainer --help",
     ]
+
+
+@pytest.mark.parametrize(
+    ("cls", "argv", "text", "line"),
+    [
+        (InferenceConfig, ["9" * 300], "", f"unexpected argument '{'9' * 300}'"),
+        (InferenceConfig, ["--" + "x" * 9999], "", f"--{'x' * 1798} … {'x' * 183} names no setting"),
+        (InferenceConfig, ["--seed\n\x1b", "1"], "", r"--seed\n\x1b names no setting; did you mean --seed?"),
+        (InferenceConfig, ["--seed", "9" * 99], "", "--seed: an integer of more than 64 bits"),
+        (InferenceConfig, ["--vllm.a", "\udcff"], "", "--vllm.a: not UTF-8 text"),
+        (InferenceConfig, ["--vllm..a", "1"], "", "--vllm..a: an empty key"),
+        (InferenceConfig, ["--vllm.a", "[" * 60 + "]" * 60], "", "--vllm.a: more than 32 tables and lists, one within the other"),
+        (InferenceConfig, ["@", "x.toml"], "seed = " + "9" * 5000, "x.toml: cannot be read: Exceeds the limit (4300 digits) for integer string conversion: value has 5000 digits"),
+        (InferenceConfig, ["@", "x.toml"], "a = " + "[" * 5000, "x.toml: malformed TOML: nested too deeply"),
+        (InferenceConfig, ["@", "x.toml"], 'include = "\\u0000"', "\\x00: cannot be read: embedded null byte"),
+        (InferenceConfig, ["@", "x.toml"], 'model.name = "\\u0000"', "x.toml, line 1: text with a NUL character"),
+        (InferenceConfig, ["--server.port", "http://elsewhere:8001"], "", "server.port: must be a valid integer, got 'http://elsewhere:8001' (--server.port)"),
+        (OrchestratorConfig, ["@", "x.toml", "--environments.0.workers", "1"], "environments = true", "environments.0.id: required, but not given (x.toml, line 1)"),
+        (OrchestratorConfig, [*ENV, "--environments.0.wrkers", "1"], "", "--environments.0.wrkers names no setting; did you mean --environments.0.workers?"),
+        (OrchestratorConfig, [*ENV, "--environments.²", "1"], "", "environments: must be a list, got {'²': '1'} (--environments.²)"),
+        (OrchestratorConfig, ["--environments", "[3]"], "", "environments.0: must be a table, got 3 (--environments)"),
+        (OrchestratorConfig, [*ENV, "--client.base-url", "http://[::1"], "", "client.base_url: 'http://[::1' is no address: Invalid IPv6 URL, got ['http://[::1'] (--client.base-url)"),
+        (OrchestratorConfig, [*ENV, "--algorithm.length-penalty.scale", "1"], "", "algorithm.length_penalty: needs a `type`, got {'scale': 1} (--algorithm.length-penalty.scale)"),
+        (RLConfig, [*ORCH, "--inference.server.host.x=token"], "", "inference.server.host: must be a valid string, got {'x': 'token'} (--inference.server.host.x)"),
+        (EvalConfig, ["--client.base-url.x", "1"], "", "client.base_url: must be a valid string, got {'x': '1'} (--client.base-url.x)"),
+    ],
+)  # fmt: skip
+def test_odd_input_is_one_line(
+    write: Write, capsys: pytest.CaptureFixture[str], cls: type[BaseConfig], argv: list[str], text: str, line: str
+) -> None:
+    """Contract: what cannot be shaped, merged or written is named; a line stays one line of bounded length."""
+    write(text)
+    with pytest.raises(SystemExit) as caught:
+        load(cls, argv, prog="prog")
+    assert caught.value.code == 2
+    assert f"error: {line}" in capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("cls", "key"), [(OrchestratorConfig, "eval"), (SFTConfig, "eval"), (RLConfig, "orchestrator"), (RLConfig, "orchestrator.eval")]
+)  # fmt: skip
+@pytest.mark.parametrize("scalar", ["3", "true", '"None"', "[1]"])
+def test_an_option_wins_over_a_scalar_where_a_table_belongs(
+    write: Write, cls: type[BaseConfig], key: str, scalar: str
+) -> None:
+    """Contract: an item of a list below what a file says is no table replaces it, as any other option does."""
+    argv = [
+        "@",
+        write(f"{key} = {scalar}"),
+        f"--{key}.environments.0.id",
+        "x",
+        *(ORCH if key == "orchestrator.eval" else []),
+    ]
+    argv += ENV if cls is OrchestratorConfig else []
+    config: Any = parse(cls, argv, {})
+    for part in key.split("."):
+        config = getattr(config, part)
+    assert [one.id for one in config.environments] == ["x"]
+
+
+def test_many_mistakes_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(TrainerConfig, [f"--x{number}=1" for number in range(300)], prog="trainer")
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 52
+    assert lines[50] == "error: and 250 more"
 
 
 def test_without_anything_an_example_is_given(capsys: pytest.CaptureFixture[str]) -> None:
