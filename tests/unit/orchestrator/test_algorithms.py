@@ -127,6 +127,18 @@ def test_equal_rewards_that_are_no_binary_fractions_give_exact_zeros() -> None:
         assert of_one(config, group) == [0.0, 0.0, 0.0], config.type
 
 
+def test_a_group_of_one_has_nothing_to_compare_with() -> None:
+    """Contract: where the other attempts failed the last one's advantage is 0, not its reward."""
+    for config in (GRPO(), GRPO(std_normalize=True), RLOO(), OPO(), MaxRL(), GDPO(), ReinforcePP(group_baseline=True)):
+        assert of_one(config, [Attempt(0.7, output_tokens=3, rewards={"right": 0.7})]) == [0.0], config.type
+
+
+def test_no_linear_penalty_below_a_mean_of_zero() -> None:
+    """Contract: a share of a negative mean would be a reward for length."""
+    group = [Attempt(reward, output_tokens=length, total_tokens=length) for reward, length in ((-1.0, 10), (0.5, 90))]
+    assert penalized(group, LinearPenalty()) == group
+
+
 def test_overlong_punishment() -> None:
     """100 tokens of room, the last 20 of them a cache: nothing up to 80, a half at 90, all of it from 100 on."""
     group = [Attempt(1.0, output_tokens=tokens) for tokens in (10, 80, 90, 100, 500)]

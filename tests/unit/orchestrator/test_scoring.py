@@ -5,12 +5,18 @@ import statistics
 from dataclasses import replace
 
 import pytest
+import torch
 
 from prime_rl.config.algorithms import GDPO, GRPO, RAE, RLOO
 from prime_rl.config.filters import FilterConfig
+from prime_rl.config.losses import PolicyLoss
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, SampleTokens
 from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
 from prime_rl.orchestrator.samples import score_batch
+from prime_rl.trainer.loss import STREAMS
+from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parallel import World
+from prime_rl.trainer.rl.data import StepData, document, grouped, normalize
 
 TASK = Task("reverse-text", 3, "train/abc")
 
@@ -75,6 +81,31 @@ def test_groups_without_spread_are_filtered_and_counted():
     assert len(score_batch(groups, Settings(), {"reverse-text": 1.0}, {}).trained) == 2
     assert len(score_batch(groups, Settings(), {"reverse-text": 1.0}, {}).filtered) == 2
     assert len(score_batch(groups, Settings(filter_zero_advantage=False), {"reverse-text": 1.0}, {}).samples) == 4
+
+
+@pytest.mark.parametrize("normalization", ["token", "sequence", "group"])
+@pytest.mark.parametrize("left_out", [True, False])
+def test_what_is_in_the_denominator(normalization, left_out):
+    """Contract: attempts of advantage zero count in the denominator if they are kept in the batch, and only then."""
+    rewards, lengths = [[1.0, 0.0], [0.5, 0.5]], [[1, 2], [5, 9]]
+    groups = [
+        [episode(i, reward, samples=[tokens(sampled=n)]) for i, (reward, n) in enumerate(zip(*rows, strict=True))]
+        for rows in zip(rewards, lengths, strict=True)
+    ]
+    samples = score_batch(batch(*groups), Settings(filter_zero_advantage=left_out), {"reverse-text": 1.0}, {}).samples
+    packed = collate([document(sample) for sample in samples], len(STREAMS))
+    one = World(0, 1, torch.device("cpu"), None)
+    names = [sample.group_id for sample in samples]
+    step = grouped(StepData([packed], [], []), names, [range(len(samples))])
+    normalize(step, one, PolicyLoss(normalization=normalization))
+    advantages, scales = (packed.streams[STREAMS.index(name)] for name in ("advantages", "rl_scale"))
+    # A token of the two attempts that differ, of 1 and 2 tokens; the other two have 5 and 9.
+    shares = {
+        "token": [1 / 3, 1 / 3] if left_out else [1 / 17, 1 / 17],
+        "sequence": [1 / 2, 1 / 2 / 2] if left_out else [1 / 4, 1 / 4 / 2],
+        "group": [1 / 3, 1 / 3] if left_out else [1 / 2 / 3, 1 / 2 / 3],
+    }[normalization]
+    assert list((advantages * scales)[:3]) == pytest.approx([0.5 * shares[0], *[-0.5 * shares[1]] * 2])
 
 
 def played(number, *players) -> Finished[EpisodeResult]:
