@@ -1,10 +1,11 @@
 """What every configuration class is made of: sections, the settings common to all entrypoints, and two errors."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 
@@ -42,6 +43,14 @@ def check(*found: Problem | None) -> None:
         raise Problems(problems)
 
 
+def short(path: str) -> str:
+    """A path that a file can have. Linux allows 255 bytes, 4095 in all; the rest is for what is added to it."""
+    parts = os.fsencode(path).split(b"/")
+    if max(map(len, parts)) > 200 or len(b"/".join(parts)) > 3000:
+        raise ValueError("must be a path of at most 3000 bytes, 200 between two slashes")
+    return path
+
+
 class Older(NamedTuple):
     """An older spelling: the key that replaced it, and how its value is written there.
 
@@ -58,6 +67,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     older: ClassVar[dict[str, Older]] = {}
+
+    @field_validator("*")
+    @classmethod
+    def _short_paths(cls, value: Any, info: ValidationInfo) -> Any:
+        """Names of models, datasets and environments are looked for as files too, and logs are named by them."""
+        if isinstance(value, Path) or (isinstance(value, str) and info.field_name in ("name", "id")):
+            short(os.fspath(value))
+        return value
 
     @model_validator(mode="before")
     @classmethod

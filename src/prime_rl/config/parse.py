@@ -106,7 +106,7 @@ def _todays(assignment: Assignment, cls: type[Section], hints: list[str]) -> Ass
         value = older.convert(assignment.value)
         if (new, value) == (keys, assignment.value):
             continue
-        shown = ",".join(value) if isinstance(value, list) else value
+        shown = ",".join(map(str, value)) if isinstance(value, list) else value
         hints.append(
             f"{origin.text} {without_password(str(assignment.value))} is an older spelling of {spell(new, origin.kind)} {shown}"
         )

@@ -31,7 +31,7 @@ class Setting:
     def item(self) -> Any:
         """Type of the items of a list, None for anything else."""
         lists = [member for member in self.members if get_origin(member) is list]
-        return get_args(lists[0])[0] if lists else None
+        return next(_members(get_args(lists[0])[0])) if lists else None
 
     @property
     def item_section(self) -> type[Section] | None:
@@ -164,7 +164,7 @@ def _member_text(member: Any) -> str:
     if get_origin(member) is Literal:
         return "|".join(str(word) for word in get_args(member))
     if get_origin(member) is list:
-        return f"list of {_member_text(get_args(member)[0])}"
+        return f"list of {_member_text(next(_members(get_args(member)[0])))}"
     if get_origin(member) is dict or issubclass(member, Section):
         return "table"
     return "path" if member is Path else str(member.__name__)

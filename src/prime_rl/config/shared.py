@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import Older, Problem, Section
+from prime_rl.config.base import Older, Problem, Section, short
 from prime_rl.redact import has_password, key_in, without_password
 
 Device = Literal["auto", "cpu", "cuda"]
@@ -356,7 +356,7 @@ class Environments(Section, Generic[Env]):
 
     environment: Env | None = Field(default=None, description="The environment, if there is one.")
     environments: list[Env] = Field(default_factory=list, description="The environments, if there are several.")
-    environment_ids: list[str] = Field(
+    environment_ids: list[Annotated[str, Field(min_length=1), AfterValidator(short)]] = Field(
         default_factory=list, description="More environments, in short: ids only, with commas."
     )
 
