@@ -1,5 +1,6 @@
 """Where a run's first weights come from: a local directory, the hub, or nowhere (random weights of a known shape), and their tokenizer."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,18 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(source.directory, trust_remote_code=source.trust_remote_code)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"the tokenizer in {source.directory} cannot be loaded: {one_line(error)}") from error
+
+
+def stop_ids(source: Source) -> list[int]:
+    """The tokens at which a server ends a reply, by the model's `generation_config.json`. Raises UserError when that cannot be read."""
+    path = None if source.directory is None else source.directory / "generation_config.json"
+    if path is None or not path.is_file():
+        return []
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (OSError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read: {one_line(error)}") from error
+    return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
 def one_line(error: BaseException) -> str:

@@ -28,7 +28,7 @@ def sample(length: int, trained: int = 1) -> Tokens:
 def stream(lengths: list[int], seq_len: int = 10, drawn: int = 0) -> RowStream:
     """Rows of these lengths in order; a negative length is a row without trained tokens."""
     rows = [sample(n) if n > 0 else sample(-n, 0) for n in lengths]
-    return RowStream(lambda i: rows[i], len(rows), seq_len, shuffle=False, seed=0, drawn=drawn)
+    return RowStream(lambda i: [rows[i]], len(rows), seq_len, shuffle=False, seed=0, drawn=drawn)
 
 
 def test_order() -> None:
@@ -76,7 +76,7 @@ def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
 def test_dropped_rows_are_counted() -> None:
     """Too long and untrained samples are passed over and counted, never cut; a row whose only trained token is its first counts as untrained."""
     source = stream([11, 4, -5, 1, 12, 3])
-    assert [len(source.take().input_ids) for _ in range(2)] == [4, 3]
+    assert [len(source.take()[0].input_ids) for _ in range(2)] == [4, 3]
     assert source.dropped == {"too_long": 2, "untrained": 2}
     assert source.drawn == 6
 

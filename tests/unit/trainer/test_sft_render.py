@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from prime_rl.config.sft import LossMask
 from prime_rl.errors import UserError
-from prime_rl.trainer.sft.render import Tokens, tokenize
+from prime_rl.trainer.sft.render import RowRenderer, Tokens
 from support import trainer as support
 
 tied_model = support.tied_model
@@ -57,6 +57,12 @@ def trained(tokens: Tokens) -> list[list[int]]:
     return runs
 
 
+def tokenize(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, loss_mask: LossMask) -> Tokens:
+    """The only sample of a row."""
+    (sample,) = RowRenderer(tokenizer, loss_mask).samples(row)
+    return sample
+
+
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -71,7 +77,7 @@ def test_messages(tokenizer: PreTrainedTokenizerBase) -> None:
     row = {"messages": [system, user("Hi you"), assistant("Yo"), user("B"), assistant("C")]}
     found = tokenize(row, tokenizer, LossMask())
     turns = [("system", "Be."), ("user", "Hi you"), ("assistant", "Yo"), ("user", "B"), ("assistant", "C")]
-    assert found.input_ids.tolist() == [token for item in turns for token in turn(*item)]
+    assert found.input_ids.tolist() == [token for item in turns for token in turn(*item)][:-1]
     assert trained(found) == [[*ids("Yo"), END], [*ids("C"), END]]
 
 
@@ -87,7 +93,7 @@ def test_messages(tokenizer: PreTrainedTokenizerBase) -> None:
 def test_prompt_and_completion(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Prompt and completion as messages or as text are the same conversation."""
     found = tokenize(row, tokenizer, LossMask())
-    assert found.input_ids.tolist() == turn("user", "Hi") + turn("assistant", "Yo")
+    assert found.input_ids.tolist() == turn("user", "Hi") + turn("assistant", "Yo")[:-1]
     assert trained(found) == [[*ids("Yo"), END]]
 
 

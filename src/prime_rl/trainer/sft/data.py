@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +15,7 @@ from prime_rl.trainer.batch import pinned
 from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, collate, plan, rollout_lengths
 from prime_rl.trainer.parallel import World, agree
 from prime_rl.trainer.prefetch import Prefetch
-from prime_rl.trainer.sft.render import Tokens, tokenize
+from prime_rl.trainer.sft.render import RowRenderer, Tokens
 from prime_rl.trainer.sft.rows import Rows
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 STREAMS = 1  # of the cross-entropy token loss: weight / (loss tokens of the whole step)
 
-Tokenizer = Callable[[int], Tokens]
-"""The tokens of a row, by its index."""
+Tokenizer = Callable[[int], list[Tokens]]
+"""The samples of a row, by its index."""
 
 
 @dataclass(frozen=True)
@@ -60,57 +61,55 @@ def row_order(rows: int, drawn: int, shuffle: bool, seed: int) -> Iterator[int]:
 class RowStream:
     """Tokenized rows in the order of `row_order`, without those that cannot be trained on, which are counted.
 
-    Nothing is truncated: half a conversation would teach to break off. `peek` and `take` let a step leave the row that no longer fits.
+    Nothing is truncated: half a conversation would teach to break off. `peek` and `take` let a step leave the row that no longer fits. The
+    samples of a row stay in one step, so that `drawn` rows say where to go on.
     """
 
     def __init__(self, tokenizer: Tokenizer, rows: int, seq_len: int, *, shuffle: bool, seed: int, drawn: int) -> None:
         self._tokenizer, self._rows, self._seq_len = tokenizer, rows, seq_len
         self._order = row_order(rows, drawn, shuffle, seed)
-        self._next: Tokens | None = None
+        self._next: list[Tokens] | None = None
         self.drawn = drawn
+        self._index = 0  # of that row
         self._skipped = 0  # of the next row: drawn, but not yet part of a step
         self.dropped: Counter[str] = Counter()
 
-    def peek(self) -> Tokens:
-        """The next row that can be trained on.
+    def peek(self) -> list[Tokens]:
+        """The samples of the next row that can be trained on.
 
         Raises:
             UserError: a whole epoch went by without one, or a row is malformed (says which).
         """
         while self._next is None:
-            index = next(self._order)
+            self._index = next(self._order)
             try:
-                tokens = self._tokenizer(index)
+                self._next = self._tokenizer(self._index)
             except UserError as error:
-                raise UserError(f"dataset row {index}: {error}") from error
-            reason = self._unfit(tokens)
-            if reason is None:
-                self._next = tokens
-                break
-            self._count(reason, index, len(tokens.input_ids))
+                raise UserError(f"dataset row {self._index}: {error}") from error
+            longest = max(len(sample.input_ids) for sample in self._next)
+            if longest > self._seq_len:
+                self.drop("too_long", f"its {longest} tokens exceed seq_len {self._seq_len}")
+            elif not any(sample.loss_mask[1:].any() for sample in self._next):
+                self.drop("untrained", "no token of it is trained")
         return self._next
 
-    def take(self) -> Tokens:
+    def take(self) -> list[Tokens]:
         """The same, and go on to the one after it."""
-        tokens = self.peek()
+        samples = self.peek()
         self._next = None
         self.drawn += self._skipped + 1
         self._skipped = 0
-        return tokens
+        return samples
 
-    def _unfit(self, tokens: Tokens) -> str | None:
-        if len(tokens.input_ids) > self._seq_len:
-            return "too_long"
-        return None if tokens.loss_mask[1:].any() else "untrained"
+    def drop(self, reason: str, why: str) -> None:
+        """Pass over the next row, and count it.
 
-    def _count(self, reason: str, index: int, length: int) -> None:
+        Raises:
+            UserError: it is the last of a whole epoch, none of which could be trained on.
+        """
+        self._next = None
         if not self.dropped[reason]:
-            why = (
-                f"its {length} tokens exceed seq_len {self._seq_len}"
-                if reason == "too_long"
-                else "no token of it is trained"
-            )
-            logger.warning("dropped row {}: {} (further ones are counted as data/dropped_{})", index, why, reason)
+            logger.warning("dropped row {}: {} (further ones are counted as data/dropped_{})", self._index, why, reason)
         self.dropped[reason] += 1
         self._skipped += 1
         if self._skipped >= self._rows:
@@ -121,14 +120,27 @@ class RowStream:
 
 
 def fill(stream: RowStream, rows: int, seq_len: int) -> list[Tokens]:
-    """Take what fits into `rows` rows of `seq_len` tokens, first fit. The first sample that fits nowhere is left for the next step."""
+    """Take what fits into `rows` rows of `seq_len` tokens, first fit. The first row whose samples fit nowhere is left for the next step."""
     room = np.full(rows, seq_len)
-    taken = []
-    while (fits := np.flatnonzero(room >= len(stream.peek().input_ids))).size:
-        tokens = stream.take()
-        room[fits[0]] -= len(tokens.input_ids)
-        taken.append(tokens)
+    taken: list[Tokens] = []
+    while (left := _place(stream.peek(), room)) is not None or not taken:
+        if left is None:
+            stream.drop("too_long", f"its {len(stream.peek())} samples exceed a step of {rows} × {seq_len} tokens")
+            continue
+        room = left
+        taken += stream.take()
     return taken
+
+
+def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np.int64] | None:
+    """The room that is left after all of `samples`; None if they do not fit."""
+    left = room.copy()
+    for sample in samples:
+        fits = np.flatnonzero(left >= len(sample.input_ids))
+        if not fits.size:
+            return None
+        left[fits[0]] -= len(sample.input_ids)
+    return left
 
 
 def pack(
@@ -173,11 +185,15 @@ class RowData:
         costs: Costs,
         multiple_of: int,
         timeout: float,
+        stop_ids: Sequence[int] = (),
     ) -> None:
-        def tokens(index: int) -> Tokens:
-            found = tokenize(rows[index], tokenizer, config.loss_mask)
-            check_vocabulary(found, vocabulary, tokenizer)
-            return found
+        renderer = RowRenderer(tokenizer, config.loss_mask, stop_ids)
+
+        def tokens(index: int) -> list[Tokens]:
+            samples = renderer.samples(rows[index])
+            for sample in samples:
+                check_vocabulary(sample, vocabulary, tokenizer)
+            return samples
 
         self._stream = RowStream(tokens, len(rows), config.seq_len, shuffle=config.shuffle, seed=seed, drawn=drawn)
         self._config, self._world, self._costs, self._multiple_of = config, world, costs, multiple_of

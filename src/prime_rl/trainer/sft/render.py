@@ -1,17 +1,22 @@
-"""From a row to tokens and a loss mask, through the model's own chat template.
+"""From a row to tokens and loss masks, through the model's own chat template.
 
-The template is asked for the whole conversation, and for the prefixes that end where a trained message begins and ends. If both are prefixes
-of the whole, token by token, then the tokens between them are that message's; if not, no mask would be right, and the row is refused.
+For every message to be trained the template is asked twice: for what inference would be given before it (with the generation prompt), and for
+the conversation up to it. What the second adds to the first is the reply, cut after the first token at which inference stops. Replies whose
+contexts continue each other share a sample; where a template rewrites the past (it drops earlier reasoning), they are samples of their own.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateError
+from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.errors import UserError
@@ -23,10 +28,22 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Messages = list[Message]
 
+_REASONING_MARKS = (
+    ("<think>", "</think>"),
+    ("<think:opensource>", "</think:opensource>"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+    ("[THINK]", "[/THINK]"),
+    ("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+)
+"""What opens and closes reasoning. Needed only for generation prompts that a template does not repeat in the conversation."""
+_REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+_THINKING_ON = {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}
+
 
 @dataclass(frozen=True)
 class Tokens:
-    """T tokens of one row, and which of them are trained."""
+    """T tokens of one sample, and which of them are trained."""
 
     input_ids: npt.NDArray[np.int64]
     loss_mask: npt.NDArray[np.bool_]
@@ -41,44 +58,321 @@ class Conversation:
     tools: list[Any] | None
 
 
-def tokenize(row: Row, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask") -> Tokens:
-    """Tokens and loss mask of a row.
+@dataclass(frozen=True)
+class Turn:
+    """A message to be trained: the text before it, and its own with what ends it."""
 
-    * `messages`: every message of a role that `loss_mask` names is trained; by default the assistant's.
-    * `prompt` and `completion` as lists of messages: the same, in the completion only.
-    * `prompt` and `completion` as text: a user message and the assistant's answer. Without a chat template: the prompt's tokens, then the
-      completion's with the end-of-sequence token, which are trained as an assistant's are.
+    context: str
+    reply: str
 
-    Of an assistant message its content, its tool calls and the token that ends its turn are trained, not the header that the template writes to
-    make the assistant speak. Of other roles the whole message is, header included.
+    @property
+    def text(self) -> str:
+        return self.context + self.reply
 
-    Raises:
-        UserError: the row has another form, the tokenizer lacks a chat template, or the template refuses the row or its prefixes.
+
+class RowRenderer:
+    """From rows to samples, with one tokenizer.
+
+    Args:
+        stop_ids: Tokens that end a reply at inference besides the tokenizer's end-of-sequence token (`generation_config.json` names them).
     """
-    check_columns(row, "row")
-    if tokenizer.chat_template is None and "messages" not in row:
-        prompt, completion = row["prompt"], row["completion"]
-        if isinstance(prompt, str) and isinstance(completion, str):
-            return _plain(prompt, completion, tokenizer, trained=loss_mask.assistant)
-    conversation = _conversation(row)
-    if tokenizer.chat_template is None:
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask", stop_ids: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._trained_roles = loss_mask.model_dump()
+        self._stop_ids = [int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None]
+
+    def samples(self, row: Row) -> list[Tokens]:
+        """One sample of a row, or several where no single one has every trained message in the context that inference would see.
+
+        * `messages`: every message of a role that the loss mask names is trained; by default the assistant's.
+        * `prompt` and `completion` as lists of messages: the same, in the completion only.
+        * `prompt` and `completion` as text: a user message and the assistant's answer. Without a chat template: the prompt's tokens, then the
+          completion's with the end-of-sequence token, which are trained as an assistant's are.
+
+        Of an assistant message its reasoning, content, tool calls and the token that ends its turn are trained, not the header that the
+        template writes to make the assistant speak. Of other roles the whole message is, header included.
+
+        Raises:
+            UserError: the row has another form, the tokenizer lacks a chat template, or the template refuses the row or cannot show it.
+        """
+        check_columns(row, "row")
+        if self._tokenizer.chat_template is None and "messages" not in row:
+            prompt, completion = row["prompt"], row["completion"]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                return [self._plain(prompt, completion)]
+        conversation = _conversation(row)
+        if self._tokenizer.chat_template is None:
+            raise UserError(
+                f"the tokenizer of {self._name} has no chat template, which rows of messages need: put a "
+                "chat_template.jinja into the model directory, or give prompt and completion as plain text"
+            )
+        tools = conversation.tools
+        messages = self._expected_form(conversation.messages, tools)
+        turns = [
+            self._assistant(messages, index, tools)
+            if message["role"] == "assistant"
+            else self._other(messages, index, tools)
+            for index, message in enumerate(messages)
+            if index >= conversation.first_trained and self._trained_roles.get(message["role"], False)
+        ]
+        groups = _chains(turns) or [[Turn(self._text(messages, tools), "")]]
+        return [tokens for group in groups for tokens in self._tokens(group)]
+
+    @property
+    def _name(self) -> str:
+        return self._tokenizer.name_or_path
+
+    def _plain(self, prompt: str, completion: str) -> Tokens:
+        if self._tokenizer.eos_token_id is None:
+            raise UserError(f"the tokenizer of {self._name} has no end-of-sequence token to end a completion with")
+        # Tokenized apart, so that the boundary is where generation would begin.
+        before = self._tokenizer(prompt).input_ids
+        after = [*self._tokenizer(completion, add_special_tokens=False).input_ids, self._tokenizer.eos_token_id]
+        tokens = _joined([before, after])
+        return tokens if self._trained_roles["assistant"] else Tokens(tokens.input_ids, tokens.loss_mask & False)
+
+    def _text(self, messages: Messages, tools: list[Any] | None, **options: Any) -> str:
+        try:
+            return str(self._tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **options))
+        except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            roles = ", ".join(message["role"] for message in messages) or "no messages"
+            raise UserError(
+                f"the chat template of {self._name} refuses a conversation of {roles}: {' '.join(str(error).split())[:300]}"
+            ) from error
+
+    def _expected_form(self, messages: Messages, tools: list[Any] | None) -> Messages:
+        """The messages in the form in which the template writes what they hold.
+
+        Most templates take content as text, arguments as objects and no content as ""; some take content as parts, the JSON of the
+        arguments, or `content` None.
+        """
+        messages = [self._with_known_reasoning(message) for message in messages]
+        if self._wants_parts:
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+        if not calls:
+            return messages
+        refusals: list[UserError | None] = []
+        for as_json in (False, True):
+            for no_content in ("", None):
+                form = [_formed(message, as_json, no_content) for message in messages]
+                try:
+                    text = self._text(form, tools)
+                except UserError as error:
+                    refusals.append(error)
+                    continue
+                arguments = [one["function"]["arguments"] for message in form for one in message.get("tool_calls", ())]
+                as_python = any(isinstance(value, dict) and value and str(value) in text for value in arguments)
+                if not as_python and all(str(call["name"]) in text for call in calls):
+                    return form
+                refusals.append(None)
+        if refusals[0] is not None:
+            raise refusals[0]
         raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path} has no chat template, which rows of messages need: put a "
-            "chat_template.jinja into the model directory, or give prompt and completion as plain text"
+            f"the chat template of {self._name} leaves out the row's calls of {calls[0]['name']}: it needs one that writes tool calls"
         )
-    return _masked(conversation, tokenizer, loss_mask)
+
+    def _with_known_reasoning(self, message: Message) -> Message:
+        """The message with its reasoning under the name that the template reads (gpt-oss: `thinking`), where it does not read the row's."""
+        name = next((key for key in _REASONING_KEYS if message.get(key)), None)
+        if name is None or name in self._reasoning_names:
+            return message
+        return {**message, **dict.fromkeys(self._reasoning_names, message[name])}
+
+    @cached_property
+    def _reasoning_names(self) -> list[str]:
+        template = str(self._tokenizer.chat_template)
+        return [key for key in _REASONING_KEYS if re.search(rf"""(\.|["']){key}\b""", template)]
+
+    def _assistant(self, messages: Messages, index: int, tools: list[Any] | None) -> Turn:
+        """An assistant's message after the prompt that inference would be given, up to where inference would stop."""
+        whole = self._text(messages[: index + 1], tools)
+        context = self._text(messages[:index], tools, add_generation_prompt=True)
+        if whole.startswith(context):
+            reply = whole[len(context) :]
+        else:
+            context, reply = self._after_prefill(messages, index, tools, whole, context)
+        if end := self._ends.search(reply):
+            return Turn(context, reply[: end.end()])
+        if index + 1 < len(messages):
+            following = self._text(messages[: index + 2], tools)
+            # The header of the next message may be what ends this one (GLM).
+            if following.startswith(whole) and (end := self._ends.match(following, len(whole))):
+                return Turn(context, reply + end[0])
+        if not self._stop_ids:
+            raise UserError(
+                f"the chat template of {self._name} ends no reply, and its tokenizer has no end-of-sequence token"
+            )
+        return Turn(context, reply + str(self._tokenizer.convert_ids_to_tokens(self._stop_ids[-1])))
+
+    def _after_prefill(
+        self, messages: Messages, index: int, tools: list[Any] | None, whole: str, context: str
+    ) -> tuple[str, str]:
+        """Context and reply where the generation prompt begins or skips reasoning, and the conversation does not show that.
+
+        The reply is what the model says after the prompt as it is: the rest of its reasoning, or only the mark that closes it, then the content.
+        """
+        before, reasoning = messages[:index], _reasoning(messages[index])
+        previous = _content(messages[index - 1])[-20:] if index else ""
+        if reasoning:
+            thinking = self._text(before, tools, add_generation_prompt=True, **_THINKING_ON)
+            shown = self._text(messages[: index + 1], tools, **_THINKING_ON)
+            if shown.startswith(thinking):
+                return thinking, shown[len(thinking) :]
+        opening, closing, prefill = _prefill(context)
+        rest = _after(context[: len(context) - len(prefill)], previous, whole)
+        if rest is not None and not prefill:
+            return context, rest
+        if rest is not None:
+            empty = re.match(rf"({re.escape(opening)}\s*)?{re.escape(closing)}\s*", rest)
+            if closing in prefill:
+                if empty or not rest.startswith(opening):
+                    return context, rest[empty.end() :] if empty else rest
+            elif empty or rest.startswith(opening) or closing in rest:
+                return context, rest.removeprefix(opening)
+            else:
+                return context, f"{reasoning}\n{closing}\n\n{rest.lstrip()}"
+        at = next(i for i, pair in enumerate(zip(context + "\0", whole + "\1", strict=False)) if pair[0] != pair[1])
+        raise UserError(
+            f"message {index} (assistant) cannot be trained in the context that inference sees: there the chat template of {self._name} prompts "
+            f"for it with {context[max(0, at - 20) : at + 40]!r}, but with the message in place it writes {whole[max(0, at - 20) : at + 40]!r}"
+        )
+
+    def _other(self, messages: Messages, index: int, tools: list[Any] | None) -> Turn:
+        """A message that no model writes, header included, without what the template writes after its end (ChatML: a line break)."""
+        context = self._text(messages[:index], tools) if index else ""
+        whole = self._text(messages[: index + 1], tools)
+        if not whole.startswith(context):
+            raise UserError(
+                f"message {index} ({messages[index]['role']}) cannot be trained: with it the chat template of {self._name} writes the messages "
+                "before it differently (see data.loss_mask)"
+            )
+        ends = [end.end() for end in self._ends.finditer(whole, len(context)) if not whole[end.end() :].strip()]
+        return Turn(context, whole[len(context) : ends[-1] if ends else None])
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template writes only content that is a list of parts."""
+        return not self._after_reply("Pong") and bool(self._after_reply(_parts("Pong")))
+
+    @cached_property
+    def _ends(self) -> re.Pattern[str]:
+        """What ends a reply: the stop tokens, and the token with which the template itself ends one if that is none of them (base models)."""
+        ends = {str(token) for token in self._tokenizer.convert_ids_to_tokens(self._stop_ids) if token is not None}
+        tail = self._after_reply(_parts("Pong") if self._wants_parts else "Pong")
+        if not any(end in tail for end in ends):
+            special = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+            if written := sorted((token for token in special if token in tail), key=tail.rfind):
+                ends.add(written[-1])
+                logger.warning(
+                    "the chat template of {} ends a reply with {!r}, at which servers do not stop: name it as `eos_token_id` in generation_config.json",
+                    self._name,
+                    written[-1],
+                )
+        return re.compile("|".join(map(re.escape, sorted(ends, key=len, reverse=True))) or "(?!)")
+
+    def _after_reply(self, reply: Any) -> str:
+        """What the template writes from a plain reply on, "" if it does not write it."""
+        try:
+            text = self._text(
+                [
+                    {"role": "user", "content": _parts("Ping") if isinstance(reply, list) else "Ping"},
+                    {"role": "assistant", "content": reply},
+                ],
+                None,
+            )
+        except UserError:
+            return ""
+        return "".join(text.rpartition("Pong")[1:]) if "Pong" in text else ""
+
+    def _tokens(self, turns: list[Turn]) -> list[Tokens]:
+        """The samples of turns whose contexts continue each other: one, unless its tokens differ from those that inference would see."""
+        text = turns[-1].text
+        cuts = [0, *(cut for turn in turns for cut in (len(turn.context), len(turn.text)))]
+        if len(turns) > 1:  # reads the text twice; its prefixes are far longer
+            *parts, whole = self._encode([*(text[start:end] for start, end in pairwise(cuts)), text])
+            if list(chain.from_iterable(parts)) == whole:
+                return [_joined(parts)]
+        # One turn; or a token reaches over a cut; or this tokenizer writes a blank before whatever it is given (SentencePiece).
+        prefixes = self._encode([text[:cut] for cut in cuts])
+        if all(prefixes[-1][: len(prefix)] == prefix for prefix in prefixes):
+            return [_joined([prefixes[-1][len(one) : len(two)] for one, two in pairwise(prefixes)])]
+        if len(turns) > 1:
+            return [tokens for turn in turns for tokens in self._tokens([turn])]
+        # As at inference: the prompt is tokenized without what follows.
+        return [_joined([prefixes[1], *self._encode([turns[0].reply])])]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self._tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
 
 
-def _plain(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase, *, trained: bool) -> Tokens:
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path} has no end-of-sequence token to end a completion with"
-        )
-    # Tokenized apart, so that the boundary is where generation would begin.
-    before = tokenizer(prompt).input_ids
-    after = [*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
-    in_completion = np.arange(len(before) + len(after)) >= len(before)
-    return Tokens(np.array(before + after, dtype=np.int64), in_completion & trained)
+def _prefill(context: str) -> tuple[str, str, str]:
+    """The marks of reasoning with which a prompt ends, opening and closing, and what it has of them ("" if nothing)."""
+    for opening, closing in _REASONING_MARKS:
+        found = re.search(rf"({re.escape(opening)}\s*)?({re.escape(closing)}\s*)?$", context)
+        if found and found[0]:
+            return opening, closing, found[0]
+    return "", "", ""
+
+
+def _after(head: str, previous: str, whole: str) -> str | None:
+    """What follows the header of the last turn in `whole`.
+
+    Args:
+        head: The prompt without its marks of reasoning.
+        previous: How the content of the message before ends: from there on the two texts agree but for blanks, if not before it.
+    """
+    if whole.startswith(head):
+        return whole[len(head) :]
+    at = head.rfind(previous) if previous else -1
+    if at < 0 or head.endswith(previous):  # without a header there is nothing to go by
+        return None
+    header = head[at:].rstrip()
+    blanks = head[at + len(header) :]
+    same = re.compile(r"\s*".join(map(re.escape, "".join(header.split()))) + re.escape(blanks))
+    ends = [found.end() for found in same.finditer(whole)]
+    return whole[ends[-1] :] if ends else None
+
+
+def _reasoning(message: Message) -> str:
+    """What an assistant's message reasons, from a field of its own or from its content."""
+    for key in _REASONING_KEYS:
+        if message.get(key):
+            return str(message[key]).strip()
+    content = _content(message)
+    for opening, closing in _REASONING_MARKS:
+        if closing in content:
+            return content.partition(closing)[0].rpartition(opening)[2].strip()
+    return ""
+
+
+def _content(message: Message) -> str:
+    content = message["content"] or ""
+    if isinstance(content, str):
+        return content.strip()
+    return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping)).strip()
+
+
+def _parts(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _chains(turns: list[Turn]) -> list[list[Turn]]:
+    """Turns whose contexts continue each other, together."""
+    chains: list[list[Turn]] = []
+    for turn in turns:
+        if chains and turn.context.startswith(chains[-1][-1].text):
+            chains[-1].append(turn)
+        else:
+            chains.append([turn])
+    return chains
+
+
+def _joined(parts: list[list[int]]) -> Tokens:
+    """Tokens of which every second part is trained."""
+    mask = np.repeat(np.arange(len(parts)) % 2 == 1, [len(part) for part in parts])
+    return Tokens(np.array(list(chain.from_iterable(parts)), dtype=np.int64), mask)
 
 
 def _conversation(row: Row) -> Conversation:
@@ -117,21 +411,33 @@ def _message(item: Any, column: str) -> Message:
 
 
 def _tool_call(call: Any, column: str) -> dict[str, Any]:
-    """In the form that templates expect: under `function`, with the arguments as an object, not as its JSON."""
+    """In the form that templates expect: under `function`."""
     if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
         raise UserError(f"`{column}` holds {_short(call)}, which is no tool call")
     function = dict(call.get("function", call))
     if "name" not in function:
         raise UserError(f"`{column}` holds a tool call without a `name`: {_short(call)}")
-    arguments = function.get("arguments")
-    function["arguments"] = _parsed(arguments) if isinstance(arguments, str) else arguments or {}
+    function["arguments"] = function.get("arguments") or {}
     outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
     return {"type": "function", **outer, "function": function}
 
 
-def _parsed(arguments: str) -> Any:
+def _formed(message: Message, as_json: bool, no_content: str | None) -> Message:
+    """A message with its tool arguments as objects or as JSON, and `no_content` beside calls without content."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call["function"]["arguments"], as_json)}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or no_content, "tool_calls": calls}
+
+
+def _arguments(arguments: Any, as_json: bool) -> Any:
+    if as_json:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     try:
-        return json.loads(arguments)
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:
         return arguments  # not JSON: the template shows it as it is
 
@@ -144,73 +450,6 @@ def _tools(value: Any) -> list[Any] | None:
     if tools and not isinstance(tools, list):
         raise UserError(f"`tools` is {_short(tools)}, not a list")
     return tools or None
-
-
-def _masked(conversation: Conversation, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask") -> Tokens:
-    messages, tools = conversation.messages, conversation.tools
-    whole = _render(messages, tools, tokenizer)
-    mask = np.zeros(len(whole), dtype=np.bool_)
-    trained_roles = loss_mask.model_dump()
-    for index in range(conversation.first_trained, len(messages)):
-        role = messages[index]["role"]
-        if trained_roles.get(role, False):
-            start = _start(messages, index, tools, tokenizer, whole)
-            end = len(whole)
-            if index + 1 < len(messages):
-                end = _length_as_prefix(
-                    _render(messages[: index + 1], tools, tokenizer), whole, messages, index, tokenizer
-                )
-            mask[start : _end_of_turn(whole, start, end, tokenizer)] = True
-    return Tokens(np.array(whole, dtype=np.int64), mask)
-
-
-def _start(
-    messages: Messages, index: int, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase, whole: list[int]
-) -> int:
-    """Where message `index` begins in `whole`: the assistant's after the header that generation would begin with."""
-    assistant = messages[index]["role"] == "assistant"
-    if index == 0 and not assistant:
-        return 0
-    prefix = _render(messages[:index], tools, tokenizer, generation_prompt=assistant)
-    return _length_as_prefix(prefix, whole, messages, index, tokenizer)
-
-
-def _render(
-    messages: Messages, tools: list[Any] | None, tokenizer: PreTrainedTokenizerBase, generation_prompt: bool = False
-) -> list[int]:
-    try:
-        ids = tokenizer.apply_chat_template(
-            messages, tools=tools, add_generation_prompt=generation_prompt, tokenize=True, return_dict=False
-        )
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
-        roles = ", ".join(message["role"] for message in messages) or "no messages"
-        raise UserError(
-            f"the chat template of {tokenizer.name_or_path} refuses a conversation of {roles}: {' '.join(str(error).split())[:300]}"
-        ) from error
-    return list(ids)
-
-
-def _length_as_prefix(
-    prefix: list[int], whole: list[int], messages: Messages, index: int, tokenizer: PreTrainedTokenizerBase
-) -> int:
-    if whole[: len(prefix)] == prefix:
-        return len(prefix)
-    same = next((i for i, pair in enumerate(zip(prefix, whole, strict=False)) if pair[0] != pair[1]), len(whole))
-    raise UserError(
-        f"the chat template of {tokenizer.name_or_path} writes the beginning of a conversation differently once more follows, so no loss mask is "
-        f"right for it: cut at message {index} ({messages[index]['role']}) its {len(prefix)} tokens differ from the whole's at token {same} "
-        f"({tokenizer.decode(prefix[same : same + 8])!r}, in the whole {tokenizer.decode(whole[same : same + 8])!r}). Templates that drop earlier "
-        "reasoning do this: use one that does not, or rows with a single assistant message"
-    )
-
-
-def _end_of_turn(whole: list[int], start: int, end: int, tokenizer: PreTrainedTokenizerBase) -> int:
-    """The end of a message without what the template writes after its end-of-turn token (ChatML: a line break), which is never sampled."""
-    special = set(tokenizer.all_special_ids)
-    last = next((i for i in range(end - 1, start - 1, -1) if whole[i] in special), None)
-    if last is None or str(tokenizer.decode(whole[last + 1 : end])).strip():
-        return end
-    return last + 1
 
 
 def _short(value: Any) -> str:

@@ -25,7 +25,7 @@ from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_
 from prime_rl.trainer.report import Report, Row, Rows
 from prime_rl.trainer.sft.data import FakeRows, RowData
 from prime_rl.trainer.sft.rows import load_rows
-from prime_rl.trainer.source import Source, load_tokenizer, locate_model
+from prime_rl.trainer.source import Source, load_tokenizer, locate_model, stop_ids
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 from prime_rl.trainer.versions import make_versions
@@ -199,6 +199,7 @@ def make_data(config: SFTConfig, world: World, source: Source, costs: Costs, dra
         costs=costs,
         multiple_of=multiple_of,
         timeout=config.dist_timeout,
+        stop_ids=stop_ids(source),
     )
 
 
