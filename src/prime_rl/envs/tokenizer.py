@@ -15,7 +15,7 @@ import jinja2.sandbox
 import tokenizers
 from huggingface_hub import hf_hub_download
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class FileTokenizer:
@@ -56,9 +56,8 @@ class FileTokenizer:
     ) -> Any:
         """The rendered text, or its ids. Raises jinja2.TemplateError when the template refuses the messages."""
         kwargs.pop("return_dict", None)
-        text = self._template.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, **self._special, **kwargs
-        )
+        variables = {"tools": None, "documents": None, **self._special, **kwargs}
+        text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **variables)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _id(self, name: str) -> int | None:
@@ -74,12 +73,30 @@ def from_files(model: str) -> FileTokenizer | None:
         return None
     config = json.loads(config_path.read_text())
     template = template_path.read_text() if template_path is not None else config.get("chat_template")
-    if not isinstance(template, str):
+    backend = tokenizers.Tokenizer.from_file(str(tokenizer_path))
+    # Where a tokenizer was saved after a call with truncation or padding, the file has both; transformers sets them anew for every call.
+    backend.no_truncation()
+    backend.no_padding()
+    several = any((tokenizer_path.parent / "additional_chat_templates").glob("*.jinja"))
+    if not isinstance(template, str) or several or not _has_all_tokens(backend, config):
         return None
     try:
-        return FileTokenizer(model, tokenizers.Tokenizer.from_file(str(tokenizer_path)), config, template)
+        return FileTokenizer(model, backend, config, template)
     except jinja2.TemplateError:  # an extension that only transformers has
         return None
+
+
+def _has_all_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> bool:
+    """Whether tokenizer.json has, just so, every added and special token that tokenizer_config.json names: transformers adds the others."""
+    known = backend.get_added_tokens_decoder().values()
+    added = [tokenizers.AddedToken(**fields) for fields in (config.get("added_tokens_decoder") or {}).values()]
+    more = [config.get(name) or () for name in ("additional_special_tokens", "extra_special_tokens")]
+    special = [config.get(name) for name in SPECIAL_TOKENS]
+    for tokens in more:
+        special += tokens.values() if isinstance(tokens, dict) else tokens
+    names = {token.content for token in known}
+    described = {repr(token) for token in known}
+    return all(repr(token) in described for token in added) and {_content(token) for token in special} - {""} <= names
 
 
 def _file(model: str, name: str) -> Path | None:
@@ -102,8 +119,14 @@ def _environment() -> jinja2.Environment:
     def raise_exception(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]

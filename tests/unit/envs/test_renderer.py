@@ -3,18 +3,21 @@
 import ast
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 
 from fake_engine import CHATML, make_tokenizer
 
-from prime_rl.envs.renderer import ChatMLRenderer, RendererError, choose, equals_template
+from prime_rl.envs.renderer import ChatMLRenderer, RendererError, _tokenizer, choose, equals_template
 from prime_rl.envs.tokenizer import FileTokenizer, _environment, from_files
 
 # What Qwen3 does and plain ChatML does not: an empty thinking block in a final assistant turn.
@@ -176,6 +179,78 @@ def test_file_tokenizer_equals_transformers(model: Path, tokenizer: FileTokenize
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert tokenizer.apply_chat_template(messages, add_generation_prompt=True) == expected
     assert (tokenizer.eos_token_id, tokenizer.get_vocab()) == (theirs.eos_token_id, theirs.get_vocab())
+
+
+TOOL_TEMPLATE = (
+    "{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
+SAVED: dict[str, Callable[[Any, Path], None]] = {
+    "plain": lambda saved, directory: None,
+    "truncation": lambda saved, directory: saved(TEXTS, truncation=True, max_length=4),
+    "padding": lambda saved, directory: saved(TEXTS, padding="max_length", truncation=True, max_length=9),
+    "an added token": lambda saved, directory: saved.add_tokens(["é 你"]),
+    "a special token of the config alone": lambda saved, directory: in_config(directory, eos_token="Hello"),
+    "an added token of the config alone": lambda saved, directory: in_config(
+        directory, added_tokens_decoder={"999": {"content": " two", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False, "special": False}}
+    ),
+    "templates by name": lambda saved, directory: setattr(saved, "chat_template", {"default": CHATML, "tool_use": TOOL_TEMPLATE}),
+    "sorted JSON": lambda saved, directory: setattr(saved, "chat_template", TOOL_TEMPLATE),
+}  # fmt: skip
+TEXTS = ["Hello  world, two\n" * 4, "é 你好 🦊", "<|im_start|>user\n\nx<|im_end|>", ""]
+
+
+def in_config(directory: Path, **settings: Any) -> None:
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def of_kind(kind: str) -> Any:
+    """A tokenizer of one of the kinds that models have, as transformers makes it."""
+    trained = {
+        "byte-level BPE": (models.BPE(), pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel(), trainers.BpeTrainer),
+        "SentencePiece": (models.Unigram(), pre_tokenizers.Metaspace(), decoders.Metaspace(), trainers.UnigramTrainer),
+        "WordPiece": (models.WordPiece(unk_token="[UNK]"), pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(), trainers.WordPieceTrainer),
+    }  # fmt: skip
+    model, splitter, decoder, trainer = trained[kind]
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer, tokenizer.decoder = splitter, decoder
+    special = ["[UNK]", "<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    more: dict[str, Any] = {"unk_token": "[UNK]"} if kind == "SentencePiece" else {}
+    tokenizer.train_from_iterator(
+        TEXTS * 3, trainer(vocab_size=300, special_tokens=special, show_progress=False, **more)
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="[UNK]", eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    fast.chat_template = CHATML
+    return fast
+
+
+@pytest.mark.parametrize("change", SAVED)
+@pytest.mark.parametrize("kind", ["byte-level BPE", "SentencePiece", "WordPiece"])
+def test_saved_tokenizers_equal_transformers(kind: str, change: str, tmp_path: Path) -> None:
+    """However a tokenizer was saved, we read what transformers does: no truncation and padding, all tokens, the template for tools."""
+    saved = of_kind(kind)
+    if "config" not in change:
+        SAVED[change](saved, tmp_path)
+    saved.save_pretrained(tmp_path)
+    if "config" in change:
+        SAVED[change](saved, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    ours, theirs = _tokenizer(str(tmp_path)), PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    for text in TEXTS:
+        assert list(ours.encode(text, add_special_tokens=False)) == theirs.encode(text, add_special_tokens=False)
+        assert (
+            list(ours(text, add_special_tokens=False)["input_ids"]) == theirs(text, add_special_tokens=False).input_ids
+        )
+    messages = [{"role": "user", "content": "Hello  world, two\n" * 4}]
+    for tools in (None, [{"b": 1, "a": [2, "é"]}]):
+        expected = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        assert (
+            list(ours.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False))
+            == expected
+        )
+    assert (ours.eos_token_id, ours.get_vocab()) == (theirs.eos_token_id, theirs.get_vocab())
 
 
 @settings(max_examples=40, deadline=None)

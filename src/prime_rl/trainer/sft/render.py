@@ -150,27 +150,30 @@ class RowRenderer:
         messages = [self._with_known_reasoning(message) for message in messages]
         if self._wants_parts:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
-        calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-        if not calls:
+        first = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
+        if first is None:
             return messages
         refusals: list[UserError | None] = []
         for as_json in (False, True):
             for no_content in ("", None):
                 form = [_formed(message, as_json, no_content) for message in messages]
                 try:
-                    text = self._text(form, tools)
+                    before, text = (self._text(form[:end], tools) if end else "" for end in (first, first + 1))
                 except UserError as error:
                     refusals.append(error)
                     continue
-                arguments = [one["function"]["arguments"] for message in form for one in message.get("tool_calls", ())]
-                as_python = any(isinstance(value, dict) and value and str(value) in text for value in arguments)
-                if not as_python and all(str(call["name"]) in text for call in calls):
+                calls = [call["function"] for call in form[first]["tool_calls"]]
+                as_python = any(
+                    isinstance(call["arguments"], dict) and call["arguments"] and str(call["arguments"]) in text
+                    for call in calls
+                )
+                if not as_python and all(text.count(call["name"]) > before.count(call["name"]) for call in calls):
                     return form
                 refusals.append(None)
         if refusals[0] is not None:
             raise refusals[0]
         raise UserError(
-            f"the chat template of {self._name} leaves out the row's calls of {calls[0]['name']}: it needs one that writes tool calls"
+            f"the chat template of {self._name} leaves out the tool calls of message {first}: it needs one that writes them"
         )
 
     def _with_known_reasoning(self, message: Message) -> Message:
@@ -193,7 +196,12 @@ class RowRenderer:
             reply = whole[len(context) :]
         else:
             context, reply = self._after_prefill(messages, index, tools, whole, context)
-        if end := self._ends.search(reply):
+        end = self._ends.search(reply)
+        if not reply[: end.start() if end else None].strip() and (
+            _content(messages[index]) or messages[index].get("tool_calls")
+        ):
+            raise UserError(f"the chat template of {self._name} leaves out message {index} (assistant)")
+        if end:
             return Turn(context, reply[: end.end()])
         if index + 1 < len(messages):
             following = self._text(messages[: index + 2], tools)

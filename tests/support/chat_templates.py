@@ -1,0 +1,296 @@
+"""Chat templates that installed packages ship, a tokenizer for each, and conversations to ask of them.
+
+`python tests/support/chat_templates.py [DIRECTORY…]` prints the table of docs/sft.md: of the installed templates, and of `*.jinja` in directories.
+"""
+
+import importlib.util
+import itertools
+import json
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from prime_rl.config.sft import LossMask
+from prime_rl.errors import UserError
+from prime_rl.trainer.sft.render import RowRenderer, Tokens
+
+ROOT = Path(__file__).parents[2]
+NEVER_SPECIAL = re.compile(r"</?(think|tool_call|tool_response|tools|arg_key|arg_value)>")
+_TOKENS = re.compile(
+    r"<\|[^|>'\"\s{}]{1,40}\|>|<｜[^｜>'\"\s{}]{1,40}｜>|\[/?[A-Z_]{3,25}\]|</?s>|</?(?:start|end)_of_turn>|<end_of_utterance>"
+    r"|</?(?:think|tool_call|tool_response|tools|arg_key|arg_value)>|<turn\|>|<\|turn>|<\|channel>|<channel\|>|<SPECIAL_\d+>"
+)
+_ENDS = (  # of turns, the first that a template names
+    "<|return|>", "<turn|>", "<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>",
+    "<end_of_utterance>", "<|eot|>", "<|end|>", "</s>",
+)  # fmt: skip
+_MORE_STOPS = ("<|call|>", "<|observation|>", "<|user|>")  # by the generation config of gpt-oss and GLM
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def call(number: int) -> dict[str, Any]:
+    return {
+        "id": f"call{number:05d}",
+        "type": "function",
+        "function": {"name": "look_up", "arguments": {"word": "sea"}},
+    }
+
+
+def result(number: int) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": "look_up", "content": f"water {number}"}
+
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look up.",
+            "parameters": {"type": "object", "properties": {"word": {"type": "string", "description": "A word."}}, "required": ["word"]},
+        },
+    }
+]  # fmt: skip
+CONVERSATIONS: dict[str, dict[str, Any]] = {
+    "turn": {"messages": [user("one"), assistant("uno")]},
+    "system": {"messages": [SYSTEM, user("one"), assistant("uno")]},
+    "turns": {"messages": [user("one"), assistant("uno"), user("two"), assistant("dos")]},
+    "long": {"messages": [SYSTEM, *(m for i in range(3) for m in (user(f"say {i}"), assistant(f"it {i}\n")))]},
+    "reasoning": {"messages": [user("one"), assistant("uno", reasoning_content="Spanish")]},
+    "inline reasoning": {"messages": [user("one"), assistant("<think>\nSpanish\n</think>\n\nuno")]},
+    "reasoning turns": {
+        "messages": [
+            user("one"),
+            assistant("uno", reasoning_content="Spanish"),
+            user("two"),
+            assistant("dos", reasoning_content="Again"),
+        ]
+    },
+    "tool": {
+        "messages": [user("one"), assistant("", tool_calls=[call(0)]), result(0), assistant("uno")],
+        "tools": TOOLS,
+    },
+    "tools": {
+        "messages": [
+            SYSTEM,
+            user("one"),
+            assistant("Wait.", tool_calls=[call(0), call(1)]),
+            result(0),
+            result(1),
+            assistant("uno"),
+            user("two"),
+            assistant("dos"),
+        ],
+        "tools": TOOLS,
+    },
+    "tool reasoning": {
+        "messages": [
+            user("one"),
+            assistant("", reasoning_content="Hm", tool_calls=[call(0)]),
+            result(0),
+            assistant("uno", reasoning_content="So"),
+            user("two"),
+            assistant("dos", reasoning_content="Again"),
+        ],
+        "tools": TOOLS,
+    },
+    "call": {"messages": [user("one"), assistant("", tool_calls=[call(0)])], "tools": TOOLS},
+}
+
+
+@cache
+def installed() -> dict[str, str]:
+    """Templates by name: ours, vLLM's, the ones that mistral-common generates, and those of TRL where that is installed."""
+    templates = {"tiny-reverse": (ROOT / "assets" / "tiny-reverse" / "chat_template.jinja").read_text()}
+    for package, folder in (("vllm", "transformers_utils/chat_templates"), ("trl", "chat_templates")):
+        if (spec := importlib.util.find_spec(package)) is not None and spec.submodule_search_locations:
+            templates |= of_directory(Path(spec.submodule_search_locations[0]) / folder, f"{package} ")
+    return templates | dict(_mistral())
+
+
+def of_directory(directory: Path, prefix: str = "") -> dict[str, str]:
+    """Those of `*.jinja`, but for the ones of TRL that it has altered for training."""
+    paths = sorted(path for path in directory.glob("*.jinja") if not path.stem.endswith("_training"))
+    return {prefix + path.stem.removeprefix("template_"): path.read_text() for path in paths}
+
+
+def _mistral() -> Iterator[tuple[str, str]]:
+    if importlib.util.find_spec("mistral_common") is None:
+        return
+    from mistral_common.integrations.chat_templates.chat_templates import generate_chat_template
+    from mistral_common.tokens.tokenizers.base import TokenizerVersion
+
+    for version, thinking in itertools.product(TokenizerVersion, (False, True)):
+        efforts = {"reasoning_effort_values": ("none", "high"), "reasoning_effort_default": "none"}
+        try:
+            template = generate_chat_template(
+                spm=version < TokenizerVersion.v11, tokenizer_version=version, image_support=False, audio_support=False,
+                thinking_support=thinking, default_system_prompt=None, plain_thinking_support=False, use_special_token_variables=True,
+                model_settings_fields=None, **(efforts if version >= TokenizerVersion.v15 else dict.fromkeys(efforts)),
+            )  # fmt: skip
+        except ValueError:  # no thinking in that version
+            continue
+        yield f"mistral {version}{' thinking' if thinking else ''}", template
+
+
+@cache
+def _byte_pairs() -> str:
+    """A byte-level BPE of some merges, blanks and line breaks among them, with the word borders of GPT-4's and Qwen's."""
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(["The user says one, the assistant says  two.\n\n \n\nuno dos :\n"] * 5, trainer)
+    return str(tokenizer.to_str())
+
+
+def make_tokenizer(template: str, name: str = "made") -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """A tokenizer with the template and the tokens that it names, and the ids at which inference would stop."""
+    tokens = sorted({*_TOKENS.findall(template), "<s>", "<|endoftext|>"})
+    end = next((token for token in _ENDS if token in tokens), "</s>" if "[INST]" in template else "<|endoftext|>")
+    tokenizer = Tokenizer.from_str(_byte_pairs())
+    tokenizer.add_tokens(
+        [AddedToken(token, special=not NEVER_SPECIAL.fullmatch(token), normalized=False) for token in {*tokens, end}]
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token=end, pad_token="<|endoftext|>", name_or_path=name
+    )
+    fast.chat_template = template
+    more = [token for token in _MORE_STOPS if token in tokens and ("[gMASK]" in template or "<|return|>" in tokens)]
+    return fast, [fast.convert_tokens_to_ids(token) for token in (*more, end)]
+
+
+def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The same conversation with tool arguments as objects or JSON, content as text or parts, no content as "" or None, reasoning by other names."""
+    known: list[list[dict[str, Any]]] = []
+    for as_json, parts, none, renamed in itertools.product((False, True), repeat=4):
+        formed = json.loads(json.dumps(messages))
+        for message in formed:
+            if renamed and "reasoning_content" in message:
+                message["reasoning"] = message["thinking"] = message["reasoning_content"]
+            if parts:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+            for one in message.get("tool_calls", ()):
+                if as_json:
+                    one["function"]["arguments"] = json.dumps(one["function"]["arguments"])
+                if none and not message["content"]:
+                    message["content"] = None
+        if formed not in known:
+            known.append(formed)
+            yield formed
+
+
+def accepts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> bool:
+    """Whether the template itself writes the conversation, whatever it leaves out."""
+    for form in forms(row["messages"]):
+        try:
+            tokenizer.apply_chat_template(form, tools=row.get("tools"), tokenize=False)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+            continue
+        return True
+    return False
+
+
+def contexts(tokenizer: PreTrainedTokenizerBase, row: dict[str, Any]) -> Iterator[list[list[int]]]:
+    """The prompts of every reply, as inference would be given them: by default, and with thinking switched on; in every form."""
+    for form in forms(row["messages"]):
+        for options in ({}, {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}):
+            try:
+                yield [
+                    tokenizer.apply_chat_template(
+                        form[:index], tools=row.get("tools"), add_generation_prompt=True, return_dict=False, **options
+                    )
+                    for index, message in enumerate(form)
+                    if message["role"] == "assistant"
+                ]
+            except (jinja2.TemplateError, TypeError, ValueError, KeyError):
+                continue
+
+
+def replies(samples: list[Tokens]) -> list[tuple[list[int], list[int]]]:
+    """The tokens before each run of trained tokens, and the run."""
+    found = []
+    for sample in samples:
+        edges = _edges(sample)
+        ids = sample.input_ids.tolist()
+        found += [(ids[:start], ids[start:end]) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+    return found
+
+
+def _edges(sample: Tokens) -> list[int]:
+    """Where runs of trained tokens start and end, in turn."""
+    mask = [False, *sample.loss_mask.tolist(), False]
+    return [i for i in range(len(mask) - 1) if mask[i] != mask[i + 1]]
+
+
+def table(templates: dict[str, str]) -> tuple[list[str], int, int]:
+    """Lines of a Markdown table, how many conversations the templates accept, and how many of those are refused."""
+    lines = [
+        "| template | a reply ends with | turns | reasoning turns | tools | refused |",
+        "|---|---|---|---|---|---|",
+    ]
+    accepted = refused = 0
+    for name, template in sorted(templates.items()):
+        tokenizer, stops = make_tokenizer(template, name)
+        renderer = RowRenderer(tokenizer, LossMask(), stops)
+        counts: dict[str, str] = {}
+        ends: set[str] = set()
+        reasons: dict[str, list[str]] = {}
+        for kind, row in CONVERSATIONS.items():
+            if not accepts(tokenizer, row):
+                counts[kind] = "–"
+                continue
+            accepted += 1
+            try:
+                samples = renderer.samples(row)
+            except UserError as error:
+                refused += 1
+                counts[kind] = "✗"
+                reasons.setdefault(_reason(str(error)), []).append(kind)
+                continue
+            counts[kind] = str(len(samples))
+            ends |= {tokenizer.decode(reply[-1]) for _, reply in replies(samples)}
+        shown = [counts["turns"], counts["reasoning turns"], counts["tools"]]
+        why = "; ".join(f"{', '.join(kinds)}: {reason}" for reason, kinds in reasons.items())
+        lines.append(
+            f"| {name} | {' '.join(f'`{_cell(end)}`' for end in sorted(ends))} | {' | '.join(shown)} | {why} |"
+        )
+    return lines, accepted, refused
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _reason(message: str) -> str:
+    if "leaves out" in message:
+        return "writes no calls" if "tool calls" in message else "writes no reply"
+    return "prompts otherwise" if "context" in message else "refused by the template"
+
+
+if __name__ == "__main__":
+    given = {name: text for path in sys.argv[1:] for name, text in of_directory(Path(path), "trl ").items()}
+    lines, accepted, refused = table(installed() | given)
+    print(*lines, sep="\n")
+    print(
+        f"\n{len(lines) - 2} templates accept {accepted} of {(len(lines) - 2) * len(CONVERSATIONS)} conversations; {refused} of them are refused."
+    )
