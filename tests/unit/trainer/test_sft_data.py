@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
@@ -41,6 +41,7 @@ def test_order() -> None:
     assert list(itertools.islice(row_order(2, 0, False, 3), 5)) == [0, 1, 0, 1, 0]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(0, 40), st.booleans())
 def test_order_resumes(rows: int, drawn: int, shuffle: bool) -> None:
     """Going on after `drawn` rows is the undivided order from there."""
@@ -58,6 +59,7 @@ def test_fill() -> None:
     assert source.drawn == 8
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-12, 12).filter(bool), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 5))
 def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
     """Steps take the usable rows in order, leave none out, and a stream begun at `drawn` goes on with the very next one."""
@@ -71,6 +73,15 @@ def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
     assert all(sum(step) <= rows * 10 for step in taken)
     resumed = stream(lengths, drawn=source.drawn)
     assert [len(s.input_ids) for s in fill(resumed, rows, 10)] == [len(s.input_ids) for s in fill(source, rows, 10)]
+
+
+def test_samples_of_a_row_stay_together() -> None:
+    """A step takes all samples of a row or leaves it to the next; a row that no step could hold is passed over, and counted."""
+    rows = [[sample(6), sample(8)], [sample(3)], [sample(9), sample(9), sample(9)], [sample(2), sample(5)]]
+    source = RowStream(lambda i: rows[i], len(rows), 10, shuffle=False, seed=0, drawn=0)
+    steps = [([len(one.input_ids) for one in fill(source, 2, 10)], source.drawn) for _ in range(3)]
+    assert steps == [([6, 8, 3], 2), ([2, 5], 4), ([6, 8, 3], 6)]
+    assert source.dropped == {"too_long": 1}
 
 
 def test_dropped_rows_are_counted() -> None:

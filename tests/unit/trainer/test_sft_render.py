@@ -144,13 +144,112 @@ def test_tool_calls(as_json: bool, tokenizer: PreTrainedTokenizerBase) -> None:
     assert trained(found) == [[*ids("f:x=1;"), END], [*ids("done"), END]]
 
 
+def shown(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, *stops: str) -> list[str]:
+    """Every sample as text, what is trained in brackets."""
+    samples = RowRenderer(tokenizer, LossMask(), tokenizer.convert_tokens_to_ids(list(stops))).samples(row)
+    texts = []
+    for sample in samples:
+        text, previous = "", False
+        for token, mask in [*zip(sample.input_ids.tolist(), sample.loss_mask.tolist(), strict=True), (None, False)]:
+            text += ("[" if mask else "]") * (mask != previous) + ("" if token is None else tokenizer.decode([token]))
+            previous = mask
+        texts.append(text.replace("<|im_start|>", "<").replace("<|im_end|>", ">").replace("\n", "/"))
+    return texts
+
+
 def test_template_that_rewrites_the_past(tokenizer: PreTrainedTokenizerBase) -> None:
-    """A template whose prefixes do not tokenize to prefixes is refused, with the message and the tokens that differ; one turn is fine."""
+    """Where earlier reasoning is dropped, every reply is trained after the prompt that inference would give for it, in a sample of its own."""
     tokenizer.chat_template = DROPS_REASONING
-    one = [user("a"), assistant("<think>hm</think>b")]
-    assert trained(tokenize({"messages": one}, tokenizer, LossMask())) == [[*ids("<think>hm</think>b"), END]]
-    with pytest.raises(UserError, match=r"differently once more follows.*message 1 \(assistant\).*'<think>h'"):
-        tokenize({"messages": [*one, user("c"), assistant("d")]}, tokenizer, LossMask())
+    row = {"messages": [user("a"), assistant("<think>hm</think>b"), user("c"), assistant("<think>so</think>d")]}
+    assert shown(row, tokenizer) == [
+        "<user/a>/<assistant/[<think>hm</think>b>]",
+        "<user/a>/<assistant/b>/<user/c>/<assistant/[<think>so</think>d>]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "history", "content", "expected"),
+    [
+        ("<think>\n", "{{ m.content.split('</think>')[-1] }}", "<think>\nhm\n</think>\n\nb", "<think>/[hm/</think>//b>]"),
+        ("<think>\n", "{{ m.content.split('</think>')[-1] }}", "b", "<think>/[/</think>//b>]"),
+        ("<think>\n", "<think></think>{{ m.content }}", "b", "<think>/[</think>b>]"),
+        ("<think>", "</think>{{ m.content }}", "b", "<think>[</think>b>]"),
+        ("<think>\n\n</think>\n\n", "{{ m.content }}", "b", "<think>//</think>//[b>]"),
+        ("<think>\n", "<think>\n\n</think>\n\n{{ m.content }}", "b", "<think>/[/</think>//b>]"),
+    ],
+    ids=["DeepSeek-R1", "without reasoning", "Nemotron", "GLM", "Gemma", "Qwen3.5"],
+)  # fmt: skip
+def test_prompts_that_begin_the_reply(
+    prompt: str, history: str, content: str, expected: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Where the generation prompt opens or skips reasoning, the reply goes on from there, whatever the template shows of it later."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}" + history
+        + "{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n" + prompt + "{% endif %}"
+    )  # fmt: skip
+    assert shown({"prompt": "a", "completion": content}, tokenizer) == ["<user/a><assistant/" + expected]
+
+
+def test_header_of_the_next_message_ends_a_reply(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Without a mark of its own a reply ends with the stop token that begins the next message; the last one with the end of the sequence (GLM)."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    row = {"messages": [user("a"), assistant("b"), user("c"), assistant("d")]}
+    assert shown(row, tokenizer, "<|im_start|>") == ["<user/a<assistant/[b<]user/c<assistant/[d>]"]
+    # If it is no stop token, the second reply is not written after the end of the first.
+    assert shown(row, tokenizer) == ["<user/a<assistant/[b>]", "<user/a<assistant/b<user/c<assistant/[d>]"]
+
+
+def test_end_that_is_no_stop_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A base model whose template ends replies otherwise than its generation config: the template's end is trained."""
+    tokenizer.eos_token = "<|endoftext|>"
+    assert shown({"prompt": "a", "completion": "b"}, tokenizer) == ["<user/a>/<assistant/[b>]"]
+
+
+@pytest.mark.parametrize(
+    ("written", "given", "expected"),
+    [("call.arguments", '{"x": 1}', '{"x": 1}'), ("call.arguments | tojson", '{"x": 1}', '{"x": 1}'), ("'' + call.arguments", {"x": 1}, '{"x": 1}')],
+)  # fmt: skip
+def test_arguments_are_what_the_template_takes(
+    written: str, given: Any, expected: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """JSON for a template that writes arguments as they are, an object for one that makes JSON of them."""
+    tokenizer.chat_template = WITH_TOOLS.replace(
+        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}",
+        "{{ " + written.replace("call.", "call.function.") + " }}",
+    )
+    calls = [{"function": {"name": "f", "arguments": given}}]
+    assert shown({"messages": [user("a"), {"role": "assistant", "tool_calls": calls}]}, tokenizer) == [
+        f"<user/a>/<assistant/[f:{expected}>]"
+    ]
+
+
+PARTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content if part.type == 'text' %}{{ part.text }}{% endfor %}<|im_end|>{% endfor %}"
+PARTS += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def test_content_in_parts(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A template that reads only lists of parts is given such a list, not a reply that it leaves out."""
+    tokenizer.chat_template = PARTS
+    assert shown({"prompt": "a", "completion": "b"}, tokenizer) == ["<user/a><assistant/[b>]"]
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", r"leaves out message 1 \(assistant\)"),
+        ("{{ messages | length }}{{ messages[-1].content }}", r"message 1 \(assistant\) cannot be .* prompts for it with '1a', but .* writes '2b'"),
+        ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}", "leaves out the tool calls of message 1"),
+    ],
+)  # fmt: skip
+def test_rows_that_a_template_cannot_show(template: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """What the template loses, or prompts for otherwise than it shows, is refused by the number of the message."""
+    tokenizer.chat_template = template
+    reply = assistant("b") | ({"tool_calls": [{"name": "f", "arguments": {}}]} if "tool" in message else {})
+    with pytest.raises(UserError, match=message):
+        shown({"messages": [user("a"), reply]}, tokenizer)
 
 
 def test_template_that_refuses(tokenizer: PreTrainedTokenizerBase) -> None:
