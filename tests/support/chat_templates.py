@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 NEVER_SPECIAL = re.compile(r"</?(think|tool_call|tool_response|tools|arg_key|arg_value)>")
 _TOKENS = re.compile(
     r"<\|[^|>'\"\s{}]{1,40}\|>|<｜[^｜>'\"\s{}]{1,40}｜>|\[/?[A-Z_]{3,25}\]|</?s>|</?(?:start|end)_of_turn>|<end_of_utterance>"
-    r"|</?(?:think|tool_call|tool_response|tools|arg_key|arg_value)>|<turn\|>|<\|turn>|<\|channel>|<channel\|>|<SPECIAL_\d+>"
+    r"|</?(?:think|tool_call|tool_response|tools|arg_key|arg_value)>|<turn\|>|<\|turn>|<\|channel>|<channel\|>|<SPECIAL_\d+>|\[gMASK\]|<sop>"
 )
 _ENDS = (  # of turns, the first that a template names
     "<|return|>", "<turn|>", "<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<｜end▁of▁sentence｜>", "<|END_OF_TURN_TOKEN|>",
@@ -163,9 +163,11 @@ def _byte_pairs() -> str:
     return str(tokenizer.to_str())
 
 
-def make_tokenizer(template: str, name: str = "made") -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """A tokenizer with the template and the tokens that it names, and the ids at which inference would stop."""
-    tokens = sorted({*_TOKENS.findall(template), "<s>", "<|endoftext|>"})
+def make_tokenizer(
+    template: str, name: str = "made", more: Sequence[str] = ()
+) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """A tokenizer with the template, the tokens that it names and `more`, and the ids at which inference would stop."""
+    tokens = sorted({*_TOKENS.findall(template), "<s>", "<|endoftext|>", *more})
     end = next((token for token in _ENDS if token in tokens), "</s>" if "[INST]" in template else "<|endoftext|>")
     tokenizer = Tokenizer.from_str(_byte_pairs())
     tokenizer.add_tokens(
@@ -175,8 +177,8 @@ def make_tokenizer(template: str, name: str = "made") -> tuple[PreTrainedTokeniz
         tokenizer_object=tokenizer, bos_token="<s>", eos_token=end, pad_token="<|endoftext|>", name_or_path=name
     )
     fast.chat_template = template
-    more = [token for token in _MORE_STOPS if token in tokens and ("[gMASK]" in template or "<|return|>" in tokens)]
-    return fast, [fast.convert_tokens_to_ids(token) for token in (*more, end)]
+    stops = [token for token in _MORE_STOPS if token in tokens and ("[gMASK]" in tokens or "<|return|>" in tokens)]
+    return fast, [fast.convert_tokens_to_ids(token) for token in (*stops, end)]
 
 
 def forms(messages: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
@@ -282,8 +284,10 @@ def _cell(text: str) -> str:
 
 
 def _reason(message: str) -> str:
-    if "leaves out" in message:
-        return "writes no calls" if "tool calls" in message else "writes no reply"
+    if "leaves out the tool calls" in message:
+        return "writes no calls"
+    if "writes nothing" in message:
+        return "writes no reply"
     return "prompts otherwise" if "context" in message else "refused by the template"
 
 

@@ -200,7 +200,9 @@ class RowRenderer:
         if not reply[: end.start() if end else None].strip() and (
             _content(messages[index]) or messages[index].get("tool_calls")
         ):
-            raise UserError(f"the chat template of {self._name} leaves out message {index} (assistant)")
+            raise UserError(
+                f"the chat template of {self._name} writes nothing of message {index} (assistant) before the end of its turn"
+            )
         if end:
             return Turn(context, reply[: end.end()])
         if index + 1 < len(messages):
