@@ -167,7 +167,9 @@ class RowRenderer:
                     isinstance(call["arguments"], dict) and call["arguments"] and str(call["arguments"]) in text
                     for call in calls
                 )
-                if not as_python and all(text.count(call["name"]) > before.count(call["name"]) for call in calls):
+                if not as_python and all(
+                    text.count(str(call["name"])) > before.count(str(call["name"])) for call in calls
+                ):
                     return form
                 refusals.append(None)
         if refusals[0] is not None:
@@ -320,7 +322,7 @@ class RowRenderer:
 def _prefill(context: str) -> tuple[str, str, str]:
     """The marks of reasoning with which a prompt ends, opening and closing, and what it has of them ("" if nothing)."""
     for opening, closing in _REASONING_MARKS:
-        found = re.search(rf"({re.escape(opening)}\s*)?({re.escape(closing)}\s*)?$", context)
+        found = re.search(rf"({re.escape(opening)}\s*)?({re.escape(closing)}\s*)?\Z", context)
         if found and found[0]:
             return opening, closing, found[0]
     return "", "", ""
