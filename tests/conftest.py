@@ -79,6 +79,8 @@ class ByPlace(LoadFileScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file == "tests/oracles/test_clients.py":
+            return "servers"
         if not file.startswith("tests/integration/") or Path(file).stem in WITHOUT_SERVERS:
             return file
         return "launcher" if "/test_launcher" in file else "servers"

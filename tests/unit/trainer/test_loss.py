@@ -33,9 +33,10 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import data as rl_data
-from prime_rl.trainer.rl.data import StepData, document, grouped, normalize
+from prime_rl.trainer.rl.data import document
 from prime_rl.transport.rollouts import Sample
 from support import trainer as support
+from support.losses import slopes, step_loss
 
 world, make_policy = support.world, support.make_policy
 tied_model, untied_model = support.tied_model, support.untied_model
@@ -233,14 +234,11 @@ def test_cross_entropy() -> None:
 # -- independently -----------------------------------------------------------------------------------------------------------
 
 
-GROUPS = ["a", "b", "c", "a", "b", "b", "d"]
-
-
 def ragged(seed: int = 0) -> list[Sample]:
     """Samples of different lengths with streams of all components; some RL weights are zero, one sample, a group of its own, has no RL token at all."""
     draw = np.random.default_rng(seed)
     samples = []
-    for number, group in enumerate(GROUPS):
+    for number, group in enumerate("abcabbd"):
         tokens = int(draw.integers(3, 15))
         mask = draw.uniform(size=tokens) < 0.7
         mask[0] = False
@@ -269,25 +267,6 @@ def policy(samples: Sequence[Sample], seed: int = 1) -> tuple[dict[str, Tensor],
             draw.uniform(0, 2, len(old)), dtype=torch.float64, requires_grad=True
         )
     return logprobs, entropies
-
-
-def step_loss(
-    config: LossConfig, samples: Sequence[Sample], new: tuple[dict[str, Tensor], dict[str, Tensor]],
-    world: World, packs: Sequence[Sequence[int]] | None = None,
-) -> Tensor:  # fmt: skip
-    """Ours: samples are packed, weights normalized, and the loss is taken of each micro-batch."""
-    chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
-    batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
-    mine = [[int(sample.sample_id) for sample in pack] for pack in chosen]
-    normalize(grouped(StepData(batches, [], []), GROUPS, mine), world, config)
-    loss_of, total = make_loss(config), torch.zeros((), dtype=torch.float64)
-    for pack, host in zip(chosen, batches, strict=True):
-        batch = to_device(host, CPU)
-        places = batch.loss_index + 1  # of the tokens that are predicted
-        logprob, entropy = (torch.cat([torch.zeros(0), *(by[one.sample_id] for one in pack)])[places] for by in new)
-        more = batch.documents() if isinstance(loss_of, SequenceLoss) else ()
-        total = total + loss_of(logprob, entropy, batch.streams.double(), *more)[0]
-    return total
 
 
 def straightforward(
@@ -393,13 +372,6 @@ CONFIGS: dict[str, LossConfig] = {
     }.items()
 }
 every_loss = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
-
-
-def slopes(loss: Tensor, new: tuple[dict[str, Tensor], dict[str, Tensor]]) -> Tensor:
-    """The gradient in all log-probabilities and entropies, flat."""
-    given = [*new[0].values(), *new[1].values()]
-    found = torch.autograd.grad(loss, given, allow_unused=True)
-    return torch.cat([torch.zeros_like(one) if d is None else d for one, d in zip(given, found, strict=True)])
 
 
 @every_loss
