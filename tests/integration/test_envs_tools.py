@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import sys
 from array import array
 from collections.abc import AsyncIterator, Iterable
@@ -40,7 +41,8 @@ async def engine(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fake
     path = str(write_tool_environments(root / "path"))
     model = make_tokenizer(root / "model", TEMPLATE.read_text())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", path)  # of the tool servers
+        patch.chdir(path)  # a worker has the working directory on its path, and PYTHONPATH is not set
+        patch.delenv("PYTHONPATH", raising=False)
         patch.syspath_prepend(path)
         async with FakeEngine(model, max_model_len=4096) as engine:
             yield engine
@@ -140,11 +142,11 @@ async def test_what_hangs_or_dies(engine: FakeEngine) -> None:
         result = await run(env, engine)
         assert result.ok, result.message
         assert "Error: no result within 1 seconds" in result.completion
-        for deadly in ("desk_quit", "desk_stall"):
+        for deadly, why in (("desk_quit", "it exited with status 1: .*quitting"), ("desk_stall", "")):
             script(engine, [call(deadly), "Never said."])
             result = await run(env, engine)
             assert (result.outcome, result.samples) == (Outcome.ERRORED, [])
-            assert "tool server 'desk' does not answer" in result.message
+            assert re.search(f"tool server 'desk' does not answer: {why}", result.message), result.message
             script(engine, [call("desk_add", a=1), "2."])
             result = await run(env, engine)
             assert (result.ok, result.reward) == (True, 1.0), result.message
@@ -167,15 +169,19 @@ async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
     ]
 
 
-async def test_tools_that_do_not_start_are_named(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before any episode, with the environment."""
-    from prime_rl.envs import verifiers_v1
+async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
+    """When their server dies, with its last lines: before any episode those of all episodes, as an error of it those of one."""
     from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
-    monkeypatch.setattr(verifiers_v1, "SERVER_SECONDS", 3.0)
-    with pytest.raises(LoadError, match="environment 'env-no-desk': its tools failed to start"):
-        async with verifiers_v1.VerifiersEnv(setup(engine, "env-no-desk")):
+    reason = "it exited with status 1: .*No module named no_such_module"
+    with pytest.raises(LoadError, match=f"environment 'env-no-desk': its tools failed to start: .*{reason}"):
+        async with VerifiersEnv(setup(engine, "env-no-desk")):
             pass
+    async with VerifiersEnv(setup(engine, "env-bad-pad")) as env:
+        result = await run(env, engine)
+    assert result.outcome is Outcome.ERRORED
+    assert re.search("it exited with status 1: .*RuntimeError: the index is not there", result.message), result.message
 
 
 async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path: Path) -> None:

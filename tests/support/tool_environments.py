@@ -36,6 +36,7 @@ class Desk(vf.Toolset[vf.SharedToolsetConfig, Count]):
     @vf.tool
     def quit(self) -> str:
         \"\"\"The end of the server.\"\"\"
+        print("quitting", flush=True)
         os._exit(1)
 
 class Pad(vf.Toolset[vf.ToolsetConfig, vf.State]):
@@ -121,7 +122,18 @@ Desk.__module__ = "no_such_module"
 """,
 )
 
-SOURCES = {"env_no_desk": BROKEN, "desk_tools": TOOLS, "env_desk": SHARED, "env_pad": OWN}
+BAD_PAD = OWN.replace(
+    "from desk_tools import Pad",
+    """
+import desk_tools
+
+class Pad(desk_tools.Pad):
+    async def setup_task(self, task) -> None:
+        raise RuntimeError("the index is not there")
+""",
+).replace("__all__", 'if __name__ == "__main__":\n    Pad.run()\n__all__')
+
+SOURCES = {"env_bad_pad": BAD_PAD, "env_no_desk": BROKEN, "desk_tools": TOOLS, "env_desk": SHARED, "env_pad": OWN}
 
 
 def write_tool_environments(directory: Path) -> Path:

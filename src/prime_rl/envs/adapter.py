@@ -28,7 +28,9 @@ class Adapter(Protocol):
     arguments: list[str]
     """Names that `args` accepts."""
     task_ids: list[str]
-    """Durable and unique, in the environment's own order."""
+    """Durable and unique, in the environment's own order. Empty where it is endless."""
+    stream: str
+    """Name of an endless environment's tasks, before their index ("": they are listed)."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(

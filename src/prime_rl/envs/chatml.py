@@ -11,6 +11,7 @@ from renderers.base import (
     RenderedTokens,
     ToolCallParseStatus,
     attribute_text_segments,
+    extract_message_tool_names,
     reject_assistant_in_extension,
     trim_to_turn_close,
 )
@@ -124,6 +125,7 @@ class ChatMLRenderer:
             sampled_mask=[token[2] for token in tokens],
             is_content=[token[3] for token in tokens],
             message_roles=[message["role"] for message in messages],
+            message_tool_names=extract_message_tool_names(messages),
         )
 
 

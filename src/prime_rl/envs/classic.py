@@ -1,14 +1,16 @@
-"""Classic verifiers environments (`load_environment(**args)`), as verifiers 0.3.1 runs them, behind our protocol.
+"""Classic verifiers environments (`load_environment(**args)`), as verifiers 0.1.11 to 0.3.1 run them, behind our protocol.
 
-Imported in a worker whose Python environment holds verifiers 0.3.1; what needs nothing of it is in `token_client`. The model is asked by our own
+Imported in a worker whose Python environment holds one of these; what needs nothing of it is in `token_client`. The model is asked by our own
 client: what is trained on is what it sent and got, of those replies that are in the trajectory.
 
 Rubrics score one episode. Functions that score a group of them (`states`, `completions`, …) are left out where their weight is 0 and refused
-where it is not: the episodes of a group may run at different times and in different workers. A reward function that raises fails its
-episode; verifiers alone would call it 0.
+where it is not: the episodes of a group may run at different times and in different workers. Where verifiers logs a function that raises and
+scores 0, so do we if its weight is 0 (counted in the metric `failed_metrics`); a reward that raises fails its episode.
 """
 
 import functools
+import importlib
+import importlib.util
 import inspect
 import math
 import signal
@@ -17,24 +19,29 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
 
-from verifiers.legacy import errors, types
-from verifiers.legacy.clients.client import Client as ClassicClient
-from verifiers.legacy.envs.multiturn_env import MultiTurnEnv
-
 from prime_rl.envs import token_client as talk
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.ids import describe, module_name, unique
-from prime_rl.envs.loading import check_arguments, import_module, keywords
+from prime_rl.envs.loading import check_arguments, import_module, keywords, takes_any
 from prime_rl.envs.messages import Message, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
 from prime_rl.envs.token_client import ContextFull, Conversation, Failed, Turn
 
-# Reward functions that raised in the episode that is being scored.
-_RAISED: ContextVar[list[str]] = ContextVar("raised")
+_ROOT = "verifiers.legacy" if importlib.util.find_spec("verifiers.legacy") else "verifiers"  # before 0.3.1
+errors, types = (importlib.import_module(f"{_ROOT}.{name}") for name in ("errors", "types"))
+ClassicClient: Any = importlib.import_module(f"{_ROOT}.clients.client").Client
+MultiTurnEnv: Any = importlib.import_module(f"{_ROOT}.envs.multiturn_env").MultiTurnEnv
+
+FAILED_METRICS = "failed_metrics"  # functions of weight 0 that raised
+
+# What functions of the rubric raised in the episode that is being scored, each with whether it has a weight.
+_RAISED: ContextVar[list[tuple[str, bool]]] = ContextVar("raised")
 
 
 class ClassicEnv:
     """`async with ClassicEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
+
+    stream = ""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -56,7 +63,7 @@ class ClassicEnv:
         split = "train" if "split" in keywords(load) else args.pop("split", "train")
         if split not in ("train", "eval"):
             raise LoadError(f"environment {setup.env_id!r}: argument split is {split!r}: 'train' or 'eval' is needed")
-        if not _takes_any(load):
+        if not takes_any(load):
             check_arguments(setup.env_id, setup.args, self.arguments)
         try:
             self._env = _with_signals(functools.partial(load, **args))
@@ -95,7 +102,7 @@ class ClassicEnv:
         conversation = Conversation(self._client, base_url, sampling, policy_version, setup)
         client = _Client(conversation)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
-        raised: list[str] = []
+        raised: list[tuple[str, bool]] = []
         _RAISED.set(raised)
         try:
             output = await self._env.run_rollout(self._rows[task_index], client, self._client.model, dict(sampling))
@@ -132,7 +139,11 @@ class ClassicEnv:
         return bool(state.get("is_truncated")) or (self._shortened and at_limit)
 
     def _judge(
-        self, result: EpisodeResult, output: Mapping[str, Any], state: Mapping[str, Any], raised: list[str]
+        self,
+        result: EpisodeResult,
+        output: Mapping[str, Any],
+        state: Mapping[str, Any],
+        raised: list[tuple[str, bool]],
     ) -> None:
         """What verifiers made of the episode; any doubt about it is the outcome."""
         metrics = {name: float(value) for name, value in (output["metrics"] or {}).items()}
@@ -140,6 +151,9 @@ class ClassicEnv:
             name: value * self._weights[name] for name, value in metrics.items() if self._weights.get(name)
         }
         result.metrics = {name: value for name, value in metrics.items() if not self._weights.get(name)}
+        if 0.0 in self._weights.values():
+            result.metrics[FAILED_METRICS] = float(sum(not weighs for _, weighs in raised))
+        failed = [message for message, weighs in raised if weighs]
         result.reward = float(output["reward"] or 0.0)
         result.prompt, result.completion = _text(output["prompt"]), _text(output["completion"])
         timing = output["timing"]
@@ -149,13 +163,13 @@ class ClassicEnv:
             result.outcome, result.message = Outcome.ERRORED, describe(error.__cause__ or error)
         elif state.get("timed_out"):
             result.outcome, result.message = Outcome.TIMEOUT, "time limit of the environment"
-        elif raised:
-            result.outcome, result.message = Outcome.ERRORED, raised[0]
+        elif failed:
+            result.outcome, result.message = Outcome.ERRORED, failed[0]
         elif not math.isfinite(result.reward):
             result.outcome, result.message = Outcome.INVALID, f"reward is {result.reward}"
 
 
-class _Client(ClassicClient):  # type: ignore[misc]
+class _Client(ClassicClient):  # type: ignore[misc, valid-type]
     """The client of one episode: our conversation as verifiers asks for replies."""
 
     def __init__(self, conversation: Conversation) -> None:
@@ -276,7 +290,8 @@ def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
                         "here: score each episode alone, or let an algorithm compare those of a group"
                     )
             kept = [(func, weight) for func, weight in weighed if not rubric._is_group_func(func)]
-            rubric.funcs, rubric.weights = [_watched(func) for func, _ in kept], [weight for _, weight in kept]
+            rubric.funcs = [_watched(func, weighs=bool(weight)) for func, weight in kept]
+            rubric.weights = [weight for _, weight in kept]
             weights |= {func.__name__: weight for func, weight in kept}
             if "rubrics" in vars(rubric):  # one without functions refuses to score
                 rubric.rubrics = [one for one in rubric.rubrics if "rubrics" in vars(one) or any(_single(one))]
@@ -293,7 +308,7 @@ def _rubrics(rubric: Any) -> Iterator[Any]:
         yield from _rubrics(one)
 
 
-def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
+def _watched(func: Callable[..., Any], weighs: bool) -> Callable[..., Any]:
     """The same function; what it raises is noted before verifiers takes it for a 0."""
 
     @functools.wraps(func)
@@ -302,12 +317,8 @@ def _watched(func: Callable[..., Any]) -> Callable[..., Any]:
             value = func(*args, **kwargs)
             return float(await value if inspect.isawaitable(value) else value)  # bounded: by the episode's deadline
         except Exception as error:
-            told = f"reward function {func.__name__!r}: {describe(error)}"
-            _RAISED.get().append(told)  # bounded: of the context, waits for nothing
+            message = f"reward function {func.__name__!r}: {describe(error)}"
+            _RAISED.get().append((message, weighs))  # bounded: of the context, waits for nothing
             raise
 
     return watched
-
-
-def _takes_any(load: Callable[..., Any]) -> bool:
-    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(load).parameters.values())

@@ -19,7 +19,7 @@ from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import families, process
 from prime_rl.envs.output import Log
 from prime_rl.envs.process import Life
-from prime_rl.envs.protocol import Outcome, Ready, TaskInfo
+from prime_rl.envs.protocol import EndlessTasks, Outcome, Ready, TaskInfo
 from prime_rl.envs.staffing import Staff, to_start, why_replace
 from prime_rl.errors import UserError
 
@@ -100,7 +100,7 @@ class Crew:
     def __init__(self, config: EnvConfig, log: Log, pool: Employer) -> None:
         self.config = config
         self.log = log
-        self.tasks: list[TaskInfo] = []
+        self.tasks: list[TaskInfo] | EndlessTasks = []
         self.info: Ready | None = None
         self.withheld: list[str] = []  # names of variables that its workers do not get
         self.seats: list[Seat] = []

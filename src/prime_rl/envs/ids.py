@@ -9,7 +9,7 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterable
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Literal
 
@@ -23,16 +23,23 @@ class WrongVersion(Exception):
 
 
 def module_name(environment_id: str) -> str:
-    """`owner/my-env@1.0` → `my_env`, as verifiers finds it; of `package.module:Class` the package."""
-    return _bare(environment_id).partition(":")[0].partition(".")[0].replace("-", "_").lower()
+    """`owner/my-env@1.0` → `my_env`, `package.envs.Guess` → `package.envs.guess`, as verifiers finds it."""
+    return _bare(environment_id).replace("-", "_").lower()
 
 
 def find(environment_id: str) -> ModuleSpec | None:
-    """Where the package of an environment is; None if it is not installed."""
-    try:
-        return importlib.util.find_spec(module_name(environment_id))
-    except (ImportError, ValueError):  # a name that cannot be one
-        return None
+    """Where the module of an environment is; None if it is not installed. Runs no code of its packages, as importlib's own search would."""
+    path, spec, name = None, None, ""
+    for part in module_name(environment_id).split("."):
+        name = f"{name}.{part}" if name else part
+        try:
+            spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
+        except (ImportError, ValueError):  # a name that cannot be one
+            return None
+        if spec is None:
+            return None
+        path = spec.submodule_search_locations or []
+    return spec
 
 
 def installed() -> list[str]:
@@ -76,11 +83,11 @@ def check_version(environment_id: str) -> None:
 
 def _installed_version(environment_id: str) -> str | None:
     try:
-        return importlib.metadata.version(_bare(environment_id).partition(":")[0].partition(".")[0])
+        return importlib.metadata.version(_bare(environment_id).partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
         pass
-    module, spec = module_name(environment_id), find(environment_id)
-    for name in importlib.metadata.packages_distributions().get(module, ()):
+    package, spec = module_name(environment_id).partition(".")[0], find(environment_id)
+    for name in importlib.metadata.packages_distributions().get(package, ()):
         return importlib.metadata.version(name)
     bundled = Path(prime_rl.__file__).parents[1]
     if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(bundled):

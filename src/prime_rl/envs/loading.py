@@ -32,6 +32,11 @@ def keywords(function: Callable[..., Any]) -> list[str]:
     return sorted(name for name, one in inspect.signature(function).parameters.items() if one.kind in kinds)
 
 
+def takes_any(function: Callable[..., Any]) -> bool:
+    """Whether it has a `**kwargs`."""
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
+
+
 def check_arguments(env_id: str, given: Iterable[str], accepted: Sequence[str]) -> None:
     """Raises LoadError for an argument that the environment does not take."""
     for name in given:

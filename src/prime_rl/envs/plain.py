@@ -44,7 +44,7 @@ from typing import Any, Self
 
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.ids import describe, module_name, unique
-from prime_rl.envs.loading import check_arguments, import_module, keywords
+from prime_rl.envs.loading import check_arguments, import_module, keywords, takes_any
 from prime_rl.envs.messages import Message, parsed_json, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
 from prime_rl.envs.token_client import Client, ContextFull, Conversation, Turn, arguments_of
@@ -110,6 +110,8 @@ class Chat:
 
 class PlainEnv:
     """`async with PlainEnv(setup) as env: await env.run(…)`. Constructing it loads everything and may raise LoadError."""
+
+    stream = ""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -196,7 +198,8 @@ def _factory(module: ModuleType) -> Any:
 def _parts(module: ModuleType, setup: Setup) -> tuple[Any, Callable[..., Any], Any]:
     """The object that holds the environment, its `rollout`, and what `tasks` gives."""
     factory, env = _factory(module), f"environment {setup.env_id!r}"
-    check_arguments(setup.env_id, setup.args, _accepted(factory))
+    if not (callable(factory) and takes_any(factory)):
+        check_arguments(setup.env_id, setup.args, _accepted(factory))
     try:
         made = factory(**setup.args) if isinstance(factory, type) else module
         parts = {name: getattr(made, name, None) for name in ("tasks", "rollout")}

@@ -31,6 +31,7 @@ from prime_rl.envs.protocol import (
     MOST_TASKS_BYTES,
     VERSION,
     Cancel,
+    EndlessTasks,
     EpisodeResult,
     Heartbeat,
     Hello,
@@ -161,7 +162,7 @@ class EnvPool:
             await self.close()
             raise
 
-    def tasks(self, env: str) -> list[TaskInfo]:
+    def tasks(self, env: str) -> list[TaskInfo] | EndlessTasks:
         """The tasks of an environment, in its own order."""
         return self._envs[env].tasks
 
@@ -438,7 +439,8 @@ class EnvPool:
         life.tasks = message.task_ids
         if crew.info is None:
             crew.info = life.ready
-            crew.tasks = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+            listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
+            crew.tasks = EndlessTasks(message.stream) if message.stream else listed
         crew.welcome(life)
 
     async def _send(self, life: Life, message: Message) -> None:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 6
+VERSION = 7
 MOST_BYTES = 128 << 20  # of a message but the list of tasks: ten million tokens
 MOST_TASKS_BYTES = 1 << 30
 ROLES = ("", "system", "user", "assistant", "tool")
@@ -59,6 +59,16 @@ class TaskInfo:
 
     task_id: str
     index: int
+
+
+@dataclass(frozen=True)
+class EndlessTasks:
+    """The tasks of an endless environment, each named by its index."""
+
+    stream: str
+
+    def __getitem__(self, index: int) -> TaskInfo:
+        return TaskInfo(f"{self.stream}/{index}", index)
 
 
 @dataclass
@@ -199,6 +209,7 @@ class ListTasks:
 class Tasks:
     kind: ClassVar[str] = "tasks"
     task_ids: list[str]
+    stream: str = ""  # name of an endless environment's, which lists none
 
 
 @dataclass

@@ -8,9 +8,8 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.mcp import serve_shared
 
+from prime_rl.envs.tool_runtime import SERVER_SECONDS
 from prime_rl.envs.tools import Toolbox, ToolServer
-
-SERVER_SECONDS = 60.0  # verifiers waits three minutes for a server that died on its first line
 
 logger = logging.getLogger(__name__)
 

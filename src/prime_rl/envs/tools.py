@@ -17,6 +17,7 @@ from mcp.shared.exceptions import MCPError
 from verifiers.v1.harnesses.utils.mcp import mcp_client
 
 from prime_rl.envs.messages import parsed_json
+from prime_rl.envs.tool_runtime import ending_of
 
 MALFORMED_CALL = "malformed_call"  # name of what was meant to be a call, its text the arguments
 CALL_SECONDS = 60.0
@@ -104,7 +105,8 @@ class ToolServer:
             async with aiohttp.ClientSession(timeout=timeout) as session, session.get(self._url):
                 return
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {_cause(error)}") from error
+            why = await ending_of(self._url) or _cause(error)
+            raise vf.ToolsetError(f"tool server {self._name!r} does not answer: {why}") from error
 
     async def _still_there(self, cause: str) -> None:
         """After a failure: a fresh session next time if the server answers, else the end of the episode."""

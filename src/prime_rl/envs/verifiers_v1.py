@@ -6,7 +6,9 @@ The only module, with `harness` and `renderer`, that imports verifiers or render
 import asyncio
 import contextlib
 import itertools
+import sys
 from array import array
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -23,10 +25,12 @@ from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import EngineConnection
 from prime_rl.envs.harness import HARNESS_ID, close_session
-from prime_rl.envs.ids import describe, unique
-from prime_rl.envs.loading import check_arguments
-from prime_rl.envs.protocol import API_KEY_VAR, EpisodeResult, Outcome, Setup
-from prime_rl.envs.shared_tools import SERVER_SECONDS, SharedTools
+from prime_rl.envs.ids import describe, module_name, unique
+from prime_rl.envs.loading import check_arguments, import_module
+from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
+from prime_rl.envs.shared_tools import SharedTools
+from prime_rl.envs.stream import TaskStream
+from prime_rl.envs.tool_runtime import SERVER_SECONDS, install_runtime
 from prime_rl.envs.tools import CALL_SECONDS
 from prime_rl.envs.train_client import ConversationClient
 
@@ -44,6 +48,8 @@ class VerifiersEnv:
     LoadError."""
 
     def __init__(self, setup: Setup) -> None:
+        install_runtime()
+        setup = replace(setup, env_id=_findable(setup.env_id))
         self._name = setup.name
         self._model = setup.sampled_by or setup.model
         config = _env_config(setup)
@@ -55,17 +61,22 @@ class VerifiersEnv:
         self._chat = choice is None
         self._client = chat_config(setup.request_timeout) if choice is None else _by_tokens(setup, choice)
         self._clients: dict[str, vf.TrainClientConfig | vf.EvalClientConfig] = {}  # by the server's address
+        self.stream = ""
         try:
             self._env = vf.load_environment(config)
             self._tasks = _load_tasks(self._env.taskset)
-            keys = [task.key for task in self._tasks]
+            if isinstance(self._tasks, TaskStream):
+                first, keys = self._tasks.first, []
+                self.stream = f"{module_name(setup.env_id)}-{self._tasks.digest}"
+            else:
+                first, keys = self._tasks[0], [task.key for task in self._tasks]
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
         self.task_ids = unique(keys)
         self._show = partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
         if self._show is not None:
             try:
-                self._show(self._tasks[0])  # an environment whose first task has none is not one to start with
+                self._show(first)  # an environment whose first task has none is not one to start with
             except NothingToShow as error:
                 raise LoadError(f"environment {setup.env_id!r}: {error}") from error
         self._serving = contextlib.AsyncExitStack()
@@ -95,10 +106,17 @@ class VerifiersEnv:
         """One episode to its end, all of it sampled by the server at `base_url`. Failures of the environment or the engine are outcomes, not exceptions."""
         await self._tools.ready()
         try:
-            hint = None if self._show is None else self._show(self._tasks[task_index])
+            if isinstance(self._tasks, TaskStream):
+                task_id = EndlessTasks(self.stream)[task_index].task_id
+                task = await self._tasks.task(task_index)
+            else:
+                task_id, task = self.task_ids[task_index], self._tasks[task_index]
+            hint = None if self._show is None else self._show(task)
         except NothingToShow as error:
-            return EpisodeResult(episode_id, self._name, self.task_ids[task_index], Outcome.INVALID, str(error))
-        (slot,) = self._env.slots(self._tasks[task_index])
+            return EpisodeResult(episode_id, self._name, task_id, Outcome.INVALID, str(error))
+        except Exception as error:  # noqa: BLE001 - of the taskset, which makes the task only now
+            return EpisodeResult(episode_id, self._name, task_id, Outcome.ERRORED, describe(error))
+        (slot,) = self._env.slots(task)
         # The salt keeps the engine from reusing cached prefixes that an older policy computed.
         ours = {} if self._chat else {**_PINNED_SAMPLING, "cache_salt": f"v{policy_version}"}
         values = {**ours, **sampling}
@@ -108,9 +126,13 @@ class VerifiersEnv:
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
         episode = await self._env.run_slot(slot, context)
-        task_id, tokens = self.task_ids[task_index], not self._chat
         result = convert(
-            episode, episode_id=episode_id, env=self._name, task_id=task_id, tokens=tokens, branched=self._branched
+            episode,
+            episode_id=episode_id,
+            env=self._name,
+            task_id=task_id,
+            tokens=not self._chat,
+            branched=self._branched,
         )
         for sample in result.samples:
             sample.hint = hint
@@ -220,10 +242,19 @@ def _has_tools(env_id: str, config: Any) -> bool:
         raise LoadError(f"environment {env_id!r}: its tools failed to load: {describe(error)}") from error
 
 
+def _findable(env_id: str) -> str:
+    """The id, or one without dots for the module of one with dots, among which verifiers would look for its own tasksets."""
+    if "." not in (module := module_name(env_id)):
+        return env_id
+    alias = module.replace(".", "_")
+    sys.modules[alias] = import_module(env_id)
+    return alias
+
+
 def _import(env_id: str) -> None:
     """Import the package and its taskset, or a LoadError with the real cause: verifiers reports a missing dependency
     as "not found"."""
-    module = env_id.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+    module = module_name(env_id)
     try:
         package = import_taskset(env_id)
     except ModuleNotFoundError as error:
@@ -270,9 +301,9 @@ def _hint(shown_by: Any, setup: Setup, task: Any) -> "array[int]":
     return array("i", shown_by.render([{"role": "system", "content": text}]).token_ids)
 
 
-def _load_tasks(taskset: Any) -> list[Any]:
+def _load_tasks(taskset: Any) -> list[Any] | TaskStream:
     if not taskset.bounded:
-        raise ValueError("the taskset is endless; only finite ones are supported")
+        return TaskStream(taskset)
     tasks = list(itertools.islice(taskset, MAX_TASKS))
     if not tasks:
         raise ValueError("it has no tasks")

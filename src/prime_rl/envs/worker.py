@@ -31,6 +31,7 @@ from prime_rl.envs.protocol import (
     TOKEN_VAR,
     VERSION,
     Cancel,
+    EndlessTasks,
     EpisodeResult,
     Heartbeat,
     Hello,
@@ -134,7 +135,7 @@ class Worker:
                     if request in self._running:
                         self._running[request].cancel()
                 case ListTasks():
-                    await self._send(Tasks(env.task_ids))
+                    await self._send(Tasks(env.task_ids, env.stream))
                 case other:
                     raise RuntimeError(f"unexpected message {other.kind!r}")
 
@@ -151,7 +152,11 @@ class Worker:
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
             return EpisodeResult(run.episode_id, name, run.task_id, outcome, message)
 
-        if env.task_ids[run.task_index : run.task_index + 1] != [run.task_id]:
+        if env.stream:
+            known = [EndlessTasks(env.stream)[run.task_index].task_id]
+        else:
+            known = env.task_ids[run.task_index : run.task_index + 1]
+        if known != [run.task_id]:
             message = f"task {run.task_index} is not {run.task_id!r} here: the environment loads other tasks each time"
             result = failed(Outcome.ERRORED, message)
         else:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
+from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
 from prime_rl.evals.episodes import Denied, Job, Round
@@ -70,9 +71,10 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[Entry]:
             servers = None if chat else await connect(config, stack, status)
             await pool.start(config.client.ready_timeout)
             for env in config.environments:
-                say_what_is_odd(
-                    env, [task.task_id for task in pool.tasks(env.name)], plan_of(config, env, chat).num_examples
-                )
+                plan = plan_of(config, env, chat)
+                tasks = pool.tasks(env.name)
+                listed = tasks_of(pool, plan) if isinstance(tasks, EndlessTasks) else tasks
+                say_what_is_odd(env, [task.task_id for task in listed], plan.num_examples)
             await run.all(servers)
     except Misrouted as error:
         raise UserError(str(error)) from error

@@ -10,7 +10,7 @@ import base64
 import random
 import zlib
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -108,12 +108,24 @@ class Curriculum:
     Args:
         tasks: The tasks of each environment.
         configs: Of the environments with pools.
+
+    Raises:
+        UserError: one of these is endless.
     """
 
     def __init__(
-        self, tasks: Mapping[str, Sequence[Task]], configs: Mapping[str, "CurriculumConfig"], seed: int
+        self,
+        tasks: Mapping[str, Sequence[Task] | Iterator[Task]],
+        configs: Mapping[str, "CurriculumConfig"],
+        seed: int,
     ) -> None:
-        self.pools = {env: Pools(tasks[env], config, f"{seed}/{env}") for env, config in configs.items()}
+        self.pools: dict[str, Pools] = {}
+        for env, config in configs.items():
+            if isinstance(own := tasks[env], Iterator):
+                raise UserError(
+                    f"environment {env!r} is endless: its tasks come in its own order, none twice, so leave `curriculum` out"
+                )
+            self.pools[env] = Pools(own, config, f"{seed}/{env}")
         self._left: dict[int, tuple[str, int, float]] = {}  # since the last cut, by number: environment, index, reward
 
     def leave(self, number: int, task: Task, rewards: Sequence[float]) -> None:

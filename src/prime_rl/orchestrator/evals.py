@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
+from prime_rl.errors import UserError
 from prime_rl.orchestrator.samples import output_tokens
 from prime_rl.orchestrator.scores import interval95, ks, pass_at_k, pass_hat_k
 from prime_rl.orchestrator.seeds import request_seed
@@ -152,8 +153,16 @@ async def evaluate(
 
 
 def tasks_of(pool: "EnvPool | RoutedPool", plan: EvalPlan) -> Sequence[TaskInfo]:
-    """Those that are to be attempted."""
+    """Those that are to be attempted.
+
+    Raises:
+        UserError: the environment is endless, and no number of tasks is set.
+    """
     tasks = pool.tasks(plan.worker)
+    if isinstance(tasks, EndlessTasks):
+        if plan.num_examples < 0:
+            raise UserError(f"environment {plan.env!r} is endless: set num_examples, the number of tasks to evaluate")
+        return [tasks[index] for index in range(plan.num_examples)]
     return tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
 
 

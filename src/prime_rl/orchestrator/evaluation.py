@@ -45,6 +45,11 @@ class Evaluations:
         self._stopping = False
         self._logged = self._read_logged()
 
+    def check_tasks(self) -> None:
+        """Every evaluation knows its tasks. Raises UserError."""
+        for plan in self._plans:
+            tasks_of(self._pool, plan)
+
     @property
     def running(self) -> bool:
         """Whether an evaluation is being made."""

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
+from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.engine import Served
@@ -378,7 +378,7 @@ class RoutedPool:
         self._used: dict[Replica, int] = {}  # and how often each had been lost before
         self.turned_away = 0  # episodes for which there was no server
 
-    def tasks(self, env: str) -> Sequence[TaskInfo]:
+    def tasks(self, env: str) -> list[TaskInfo] | EndlessTasks:
         return self._pool.tasks(env)
 
     async def run(self, *, episode_id: str, env: str, deadline: float, **arguments: Any) -> EpisodeResult:

@@ -20,7 +20,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
-from prime_rl.orchestrator.core import Batch, Core, Drop, Start, Task
+from prime_rl.orchestrator.core import Batch, Core, Drop, Start
 from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import wire_sampling
@@ -35,7 +35,7 @@ from prime_rl.orchestrator.recovery import Recovery
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.serving import Serving
-from prime_rl.orchestrator.tasks import task_stream
+from prime_rl.orchestrator.tasks import count, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers, listed
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.transport.commit import clean_stages
@@ -181,6 +181,7 @@ class Orchestrator:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.start(config.client.ready_timeout))
             ready = group.create_task(self._first_servers())
+        self.evaluations.check_tasks()
         version = 0
         if config.bench:
             for replica in ready.result():  # bounded: the group has awaited it
@@ -194,7 +195,7 @@ class Orchestrator:
         self.status.ready()
         logger.info(
             "ready: {}, {} rollouts a step in groups of {}, async level {}, from step {} on version {}",
-            ", ".join(f"{env.name} ({len(self.pool.tasks(env.name))} tasks)" for env in config.environments),
+            ", ".join(f"{env.name} ({count(self.pool.tasks(env.name))} tasks)" for env in config.environments),
             config.batch_size, config.rollouts_per_example, config.async_level, self.core.step, version,
         )  # fmt: skip
 
@@ -204,10 +205,7 @@ class Orchestrator:
 
     def _make_core(self, version: int) -> None:
         config, journal, history = self.config, self.journal, self.serving.history
-        tasks = {
-            env.name: [Task(env.name, task.index, task.task_id) for task in self.pool.tasks(env.name)]
-            for env in config.environments
-        }
+        tasks = {env.name: tasks_of_env(env.name, self.pool.tasks(env.name)) for env in config.environments}
         by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
         self.admission.curriculum = Curriculum(tasks, by_difficulty, config.seed)
         ratios = {env.name: env.ratio for env in config.environments}
