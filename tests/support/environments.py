@@ -78,6 +78,34 @@ class AnswersTaskset(vf.Taskset[Task, Config]):
 __all__ = ["AnswersTaskset"]
 """
 
+ENDLESS = """
+import itertools, random, uuid
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    pass
+
+class Task(vf.Task[Data]):
+    @vf.reward(weight=1.0)
+    async def marks(self, trace: vf.Trace) -> float:
+        random.random()  # which is nothing to the tasks
+        return 1.0
+
+class Config(vf.TasksetConfig):
+    end: int | None = None
+    differs: bool = False
+
+class EndlessTaskset(vf.Taskset[Task, Config]):
+    INFINITE = True
+
+    def load(self):
+        for number in itertools.islice(itertools.count(), self.config.end):
+            word = uuid.uuid4() if self.config.differs else random.randrange(10**6)
+            yield Task(Data(prompt=f"{number}: {word}", system_prompt="s"), self.config.task)
+
+__all__ = ["EndlessTaskset"]
+"""
+
 SOURCES = {
     "env_good": TASKSET.format(reward="return 1.0", load=""),
     "env_bad_reward": TASKSET.format(reward="print('chatter from a reward'); return 1 / 0", load=""),
@@ -94,6 +122,7 @@ SOURCES = {
     "env_exports_nothing": "__all__ = []\n",
     "env_two_turn": TWO_TURN,
     "env_answers": ANSWERS,
+    "env_endless": ENDLESS,
 }
 
 

@@ -35,7 +35,7 @@ _serving: list[worker.Worker] = []
 class StubEnv:
     """Every episode takes `seconds`, those of the last task `slow`; its reward is a draw over its name."""
 
-    renderer = "none"
+    renderer, stream = "none", ""
 
     def __init__(self, setup: Setup) -> None:
         self.arguments = sorted(setup.args)

@@ -3,6 +3,7 @@
 Standard library only: a worker imports what an environment needs after its hello, in a Python environment of its own where it has one.
 """
 
+import importlib.metadata
 import importlib.util
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -10,9 +11,10 @@ from typing import Any, Protocol, Self
 from prime_rl.envs.ids import WrongVersion, check_version, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Setup
 
+VERSIONS = "classic environments run with verifiers 0.1.11 to 0.3.1, those of verifiers.v1 with 0.4.0 alone"
 CLASSIC = (
     'is written for the classic verifiers API (load_environment): give it `adapter = "classic"` and `requirements`, the packages of a Python '
-    "environment of its own with verifiers 0.3.1"
+    "environment of its own with verifiers 0.1.11 to 0.3.1"
 )
 
 
@@ -58,11 +60,16 @@ def load(setup: Setup) -> Adapter:
 
         return PlainEnv(setup)
     if kind == "classic":
-        if importlib.util.find_spec("verifiers.legacy") is None:
+        if not any(importlib.util.find_spec(f"verifiers.{name}") for name in ("legacy", "clients")):
             raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
         from prime_rl.envs.classic import ClassicEnv
 
         return ClassicEnv(setup)
+    installed = importlib.metadata.version("verifiers")
+    if not installed.startswith("0.4."):
+        raise LoadError(
+            f"environment {setup.env_id!r} is none of `load_environment`, and its Python environment has verifiers {installed}: {VERSIONS}"
+        )
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     return VerifiersEnv(setup)

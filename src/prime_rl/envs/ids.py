@@ -29,16 +29,13 @@ def module_name(environment_id: str) -> str:
 
 def find(environment_id: str) -> ModuleSpec | None:
     """Where the module of an environment is; None if it is not installed. Runs no code of its packages, as importlib's own search would."""
-    path, spec, name = None, None, ""
-    for part in module_name(environment_id).split("."):
-        name = f"{name}.{part}" if name else part
-        try:
-            spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
-        except (ImportError, ValueError):  # a name that cannot be one
-            return None
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations or []
+    package, *parts = module_name(environment_id).split(".")
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # a name that cannot be one
+        return None
+    for part in parts:
+        spec = None if spec is None else PathFinder.find_spec(part, list(spec.submodule_search_locations or []))
     return spec
 
 

@@ -21,6 +21,7 @@ from typing import TypeVar
 from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
+from prime_rl.envs.adapter import VERSIONS
 from prime_rl.envs.variables import passed_on
 from prime_rl.errors import UserError
 
@@ -31,7 +32,8 @@ SHOWN_LINES = 8
 # What our side of a worker imports: the wire, and the token client with its renderers.
 _WIRE = ("msgpack", "pyzmq")
 _TOKENS = ("renderers", "transformers", "tokenizers", "jinja2", "aiohttp", "huggingface-hub")
-_CLASSIC = "verifiers==0.3.1"
+# Of verifiers the newest that the environment's own package allows, of those that our adapters run.
+_OLDEST, _LAST_CLASSIC = "verifiers>=0.1.11", "<=0.3.1"
 _NOT_CONTENT = {".git", ".venv", "__pycache__", ".pytest_cache", ".ruff_cache", ".mypy_cache", "build", "dist"}
 
 Env = TypeVar("Env", bound=EnvConfig)
@@ -76,7 +78,12 @@ def _python(env: EnvConfig) -> Path:
 
 def _needs(env: EnvConfig) -> list[str]:
     """Beside the requirements, in the versions of this interpreter: all kinds of environments make the same tokens of a conversation."""
-    kind = {"classic": [_CLASSIC], "python": []}.get(env.adapter, [_same("verifiers")])
+    kind = {
+        "classic": [f"{_OLDEST},{_LAST_CLASSIC}"],
+        "python": [],
+        "verifiers": [_same("verifiers")],
+        "auto": [f"{_OLDEST},<={importlib.metadata.version('verifiers')}"],
+    }[env.adapter]
     return [*kind, *(_same(name) for name in (*_WIRE, *_TOKENS))]
 
 
@@ -117,7 +124,10 @@ def _uv(env: EnvConfig, directory: Path, *arguments: object) -> None:
         raise UserError(f"environment {env.name}: uv was not done after {BUILD_SECONDS:.0f} s") from error
     if done.returncode:
         shown = "\n".join(f"  | {line}" for line in _reason(done.stderr))
-        raise UserError(f"environment {env.name}: its requirements {env.requirements} cannot be installed\n{shown}")
+        which = f"\n{VERSIONS}" if env.adapter != "python" and "verifiers" in done.stderr else ""
+        raise UserError(
+            f"environment {env.name}: its requirements {env.requirements} cannot be installed\n{shown}{which}"
+        )
 
 
 def _reason(output: str) -> list[str]:

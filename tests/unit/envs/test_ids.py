@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from prime_rl.config import EvalConfig, OrchestratorConfig, parse
 from prime_rl.envs.adapter import LoadError, load
-from prime_rl.envs.ids import WrongVersion, check_version, kind_of, module_name, unique
+from prime_rl.envs.ids import WrongVersion, check_version, find, kind_of, module_name, unique
 from prime_rl.envs.protocol import Setup
 
 
@@ -30,7 +30,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), [("a-b", "a_b"), ("o/a-b@1.0", "a_b"), ("pkg.mod:Class", "pkg"), ("Wiki-Search", "wiki_search")]
+    ("name", "module"),
+    [("a-b", "a_b"), ("o/a-b@1.0", "a_b"), ("o/pkg.a-b@1.0", "pkg.a_b"), ("Wiki-Search", "wiki_search")],
 )
 def test_module_names(name: str, module: str) -> None:
     """Ids become module names as verifiers makes them."""
@@ -97,6 +98,19 @@ def test_ids_name_one_task_each(keys: list[str]) -> None:
     assert len(set(ids)) == len(keys)
     for key in set(keys):
         assert ids[keys.index(key)] == key
+
+
+def test_dotted_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, install: Callable[..., None]) -> None:
+    """A module within a package is found without running the package, and its version is the package's."""
+    install("gyms", "1.2.0", "raise RuntimeError('it was imported')")
+    (tmp_path / "gyms").mkdir()
+    (tmp_path / "gyms.py").rename(tmp_path / "gyms" / "__init__.py")
+    (tmp_path / "gyms" / "envs").mkdir()
+    (tmp_path / "gyms" / "envs" / "old_gym.py").write_text("def load_environment(): pass")
+    assert kind_of("owner/gyms.envs.old-gym@1.2") == "classic"
+    assert find("gyms.envs.none") is None
+    with pytest.raises(WrongVersion, match=r"asks for version 2, and 1\.2\.0 is installed"):
+        check_version("gyms.envs.old_gym@2")
 
 
 def test_what_is_not_installed_is_left_to_verifiers() -> None:

@@ -1,5 +1,6 @@
 """Loading an environment: whatever is wrong, one line that names the real cause."""
 
+import random
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
         ("env-raises-on-import", "failed to import: ZeroDivisionError: division by zero"),
         ("env-raises-in-load", "failed to load: OSError: the data is not there"),
         ("env-empty", "failed to load: ValueError: it has no tasks"),
+        ("gyms.envs.none", "not found: there is no Python module 'gyms.envs.none'"),
         ("env-classic", "uses the classic verifiers API"),
         ("env-exports-nothing", "exports no Taskset subclass"),
     ],
@@ -131,6 +133,40 @@ async def test_a_task_that_demonstrates_nothing(model: Path) -> None:
         assert "has nothing in its field 'answer' to demonstrate it" in result.message
         assert result.task_id == env.task_ids[place]
     assert env._show(env._tasks[3]) != env._show(env._tasks[0])
+
+
+def test_a_dotted_id(model: Path, tmp_path: Path) -> None:
+    """The module within a package, though verifiers has no such ids for its own kind."""
+    directory = tmp_path / "environments" / "gyms" / "envs"
+    directory.mkdir(parents=True)
+    (tmp_path / "environments" / "env_good.py").rename(directory / "good_gym.py")
+    assert load("owner/gyms.envs.good-gym", model, num_tasks=3).arguments == ["num_tasks", "prompt", "system_prompt", "task"]  # fmt: skip
+
+
+async def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tasks by their index, the same in every worker and however they are asked for, though they are drawn at random; one that
+    is not, or ends, is an error."""
+    from prime_rl.envs import stream
+    from prime_rl.envs.adapter import LoadError
+
+    monkeypatch.setattr(stream, "KEPT", 5)
+    one, other = load("env-endless", model), load("env-endless", model)
+    assert (one.task_ids, one.stream) == ([], other.stream)
+    prompts = [(await one._tasks.task(index)).data.prompt for index in range(12)]
+    assert [int(prompt.partition(":")[0]) for prompt in prompts] == list(range(12))
+    assert len({prompt.partition(":")[2] for prompt in prompts}) == 12
+    random.seed(3)
+    for index in (11, 3, 0, 7):
+        assert (await other._tasks.task(index)).data.prompt == prompts[index]
+    with pytest.raises(LoadError, match="gives other tasks each time it is read: seed it"):
+        load("env-endless", model, differs=True)
+    ended = load("env-endless", model, end=6)
+    assert ended.stream == one.stream
+    for _ in range(2):
+        result = await ended.run(6, {}, 0, "e", "http://127.0.0.1:9/v1")
+        assert (result.outcome, result.task_id) == (Outcome.ERRORED, f"{one.stream}/6")
+        assert "declared endless (INFINITE) and ended after 6 tasks" in result.message
+    assert (await ended._tasks.task(5)).data.prompt == prompts[5]
 
 
 def test_task_ids_name_one_task_each(model: Path) -> None:

@@ -343,6 +343,15 @@ def test_what_is_wrong_is_named(
     assert "\n" not in str(caught.value)
 
 
+def test_arguments_without_names(model: Path, package: Callable[[str, str], str]) -> None:
+    """`**kwargs` takes any, of a function and of a class."""
+    end = "async def rollout(task, chat): pass"
+    source = f"def tasks(count=1, **more): return [{{'id': key}} for key in more] * count\n{end}"
+    assert load(setup(package("plain_kwargs", source), model, {"split": "eval", "count": 2})).task_ids == ["split", "split#2"]  # fmt: skip
+    source = f"class Environment:\n def __init__(self, **more): self.tasks = [{{'id': key}} for key in more]\n {end.replace('(', '(self, ')}"
+    assert load(setup(package("plain_kwargs_class", source), model, {"a": 1})).task_ids == ["a"]
+
+
 def test_ids_without_names_are_durable(model: Path, package: Callable[[str, str], str]) -> None:
     """A task without an id is named by what it holds, and twice the same are told apart."""
     source = "tasks = [{'prompt': 'a'}, {'prompt': 'b'}, {'prompt': 'a'}]\nasync def rollout(task, chat): pass"

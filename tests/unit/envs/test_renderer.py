@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from renderers import extract_message_tool_names
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -100,6 +101,7 @@ def test_chatml_with_tools_equals_the_template(
     """Definitions, calls and results, token for token; each message has its own tokens, in its place."""
     rendered = ChatMLRenderer(tooled).render(messages, tools=TOOLS, add_generation_prompt=generate)
     assert rendered.token_ids == tooled.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=generate)
+    assert rendered.message_tool_names == extract_message_tool_names(messages)
     indices = [index for index in rendered.message_indices if index >= 0]
     assert indices == sorted(indices)
     assert set(indices) == set(range(len(messages)))

@@ -62,13 +62,13 @@ def test_made_once(calls: Path) -> None:
 
 
 def test_kinds_need_their_own(calls: Path) -> None:
-    """Classic ones get verifiers 0.3.1, plain ones none; all get the wire and the same renderers."""
+    """Of verifiers what the package allows, of what its adapter runs; plain ones none; all get the wire and the same renderers."""
     places = {adapter: prepared("x", adapter=adapter) for adapter in ("auto", "verifiers", "classic", "python")}
     asked = [line for line in calls.read_text().splitlines() if line.startswith("pip")]
-    assert places["auto"] == places["verifiers"]
-    assert len(set(places.values())) == len(asked) == 3
-    assert ["verifiers==0.4.0" in line for line in asked] == [True, False, False]
-    assert ["verifiers==0.3.1" in line for line in asked] == [False, True, False]
+    assert len(set(places.values())) == len(asked) == 4
+    wanted = ["verifiers>=0.1.11,<=0.4.0 ", "verifiers==0.4.0 ", "verifiers>=0.1.11,<=0.3.1 "]
+    assert [[want in line for want in wanted].count(True) for line in asked] == [1, 1, 1, 0]
+    assert [want in line for want, line in zip(wanted, asked, strict=False)] == [True] * 3
     assert all("pyzmq==" in line and "msgpack==" in line and "renderers==" in line for line in asked)
 
 
@@ -110,7 +110,11 @@ def test_uv_tells_why(calls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "environment mine: its requirements ['nope'] cannot be installed\n" in str(caught.value)
     assert "× No solution found" in str(caught.value)
     assert "Using Python" not in str(caught.value)
+    assert "verifiers" not in str(caught.value)
     assert not list(venv._cache().iterdir())
+    monkeypatch.setenv("UV_FAILS", "  ╰─▶ Because my-env depends on verifiers<0.1.10")
+    with pytest.raises(UserError, match=r"run with verifiers 0\.1\.11 to 0\.3\.1, those of verifiers.v1 with 0\.4\.0"):
+        prepared("nope", name="mine")
     monkeypatch.setenv("UV_FAILS", "")
     assert Path(prepared("nope")).exists()
 

@@ -4,12 +4,14 @@ import asyncio
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from prime_rl.config.shared import SamplingConfig
-from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate, wire_sampling
+from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
+from prime_rl.errors import UserError
+from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate, tasks_of, wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 
 
@@ -39,6 +41,16 @@ def test_the_confidence_interval_is_the_normal_one_over_tasks():
     metrics = EvalReport("env", 0, 1.0, [[result(0.0)], [result(1.0)]]).metrics()
     assert metrics["eval/env/avg@1/ci95"] == pytest.approx(0.98, abs=1e-4)
     assert "eval/env/avg@1/ci95" not in EvalReport("env", 0, 1.0, [[result(0.0)]]).metrics()
+
+
+def test_how_many_of_an_endless_environment():
+    """As many as are asked for, from its first one; all of them is an error."""
+    pool = SlowPool()
+    pool.tasks = lambda env: EndlessTasks("e")
+    plan = EvalPlan("one", "one", SamplingConfig(), 3, 2, 100)
+    assert tasks_of(pool, plan) == [TaskInfo(f"e/{i}", i) for i in range(3)]
+    with pytest.raises(UserError, match="environment 'one' is endless: set num_examples"):
+        tasks_of(pool, replace(plan, num_examples=-1))
 
 
 class SlowPool:
