@@ -62,6 +62,8 @@ async def world(index: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncI
                 classic("forgetful", kind="forgetful"),
                 classic("raises", reward="raises"),
                 classic("nan", reward="nan"),
+                classic("no-length", metric="raises"),
+                environment("reverse-classic", {"kind": "two"}, name="old", requirements=[str(CLASSIC), "verifiers<0.2"]),
                 classic("slow", kind="slow"),
                 classic("silent", kind="silent"),
                 environment("reverse-classic", {"kind": "two"}, name="short", adapter="classic", requirements=[str(CLASSIC)], max_turns=1),
@@ -130,7 +132,10 @@ async def test_classic_single_turn(world: tuple[FakeEngine, EnvPool]) -> None:
     messages = [{"role": "system", "content": "Reverse the text."}, {"role": "user", "content": "Reverse: hello"}]
     assert exchange.prompt == engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)  # fmt: skip
     assert (result.outcome, result.reward, sample.reward) == (Outcome.OK, 2.0, 2.0)
-    assert (result.rewards, result.metrics) == ({"likeness": 2.0}, {"length": 1.0, "num_turns": 1.0})
+    assert (result.rewards, result.metrics) == (
+        {"likeness": 2.0},
+        {"length": 1.0, "num_turns": 1.0, "failed_metrics": 0.0},
+    )
     assert (exchange.body["cache_salt"], exchange.body["sampling_params"]["seed"]) == ("v3", 5)
     assert result.task_id == "reverse_classic/0"
     assert result.completion == "olleh"
@@ -185,6 +190,25 @@ async def test_classic_faults_are_outcomes(world: tuple[FakeEngine, EnvPool]) ->
     refused = await run(pool, "reverse-classic")
     assert refused.outcome is Outcome.ENGINE_REFUSED
     assert not refused.samples
+
+
+async def test_classic_metric_that_raises(world: tuple[FakeEngine, EnvPool]) -> None:
+    """A function of weight 0 is no reason to lose an episode: it gives 0, as verifiers has it, and is counted."""
+    _, pool = world
+    result = await run(pool, "no-length")
+    assert (result.outcome, result.reward, len(result.samples)) == (Outcome.OK, 2.0, 1), result.message
+    assert (result.metrics["length"], result.metrics["failed_metrics"]) == (0.0, 1.0)
+
+
+async def test_classic_for_an_older_verifiers(world: tuple[FakeEngine, EnvPool]) -> None:
+    """The version that the package asks for is installed, its kind is told from its source, and its episodes are as exact."""
+    engine, pool = world
+    result = await run(pool, "old")
+    assert result.ok, result.message
+    assert_exact(result.samples[0], engine.exchanges)
+    assert (result.num_turns, result.metrics["num_turns"]) == (2, 2.0)
+    with pytest.raises(UserError, match=r"verifiers<0\.1\.10[\s\S]*classic environments run with verifiers 0\.1\.11 to 0\.3\.1"):  # fmt: skip
+        prepare([environment("reverse-classic", requirements=[str(CLASSIC), "verifiers<0.1.10"])])
 
 
 async def test_classic_deadline_and_cancellation(world: tuple[FakeEngine, EnvPool]) -> None:

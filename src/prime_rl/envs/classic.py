@@ -156,9 +156,8 @@ class ClassicEnv:
         failed = [message for message, weighs in raised if weighs]
         result.reward = float(output["reward"] or 0.0)
         result.prompt, result.completion = _text(output["prompt"]), _text(output["completion"])
-        timing = output["timing"]
-        result.timing = {name: timing[name]["duration"] for name in ("setup", "scoring")}
-        result.timing["agent"] = timing["generation"]["duration"]
+        stages = {"setup": "setup", "agent": "generation", "scoring": "scoring"}
+        result.timing = {ours: _seconds(output["timing"], theirs) for ours, theirs in stages.items()}
         if (error := state.get("error")) is not None:
             result.outcome, result.message = Outcome.ERRORED, describe(error.__cause__ or error)
         elif state.get("timed_out"):
@@ -249,6 +248,12 @@ def _message(message: Any) -> Message:
     if data["role"] == "text":
         data["role"] = "user"
     return data
+
+
+def _seconds(timing: Any, stage: str) -> float:
+    """How long a stage took; before 0.1.14 verifiers has milliseconds under another name, and none of the setup."""
+    span = timing.get(stage)
+    return float(timing.get(f"{stage}_ms", 0.0)) / 1000 if span is None else float(span["duration"])
 
 
 def _text(messages: Any) -> str:

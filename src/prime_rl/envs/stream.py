@@ -45,7 +45,7 @@ class TaskStream:
             if index < self._next - len(self._kept):
                 self._rewind()
             until = time.monotonic() + SLICE_SECONDS
-            while self._next <= index:
+            while self._next <= index:  # bounded: each turn reads a task
                 try:
                     self._read()
                 except Exception:

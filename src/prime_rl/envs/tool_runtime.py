@@ -8,8 +8,10 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 from asyncio.subprocess import Process
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,29 +19,34 @@ import verifiers.v1 as vf
 from verifiers.v1 import runtimes
 from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
+from prime_rl.wait import WaitTimeout, wait_async
+
 SERVER_SECONDS = 180.0  # from its start until it listens: as long as verifiers waits
 POLL_SECONDS = 0.05
+CONNECT_SECONDS = 1.0
 EXIT_SECONDS = 1.0  # until a process that closed its connections is known to have exited
 LAST_BYTES, LAST_LINES = 4000, 3
 _PORT_FILE = "MCP_PORT_FILE"  # a variable of servers alone: where they write their port
 _PATH = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))  # of `python -m`, as this worker
 
-
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Server:
     name: str
     process: Process
     log: Path
+    logged: bool = False
 
     def ending(self) -> str:
         """How it ended, on one line ("": it runs). All its last lines are in the worker's log."""
         if self.process.returncode is None:
             return ""
         lines = self.last_lines()
-        logger.warning("tool server %s:\n%s", self.name, "\n".join(lines))
+        if not self.logged:
+            logger.warning("tool server %s:\n%s", self.name, "\n".join(lines))
+        self.logged = True
         return f"it exited with status {self.process.returncode}: {_on_one_line(lines)}"
 
     def last_lines(self) -> list[str]:
@@ -63,16 +70,12 @@ class ToolRuntime(SubprocessRuntime):
         await super().run_background(argv, {"PYTHONPATH": _PATH, **env}, log)
         assert self.workdir is not None
         server = _Server(argv[-1], self._background[-1], self.workdir / log)
+        look, owner = partial(_port_of, server, Path(env[_PORT_FILE])), f"tool server {server.name}"
         try:
-            async with asyncio.timeout(SERVER_SECONDS):
-                while (port := await _listening(Path(env[_PORT_FILE]))) is None:
-                    if ending := server.ending():
-                        raise vf.ToolsetError(f"tool server {server.name}: {ending}")
-                    await asyncio.sleep(POLL_SECONDS)
-        except TimeoutError as error:
-            raise vf.ToolsetError(
-                f"tool server {server.name} does not listen after {SERVER_SECONDS:.0f} s: {_on_one_line(server.last_lines())}"
-            ) from error
+            port = await wait_async(look, subject="port", owner=owner, seconds=SERVER_SECONDS, poll=POLL_SECONDS)
+        except WaitTimeout as error:
+            raise vf.ToolsetError(f"{error}: {_on_one_line(server.last_lines())}") from error
+        assert port is not None
         _BY_PORT[port] = server
 
     async def teardown(self) -> None:
@@ -97,17 +100,16 @@ async def ending_of(url: str) -> str:
     return server.ending()
 
 
-async def _listening(port_file: Path) -> int | None:
-    """The port in the file, once somebody listens there."""
-    text = port_file.read_text() if port_file.exists() else ""
-    if not text.isdigit():
-        return None
+def _port_of(server: _Server, file: Path) -> int | None:
+    """The port that a server wrote into a file, once it listens there. Raises vf.ToolsetError when it died."""
+    if ending := server.ending():
+        raise vf.ToolsetError(f"tool server {server.name}: {ending}")
+    text = file.read_text() if file.exists() else ""
     try:
-        _, writer = await asyncio.open_connection("127.0.0.1", int(text))
-    except OSError:
+        with socket.create_connection(("127.0.0.1", int(text)), timeout=CONNECT_SECONDS):
+            return int(text)
+    except (OSError, ValueError):
         return None
-    writer.close()
-    return int(text)
 
 
 def _on_one_line(lines: list[str]) -> str:

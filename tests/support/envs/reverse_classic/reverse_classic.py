@@ -37,7 +37,9 @@ class Silent(vf.SingleTurnEnv):
         return True
 
 
-def load_environment(kind: str = "one", group_weight: float = 0.0, reward: str = "good") -> vf.Environment:
+def load_environment(
+    kind: str = "one", group_weight: float = 0.0, reward: str = "good", metric: str = "good"
+) -> vf.Environment:
     def likeness(completion: Any, answer: str, **_: Any) -> float:
         if reward == "raises":
             raise ValueError("no reward today")
@@ -48,6 +50,8 @@ def load_environment(kind: str = "one", group_weight: float = 0.0, reward: str =
         )
 
     async def length(completion: Any, **_: Any) -> float:
+        if metric == "raises":
+            raise ValueError("no length today")
         return float(len(completion))
 
     async def rank(states: list[Any], **_: Any) -> list[float]:
