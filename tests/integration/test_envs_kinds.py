@@ -201,7 +201,7 @@ async def test_classic_metric_that_raises(world: tuple[FakeEngine, EnvPool]) -> 
 
 
 async def test_classic_for_an_older_verifiers(world: tuple[FakeEngine, EnvPool]) -> None:
-    """The version that the package asks for is installed, its kind is told from its source, and its episodes are as exact."""
+    """The version that the package asks for is installed, its kind is read from its source, and its episodes are as exact."""
     engine, pool = world
     result = await run(pool, "old")
     assert result.ok, result.message

@@ -8,7 +8,7 @@ import importlib.util
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from prime_rl.envs.ids import WrongVersion, check_version, kind_of
+from prime_rl.envs.ids import WrongVersion, check_version, find, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Setup
 
 VERSIONS = "classic environments run with verifiers 0.1.11 to 0.3.1, those of verifiers.v1 with 0.4.0 alone"
@@ -67,8 +67,9 @@ def load(setup: Setup) -> Adapter:
         return ClassicEnv(setup)
     installed = importlib.metadata.version("verifiers")
     if not installed.startswith("0.4."):
+        fault = "not found" if find(setup.env_id) is None else "is written for verifiers.v1"
         raise LoadError(
-            f"environment {setup.env_id!r} is none of `load_environment`, and its Python environment has verifiers {installed}: {VERSIONS}"
+            f"environment {setup.env_id!r} {fault}: its Python environment has verifiers {installed}; {VERSIONS}"
         )
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 

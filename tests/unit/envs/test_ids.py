@@ -126,6 +126,17 @@ def test_classic_without_its_verifiers(tmp_path: Path, monkeypatch: pytest.Monke
             load(Setup("old-env", "old-env", {}, "model", "auto", 1, "info", adapter=adapter))
 
 
+def test_v1_beside_an_older_verifiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused in one line with the versions that would do, before anything of it is imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "new_env.py").write_text("import surely_not_there\n__all__ = ['T']")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
+    with pytest.raises(
+        LoadError, match=r"'new-env' is written for verifiers\.v1: .* has verifiers 0\.3\.1; .*v1 with 0\.4\.0 alone"
+    ):
+        load(Setup("new-env", "new-env", {}, "model", "auto", 1, "info"))
+
+
 @pytest.mark.parametrize("listed", [["a,owner/b@1.0"], ["a", "owner/b@1.0"], ["a,", "owner/b@1.0"]])
 def test_ids_on_the_command_line(listed: list[str]) -> None:
     """Lists with commas or blanks; an `@` within an id is not a config file's."""
