@@ -236,12 +236,13 @@ def wait_healthy(url: str, process: "subprocess.Popen[bytes]", log: Path) -> Non
 
 @pytest.fixture(autouse=True)
 def loguru_in_caplog(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """What is logged is in `caplog`: warnings, or what `caplog.set_level` asks for, but not from threads that earlier tests left behind. A set-up that
-    the test made ends with it."""
-    earlier = {thread.ident for thread in threading.enumerate() if thread is not threading.current_thread()}
+    """What is logged is in `caplog`: warnings, or what `caplog.set_level` asks for, but not the waits that a `Status` of an earlier test goes on naming.
+    A set-up that the test made ends with it."""
+    earlier = {thread.ident for thread in threading.enumerate() if thread.name.startswith("heartbeat-")}
 
     def wanted(record: Any) -> bool:
-        return record["thread"].id not in earlier and record["level"].no >= (caplog.handler.level or logging.WARNING)
+        named_by_status = record["thread"].name.startswith("heartbeat-") and record["thread"].id in earlier
+        return not named_by_status and record["level"].no >= (caplog.handler.level or logging.WARNING)
 
     logger.add(caplog.handler, format="{message}", filter=wanted)
     yield

@@ -226,7 +226,7 @@ def _full_disk() -> Iterator[Cell]:
 
 def _real_engine() -> Iterator[Cell]:
     """The points inside of the real server, with the real vLLM."""
-    for boundary in ("update-received", "loading", "update-loaded", "update-answered"):
+    for boundary in ("update-received", "update-read", "loading", "update-loaded", "update-answered"):
         fault = Fault(f"{boundary}:v2", "inference", "kill")
         yield Cell("kill", "inference (vLLM)", fault.point, (fault,), exact="training", engine="vllm")
     stop = Fault("update-received:v2", "inference", "stop")

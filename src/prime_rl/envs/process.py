@@ -81,7 +81,7 @@ class Life:
 
     def unhealthy(self, now: float, start_timeout: float, beat_timeout: float, hang_timeout: float) -> str | None:
         """Why this process must be given up, or None. Until its first heartbeat (Python starts, from a slow disk perhaps) `start_timeout` holds."""
-        if self.beat is not None and self.silent(now, beat_timeout):
+        if (self.tasks is not None or self.beat is not None) and self.silent(now, beat_timeout):
             return f"sent no heartbeat for {now - self.heard:.0f} s"
         if self.tasks is None and now - self.started > start_timeout:
             return f"not ready after {start_timeout:.0f} s"

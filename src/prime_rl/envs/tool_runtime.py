@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 from asyncio.subprocess import Process
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +28,6 @@ CONNECT_SECONDS = 1.0
 EXIT_SECONDS = 1.0  # until a process that closed its connections is known to have exited
 LAST_BYTES, LAST_LINES = 4000, 3
 _PORT_FILE = "MCP_PORT_FILE"  # a variable of servers alone: where they write their port
-_PATH = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH", ""))))  # of `python -m`, as this worker
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,10 @@ class ToolRuntime(SubprocessRuntime):
         """Raises vf.ToolsetError when a tool server dies, or does not listen in time."""
         if _PORT_FILE not in env:
             return await super().run_background(argv, env, log)
-        await super().run_background(argv, {"PYTHONPATH": _PATH, **env}, log)
+        path = os.pathsep.join(
+            filter(None, (sys.path[0], os.environ.get("PYTHONPATH", "")))
+        )  # of `python -m`, as this worker
+        await super().run_background(argv, {"PYTHONPATH": path, **env}, log)
         assert self.workdir is not None
         server = _Server(argv[-1], self._background[-1], self.workdir / log)
         look, owner = partial(_port_of, server, Path(env[_PORT_FILE])), f"tool server {server.name}"
