@@ -93,6 +93,8 @@ class Checkpoints:
         self._timeout = config.dist_timeout
         self._pending: tuple[Path, Future[None]] | None = None
         self._thread: ThreadPoolExecutor | None = None
+        self._looks = 0
+        self._reservation: Future[None] | None = None
         if recovery_interval is not None or (self.config is not None and self.config.save_async):
             self._background = background_world(world, config.dist_timeout)
             self._copy = dcp.HostCopy(self._background)
@@ -164,12 +166,17 @@ class Checkpoints:
             self._write(state, progress, final, self.world)
             return
         assert self._thread is not None
+        if self._reservation is not None:  # `take` allocates what is missing, and says why it cannot
+            wait_for_futures([self._reservation], timeout=self._timeout)
         copy = self._copy.take(state)
         faults.point(f"saved-copy:step_{progress.step}")
         self._pending = final, self._thread.submit(self._write, copy, progress, final, self._background)
 
     def look(self) -> None:
-        """Whether the save in the background has ended. Raises what it failed with, on every rank in the same step."""
+        """At the start of a step: whether the save in the background has ended. Raises what it failed with, on every rank in the same step."""
+        self._looks += 1
+        if self._looks == 2 and self._thread is not None:  # the first update has given the optimizer its states
+            self._reservation = self._thread.submit(self._copy.reserve, _state(self.policy, self.optimizer))
         if self._pending is None:
             return
         saved = self._pending[1]
@@ -211,6 +218,7 @@ class Checkpoints:
         """Let the thread finish what it is at, for at most `dist_timeout`. What becomes of it is said where it fails: nobody asks any more."""
         if self._thread is None:
             return
+        self._copy.closed = True
         self._thread.shutdown(wait=False)
         if self._pending is None:
             return

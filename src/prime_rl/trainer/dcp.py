@@ -169,10 +169,18 @@ class HostCopy:
 
     def __init__(self, world: World) -> None:
         self._world, self._buffers = world, dict[str, Tensor]()
+        self.closed = False  # nothing more is reserved
+
+    def reserve(self, state: State) -> None:
+        """Allocate the buffers for such a state. Page-locking takes about a second for each GB, which the first `take` would otherwise wait for."""
+        for place, tensor in _tensors(state, ""):
+            if self.closed:
+                return
+            self._buffer(tensor.to_local() if isinstance(tensor, DTensor) else tensor, place)
 
     def take(self, state: State) -> State:
         """A copy, always: also of tensors that lie in host memory already. The next call overwrites it."""
-        copied = {key: self._copy(value, key) for key, value in state.items()}
+        copied = {key: self._copy(value, f".{key}") for key, value in state.items()}
         if self._world.device.type == "cuda":
             torch.cuda.current_stream(self._world.device).synchronize()
         return copied
@@ -196,11 +204,14 @@ class HostCopy:
         return value  # numbers and words do not change
 
     def _tensor(self, tensor: Tensor, place: str) -> Tensor:
-        found = self._buffers.get(place)
-        if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            found = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._buffers[place] = found
-        return found.copy_(tensor.detach(), non_blocking=True)
+        return self._buffer(tensor, place).copy_(tensor.detach(), non_blocking=True)
+
+    def _buffer(self, tensor: Tensor, place: str) -> Tensor:
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[place] = buffer
+        return buffer
 
 
 class _Unpickler(pickle.Unpickler):

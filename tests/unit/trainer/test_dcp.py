@@ -161,11 +161,14 @@ def test_truncated_shards(make: Make, world: World, tmp_path: Path) -> None:
 
 
 def test_copies_do_not_change(make: Make, world: World) -> None:
-    """A copy is one also of what lies in host memory already; the next copy goes into the same buffers."""
+    """A copy is one also of what lies in host memory already; it goes into the buffers that were reserved, and so does the next."""
     apart = background_world(world, 60)
     copies = dcp.HostCopy(apart)
     state = make()
+    copies.reserve(state)
+    reserved = set(copies._buffers)
     first = copies.take(state)
+    assert set(copies._buffers) == reserved
     for tensor in (state["model"]["w"].to_local(), state["optimizer"]["state"]["w"]["step"]):
         tensor.add_(1)
     assert first["model"]["w"].device_mesh is apart.mesh
