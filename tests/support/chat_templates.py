@@ -288,6 +288,8 @@ def _reason(message: str) -> str:
         return "writes no calls"
     if "writes nothing" in message:
         return "writes no reply"
+    if "leaves out the content" in message:
+        return "writes no content beside a call"
     return "prompts otherwise" if "context" in message else "refused by the template"
 
 

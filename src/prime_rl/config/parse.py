@@ -14,7 +14,7 @@ from prime_rl.config.base import BaseConfig, ConfigError, Section
 from prime_rl.config.errors import MOST_LINES, describe, misfits, unknown_keys
 from prime_rl.config.help import help_text
 from prime_rl.config.origin import Assignment, Origins, build, of_one_type, spell
-from prime_rl.config.schema import Keys, settings
+from prime_rl.config.schema import Keys, list_index, settings
 from prime_rl.redact import without_password
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -77,7 +77,9 @@ def resolve(cls: type[Config], argv: Sequence[str], env: Mapping[str, str]) -> R
     hints: list[str] = []
     # From the weakest to the strongest. Files for sections stand beside the last one for the whole, and beside one another.
     *earlier, last = [list(file) for _, file in groupby(line.root_files, lambda one: one.origin.source)] or [[]]
-    given = [environ.read(env, cls), *earlier, [*last, *line.section_files], line.options]
+    # Items of lists after the lists, whatever their order on the line: neither is lost.
+    options = sorted(line.options, key=lambda one: list_index(cls, one.keys) is not None)
+    given = [environ.read(env, cls), *earlier, [*last, *line.section_files], options]
     layers = [[_todays(assignment, cls, hints) for assignment in layer] for layer in given]
     layers = of_one_type(layers, hints)
     origins = Origins(layers)

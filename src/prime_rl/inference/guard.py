@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from prime_rl.inference.leader import OWNED
+from prime_rl.inference.leader import OWNED, route_path
 
 OPEN = ("/health", "/ping")  # for launchers and load balancers, which have no key
 SERVED = {
@@ -57,12 +57,6 @@ def is_served(path: str) -> bool:
     """Whether requests for this path reach the application."""
     name = path.rstrip("/")
     return (name in SERVED or path.startswith(SERVED_BELOW)) and name not in OFF
-
-
-def route_path(scope: Scope) -> str:
-    """The path that the router matches: without the prefix that a proxy has added (`[vllm] root_path`)."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
 
 
 def _answer(status: int, message: str) -> JSONResponse:

@@ -79,6 +79,12 @@ async def listen(app: ASGIApp, directory: Path) -> asyncio.Server:
     return await asyncio.start_unix_server(answer, directory / "socket", limit=_MOST_BYTES)
 
 
+def route_path(scope: Scope) -> str:
+    """The path that the router matches: without the prefix that a proxy has added (`[vllm] root_path`)."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
 class PassOn:
     """ASGI middleware of the other processes: what the leader owns goes to it."""
 
@@ -86,7 +92,7 @@ class PassOn:
         self._app, self._socket = app, directory / "socket"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] not in OWNED:
+        if scope["type"] != "http" or route_path(scope) not in OWNED:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
@@ -94,7 +100,7 @@ class PassOn:
         if len(body) > BODY_BYTES:
             await JSONResponse({"error": {"message": TOO_LONG, "code": 413}}, status_code=413)(scope, receive, send)
             return
-        passed = Passed(request.method, request.url.path, body, request.headers.get("authorization", ""))
+        passed = Passed(request.method, route_path(scope), body, request.headers.get("authorization", ""))
         await (await self._ask(passed))(scope, receive, send)
 
     async def _ask(self, passed: Passed) -> Response:

@@ -141,7 +141,7 @@ def check_index(manifest: WeightsManifest) -> None:
         return
     try:
         listed = json.loads(read_file(index, MANIFEST_BYTES))["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CommitError(f"{index} cannot be read: {error!r}") from error
     if listed != {name: entry.file for name, entry in manifest.tensors.items()}:
         raise CommitError(f"{index} does not list the tensors of the files beside it")

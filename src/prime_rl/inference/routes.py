@@ -29,7 +29,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.guard import Guard
-from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, PassOn, lead, listen
+from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, PassOn, lead, listen, route_path
 from prime_rl.inference.orphans import follow
 from prime_rl.inference.places import Places, Refused
 from prime_rl.inference.pulse import Pulse
@@ -217,7 +217,7 @@ class FaultyGenerate:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        asked = scope["type"] == "http" and scope["path"] in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
+        asked = scope["type"] == "http" and route_path(scope) in (TOKEN_ROUTE, TOKEN_ALIAS, SAMPLE_ROUTE)
         if asked and faults.point("generate") == "error":
             answer = JSONResponse({"error": {"message": "fault injection", "code": 500}}, status_code=500)
             await answer(scope, receive, send)

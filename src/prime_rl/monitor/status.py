@@ -243,9 +243,10 @@ def say_for(output_dir: Path, process: str, outcome: str) -> None:
 
 def _remove_stages(path: Path) -> None:
     """Remove what processes that were killed while they wrote their status left beside `path`."""
-    for stage in path.parent.glob(f".{path.name}.tmp-*"):
-        if stage.name != _stage(path).name:
-            stage.unlink(missing_ok=True)
+    with unless_full():
+        for stage in path.parent.glob(f".{path.name}.tmp-*"):
+            if stage.name != _stage(path).name:
+                stage.unlink(missing_ok=True)
 
 
 def _stage(path: Path) -> Path:

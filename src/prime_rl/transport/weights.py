@@ -166,7 +166,7 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
             None if extra.get("delta") is None else BuildsOn(**extra["delta"]),
             SenderAddress(**extra["sender"]) if "sender" in extra else None,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
 
 
@@ -362,7 +362,7 @@ def read_header(file: Path) -> tuple[dict[str, Any], int]:
             header = json.loads(data.read(length))
         header.pop("__metadata__", None)
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CommitError(f"{file} is not a safetensors file: {error}") from error
     if 8 + length + end > size:
         raise CommitError(f"{file} is truncated: {size} bytes of {8 + length + end}")

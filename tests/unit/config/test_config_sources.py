@@ -267,3 +267,12 @@ def test_defaults_that_users_know() -> None:
     assert plain.ckpt is None
     assert plain.wandb is None
     assert plain.trainer.monitor.wandb is None
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_item_of_a_list_comes_after_the_list(reverse: bool) -> None:
+    """In whatever order the command line gives them: neither option is lost."""
+    options = [["--environments.0.name", "z"], ["--environments", '[{"id": "a"}]']]
+    line = [word for option in (options[::-1] if reverse else options) for word in option]
+    config = parse(OrchestratorConfig, line, {})
+    assert [(env.id, env.name) for env in config.environments] == [("a", "z")]

@@ -31,8 +31,8 @@ def owner() -> FastAPI:
     return app
 
 
-def follower(directory: Path) -> httpx.AsyncClient:
-    app = FastAPI()
+def follower(directory: Path, root_path: str = "") -> httpx.AsyncClient:
+    app = FastAPI(root_path=root_path)
     app.get("/health")(lambda: {"own": True})
     app.get("/weights")(lambda: {"own": True})
     app.add_middleware(leader.PassOn, directory=directory)
@@ -50,6 +50,13 @@ async def test_what_concerns_the_weights_is_passed_on(tmp_path: Path) -> None:
         updates = await asyncio.gather(*(client.post("/update_weights", json={"version": v}) for v in range(3)))
         assert [answer.json()["version"] for answer in updates] == [0, 1, 2]
         assert max(answer.json()["changing"] for answer in updates) == 3, "all of them reached the same app"
+
+
+async def test_behind_a_proxy_with_a_prefix(tmp_path: Path) -> None:
+    """Contract: with `root_path` it is passed on as well, by the owner's own name for it."""
+    async with await leader.listen(owner(), tmp_path), follower(tmp_path, "/api") as client:
+        key = {"Authorization": "Bearer secret"}
+        assert (await client.get("/api/weights", headers=key)).json() == {"key": "Bearer secret"}
 
 
 async def test_an_owner_that_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,6 +172,7 @@ async def test_a_read_that_hangs_is_left(base: Path, tmp_path: Path, monkeypatch
     [
         {"files": {"a\0b": {"size": 1, "xxh3": "0"}}}, {"files": {"\ud800": {"size": 1, "xxh3": "0"}}}, {"files": {"x" * (10 << 20): {"size": 1, "xxh3": "0"}}},
         {"files": {"loop.safetensors": {"size": 1, "xxh3": "0"}}}, {"extra": {"memory": {"directory": 5, "nonce": 5, "host": 5, "boot": 5}}},
+        {"extra": {"tensors": []}}, {"extra": {"tensors": "abc"}}, {"index": "[" * 200_000},
     ],
     ids=lambda change: str(change)[:40],
 )  # fmt: skip
@@ -182,6 +183,8 @@ async def test_a_manifest_may_say_anything(base: Path, tmp_path: Path, change: d
     (directory / "loop.safetensors").symlink_to("loop.safetensors")
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["extra"] |= change.get("extra", {})
+    if index := change.get("index"):
+        (directory / "model.safetensors.index.json").write_text(index)
     (directory / "manifest.json").write_text(json.dumps(manifest | change | {"extra": manifest["extra"]}))
     with pytest.raises(Refused) as error:
         await service.update(str(directory), 1)

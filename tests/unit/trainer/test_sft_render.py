@@ -1,6 +1,7 @@
 """From rows to tokens and loss masks, against token lists written by hand. The tokenizer has one token per byte."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,60 @@ def test_rows_that_a_template_cannot_show(template: str, message: str, tokenizer
     reply = assistant("b") | ({"tool_calls": [{"name": "f", "arguments": {}}]} if "tool" in message else {})
     with pytest.raises(UserError, match=message):
         shown({"messages": [user("a"), reply]}, tokenizer)
+
+
+DROPS_CALLS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALLS_ALONE = DROPS_CALLS.replace(
+    "{{ m.content }}", "{{ m.tool_calls[0].function.name if m.tool_calls else m.content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "message"),
+    [
+        (DROPS_CALLS, "I call f now", "leaves out the tool calls of message 1"),
+        (CALLS_ALONE, "Wait.", "leaves out the content of message 1"),
+        (WITH_TOOLS, "a<|im_end|>b", "holds '<|im_end|>', which ends a reply"),
+    ],
+)
+def test_half_a_reply_is_refused(template: str, content: str, message: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """A call that the content only names, content beside a call, what follows a stop token: nothing is lost silently."""
+    tokenizer.chat_template = template
+    reply = {**assistant(content), "tool_calls": [{"name": "f", "arguments": {}}]}
+    with pytest.raises(UserError, match=re.escape(message)):
+        shown({"messages": [user("a"), reply]}, tokenizer)
+
+
+def test_parts_and_empty_calls_are_what_they_say(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Parts of text are text for a template that takes text; no tool calls are none; other parts are refused."""
+    tokenizer.chat_template = DROPS_CALLS.replace(
+        "{% for m in messages %}", "{% for m in messages %}{% if m.tool_calls is defined %}calls{% endif %}"
+    )
+    parts = [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]
+    row = {"messages": [{**user("a"), "content": parts}, {**assistant("d"), "tool_calls": []}]}
+    assert shown(row, tokenizer) == ["<user/bc>/<assistant/[d>]"]
+    with pytest.raises(UserError, match="list of parts of type text"):
+        shown({"messages": [{**user("a"), "content": [{"type": "image"}]}, assistant("d")]}, tokenizer)
+
+
+def test_arguments_of_later_calls(tokenizer: PreTrainedTokenizerBase) -> None:
+    """A first call without arguments does not decide in which form the template takes them."""
+    tokenizer.chat_template = WITH_TOOLS.replace(
+        "{% for key, value in call.function.arguments.items() %}{{ key }}={{ value }};{% endfor %}",
+        "{{ call.function.arguments }}",
+    )
+    calls = [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": given}]} for given in ({}, {"x": "y"})]
+    assert shown({"messages": [user("a"), calls[0], user("b"), calls[1]]}, tokenizer) == [
+        '<user/a>/<assistant/[f:{}>]/<user/b>/<assistant/[f:{"x": "y"}>]'
+    ]
+
+
+def test_reasoning_without_a_place_is_named_once(
+    tokenizer: PreTrainedTokenizerBase, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"messages": [user("a"), {**assistant("b"), "reasoning_content": "c"}] * 2}
+    assert shown(row, tokenizer) == ["<user/a>/<assistant/[b>]/<user/a>/<assistant/[b>]"]
+    assert len([text for text in caplog.messages if "leaves out reasoning" in text]) == 1
 
 
 def test_template_that_refuses(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -7,6 +7,7 @@ contexts continue each other share a sample; where a template rewrites the past 
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -80,6 +81,7 @@ class RowRenderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_mask: "LossMask", stop_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._trained_roles = loss_mask.model_dump()
+        self._warned = False
         self._stop_ids = [int(token) for token in (*stop_ids, tokenizer.eos_token_id) if token is not None]
 
     def samples(self, row: Row) -> list[Tokens]:
@@ -150,9 +152,10 @@ class RowRenderer:
         messages = [self._with_known_reasoning(message) for message in messages]
         if self._wants_parts:
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
-        first = next((index for index, message in enumerate(messages) if message.get("tool_calls")), None)
-        if first is None:
+        calling = [index for index, message in enumerate(messages) if message.get("tool_calls")]
+        if not calling:
             return messages
+        first = next((index for index in calling if _has_arguments(messages[index])), calling[0])
         refusals: list[UserError | None] = []
         for as_json in (False, True):
             for no_content in ("", None):
@@ -163,6 +166,7 @@ class RowRenderer:
                     refusals.append(error)
                     continue
                 calls = [call["function"] for call in form[first]["tool_calls"]]
+                text = _without(text, _content(form[first]))
                 as_python = any(
                     isinstance(call["arguments"], dict) and call["arguments"] and str(call["arguments"]) in text
                     for call in calls
@@ -199,12 +203,7 @@ class RowRenderer:
         else:
             context, reply = self._after_prefill(messages, index, tools, whole, context)
         end = self._ends.search(reply)
-        if not reply[: end.start() if end else None].strip() and (
-            _content(messages[index]) or messages[index].get("tool_calls")
-        ):
-            raise UserError(
-                f"the chat template of {self._name} writes nothing of message {index} (assistant) before the end of its turn"
-            )
+        self._check_reply(messages[index], index, reply[: end.start() if end else None])
         if end:
             return Turn(context, reply[: end.end()])
         if index + 1 < len(messages):
@@ -217,6 +216,26 @@ class RowRenderer:
                 f"the chat template of {self._name} ends no reply, and its tokenizer has no end-of-sequence token"
             )
         return Turn(context, reply + str(self._tokenizer.convert_ids_to_tokens(self._stop_ids[-1])))
+
+    def _check_reply(self, message: Message, index: int, reply: str) -> None:
+        """The reply must hold the message's content and tool calls. Reasoning that a template has no place for is left out with a warning."""
+        where, content = f"message {index} (assistant)", _content(message)
+        if end := self._ends.search(content):
+            raise UserError(f"{where} holds {end[0]!r}, which ends a reply: it cannot be trained")
+        for _, closing in _REASONING_MARKS:
+            content = content.rpartition(closing)[2]
+        calls = Counter(str(call["function"]["name"]) for call in message.get("tool_calls") or ())
+        if not reply.strip() and (content.strip() or calls):
+            raise UserError(f"the chat template of {self._name} writes nothing of {where} before the end of its turn")
+        if _squeezed(content) not in _squeezed(reply):
+            raise UserError(f"the chat template of {self._name} leaves out the content of {where}, or alters it")
+        reasoning = _reasoning(message)
+        beside = _without(_without(reply, content.strip()), reasoning)
+        if any(beside.count(name) < count for name, count in calls.items()):
+            raise UserError(f"the chat template of {self._name} leaves out the tool calls of {where}")
+        if _squeezed(reasoning) not in _squeezed(reply) and not self._warned:
+            self._warned = True
+            logger.warning("the chat template of {} leaves out reasoning: replies are trained without it", self._name)
 
     def _after_prefill(
         self, messages: Messages, index: int, tools: list[Any] | None, whole: str, context: str
@@ -366,6 +385,20 @@ def _content(message: Message) -> str:
     return "".join(str(part.get("text") or "") for part in content if isinstance(part, Mapping)).strip()
 
 
+def _squeezed(text: str) -> str:
+    """Without blanks, which templates add and remove."""
+    return "".join(text.split())
+
+
+def _without(text: str, part: str) -> str:
+    """`text` without the first place where `part` stands."""
+    return text.replace(part, "", 1) if part else text
+
+
+def _has_arguments(message: Message) -> bool:
+    return any(call["function"]["arguments"] not in ({}, "{}") for call in message["tool_calls"])
+
+
 def _parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -416,10 +449,21 @@ def _message(item: Any, column: str) -> Message:
     message = {key: value for key, value in item.items() if value is not None}
     if "content" not in message and "tool_calls" not in message:
         raise UserError(f"`{column}` holds a message of {message['role']} with neither `content` nor `tool_calls`")
-    message.setdefault("content", "")
-    if "tool_calls" in message:
-        message["tool_calls"] = [_tool_call(call, column) for call in message["tool_calls"]]
+    message["content"] = _plain_text(message.get("content", ""), column)
+    if calls := [_tool_call(call, column) for call in message.pop("tool_calls", ())]:
+        message["tool_calls"] = calls
     return message
+
+
+def _plain_text(content: Any, column: str) -> str:
+    """Content as text or as a list of parts that are text."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        texts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        if len(found := [text for text in texts if isinstance(text, str)]) == len(content):
+            return "".join(found)
+    raise UserError(f"`{column}` holds content {_short(content)}: needed is text, or a list of parts of type text")
 
 
 def _tool_call(call: Any, column: str) -> dict[str, Any]:
