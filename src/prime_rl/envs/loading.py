@@ -44,6 +44,6 @@ def check_arguments(env_id: str, given: Iterable[str], accepted: Sequence[str]) 
             near = difflib.get_close_matches(name, accepted, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             if name == "split":
-                hint = ", by which the tasks for evaluation are asked for: name in [[eval.environments]] what is to be evaluated"
+                hint = ", by which the tasks for evaluation are asked for: name in [[eval.environments]] what is to be evaluated (under `rl`: [[orchestrator.eval.environments]]), or evaluate nothing (`--no-eval`)"
             listed = ", ".join(accepted) or "none"
             raise LoadError(f"environment {env_id!r} has no argument {name!r}{hint} (arguments: {listed})")

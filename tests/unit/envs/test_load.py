@@ -169,6 +169,15 @@ async def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (await ended._tasks.task(5)).data.prompt == prompts[5]
 
 
+def test_the_example_of_the_docs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What docs/environments.md shows of verifiers 0.4 can be pasted; evaluations ask it for their split."""
+    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    source = page.partition("# shout.py")[2].partition("```")[0]
+    (tmp_path / "shout.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert len(load("shout", model, split="eval", num_tasks=3).task_ids) == 3
+
+
 def test_task_ids_name_one_task_each(model: Path) -> None:
     """Arguments reach the taskset; ids are durable and distinct."""
     env = load("reverse-text", model, split="eval", num_tasks=5)

@@ -92,9 +92,17 @@ def test_dropped_rows_are_counted() -> None:
     assert source.drawn == 6
 
 
+def test_a_good_row_is_found_across_two_epochs() -> None:
+    """Shuffled, all the others may come twice before it."""
+    rows = [sample(3, 0), sample(3, 0), sample(4)]
+    for seed in range(30):
+        source = RowStream(lambda i: [rows[i]], 3, 10, shuffle=True, seed=seed, drawn=0)
+        assert [len(source.take()[0].input_ids) for _ in range(6)] == [4] * 6
+
+
 def test_nothing_to_train_on() -> None:
-    """A dataset without a single usable row is refused after one look at each, with the reasons."""
-    with pytest.raises(UserError, match=r"no row .* exceed data.seq_len 10 \(2\), others have no trained token \(1"):
+    """A dataset without a single usable row is refused after two looks at each at most, with the reasons."""
+    with pytest.raises(UserError, match="no row .*: 3 times one exceeded data.seq_len 10, 2 times one had no trained token"):
         stream([11, -5, 12]).peek()
 
 

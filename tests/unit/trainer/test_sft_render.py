@@ -333,6 +333,11 @@ def untouched(tokenizer: PreTrainedTokenizerBase) -> None:
         ({"messages": [{"content": "a"}]}, untouched, "it needs a `role`"),
         ({"messages": [{"role": "user"}]}, untouched, "neither `content` nor `tool_calls`"),
         ({"messages": [{**assistant(""), "tool_calls": [{"arguments": {}}]}]}, untouched, "without a `name`"),
+        (
+            {"messages": [{**assistant(""), "tool_calls": [{"name": "f", "arguments": "{a:"}]}]},
+            untouched,
+            "arguments are no JSON",
+        ),
         ({"messages": [user("a")], "tools": "{"}, untouched, "`tools` is text but not JSON"),
         ({"text": "a"}, untouched, "columns text; fine-tuning needs"),
     ],

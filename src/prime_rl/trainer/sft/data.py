@@ -78,7 +78,7 @@ class RowStream:
         """The samples of the next row that can be trained on.
 
         Raises:
-            UserError: a whole epoch went by without one, or a row is malformed (says which).
+            UserError: whole epochs went by without one, or a row is malformed (says which).
         """
         while self._next is None:
             self._index = next(self._order)
@@ -105,17 +105,17 @@ class RowStream:
         """Pass over the next row, and count it.
 
         Raises:
-            UserError: it is the last of a whole epoch, none of which could be trained on.
+            UserError: so many were passed over in a row that a whole epoch is among them, however it was shuffled.
         """
         self._next = None
         if not self.dropped[reason]:
             logger.warning("dropped row {}: {} (further ones are counted as data/dropped_{})", self._index, why, reason)
         self.dropped[reason] += 1
         self._skipped += 1
-        if self._skipped >= self._rows:
+        if self._skipped >= 2 * self._rows - 1:
             raise UserError(
-                f"no row of the dataset can be trained on: of the last {self._rows} some exceed data.seq_len {self._seq_len} "
-                f"({self.dropped['too_long']}), others have no trained token ({self.dropped['untrained']}; see data.loss_mask)"
+                f"no row of the dataset can be trained on: {self.dropped['too_long']} times one exceeded data.seq_len {self._seq_len}, "
+                f"{self.dropped['untrained']} times one had no trained token (see data.loss_mask)"
             )
 
 

@@ -178,9 +178,8 @@ class RowRenderer:
                 refusals.append(None)
         if refusals[0] is not None:
             raise refusals[0]
-        raise UserError(
-            f"the chat template of {self._name} leaves out the tool calls of message {first}: it needs one that writes them"
-        )
+        hint = "" if tools else " (the row has no `tools`, without which some templates write no calls)"
+        raise UserError(f"the chat template of {self._name} leaves out the tool calls of message {first}{hint}")
 
     def _with_known_reasoning(self, message: Message) -> Message:
         """The message with its reasoning under the name that the template reads (gpt-oss: `thinking`), where it does not read the row's."""
@@ -474,6 +473,11 @@ def _tool_call(call: Any, column: str) -> dict[str, Any]:
     if "name" not in function:
         raise UserError(f"`{column}` holds a tool call without a `name`: {_short(call)}")
     function["arguments"] = function.get("arguments") or {}
+    if isinstance(function["arguments"], str):
+        try:
+            json.loads(function["arguments"])
+        except ValueError as error:
+            raise UserError(f"`{column}` holds a tool call whose arguments are no JSON: {_short(call)}") from error
     outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
     return {"type": "function", **outer, "function": function}
 
@@ -492,10 +496,7 @@ def _formed(message: Message, as_json: bool, no_content: str | None) -> Message:
 def _arguments(arguments: Any, as_json: bool) -> Any:
     if as_json:
         return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    try:
-        return json.loads(arguments) if isinstance(arguments, str) else arguments
-    except ValueError:
-        return arguments  # not JSON: the template shows it as it is
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 def _tools(value: Any) -> list[Any] | None:

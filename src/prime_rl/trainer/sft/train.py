@@ -30,6 +30,7 @@ from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 from prime_rl.trainer.versions import make_versions
 from prime_rl.trainer.without_effect import say_without_effect
+from prime_rl.transport.weights import version_dir
 
 
 def train(given: SFTConfig) -> None:
@@ -140,7 +141,8 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     if config.bench and world.is_main:  # it alone keeps the rows
         peer = perf.peer_flops(matmul, source.config, 1, config.data.seq_len)
         report.text(bench_table(report.history, world, peer))
-    report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens")
+    written = "" if config.bench or not step else f"; weights in {version_dir(config.output_dir / 'weights', step)}"
+    report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
 
 
 def means(sums: list[float]) -> dict[str, float]:
