@@ -102,7 +102,9 @@ def test_a_good_row_is_found_across_two_epochs() -> None:
 
 def test_nothing_to_train_on() -> None:
     """A dataset without a single usable row is refused after two looks at each at most, with the reasons."""
-    with pytest.raises(UserError, match="no row .*: 3 times one exceeded data.seq_len 10, 2 times one had no trained token"):
+    with pytest.raises(
+        UserError, match="no row .*: 3 times one exceeded data.seq_len 10, 2 times one had no trained token"
+    ):
         stream([11, -5, 12]).peek()
 
 
