@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, read_manifest, write_atomically
-from prime_rl.transport.memory import InMemory, memory_of
+from prime_rl.transport.tmpfs import InTmpfs, tmpfs_of
 from prime_rl.transport.protocol import BASE, Lease
 from prime_rl.transport.weights import version_dir, weights_manifest
 
@@ -88,11 +88,10 @@ def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: C
 
 
 class Look(NamedTuple):
-    """What a version's manifest said at a look: the life that made it, its place where that is memory, the version that it builds on if it does."""
+    """What a version's manifest said at a look: the life that made it, and its place where that is a tmpfs."""
 
     life: int
-    memory: InMemory | None
-    builds_on: int | None
+    tmpfs: InTmpfs | None
 
 
 Seen = dict[tuple[int, int, int], Look]  # (version, inode and time of its manifest) -> what it said
@@ -105,13 +104,7 @@ def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]
         seen: What earlier calls found; a caller that looks often keeps one, so that each manifest is read once.
     """
     looks = _look({} if seen is None else seen, weights_dir)
-    return {version: look.life for version, look in looks.items() if look.memory is None or not look.memory.gone}
-
-
-def read_foundations(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
-    """The version that each committed one builds on, of those that build on one."""
-    looks = _look({} if seen is None else seen, weights_dir)
-    return {version: look.builds_on for version, look in looks.items() if look.builds_on is not None}
+    return {version: look.life for version, look in looks.items() if look.tmpfs is None or not look.tmpfs.gone}
 
 
 def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
@@ -123,7 +116,7 @@ def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
             key = (version, stat.st_ino, stat.st_mtime_ns)
             if key not in seen:
                 manifest = weights_manifest(directory)
-                seen[key] = Look(manifest.incarnation, manifest.memory, manifest.builds_on)
+                seen[key] = Look(manifest.incarnation, manifest.tmpfs)
         except (CommitError, FileNotFoundError):
             continue
         found[version] = seen[key]
@@ -132,8 +125,8 @@ def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
 
 def lost_versions(weights_dir: Path) -> list[int]:
     """Versions whose tensors lay in memory and, as far as this host can see, are there no more, ascending."""
-    held = {version: memory_of(version_dir(weights_dir, version)) for version in list_steps(weights_dir)}
-    return [version for version, memory in held.items() if memory is not None and not Path(memory.directory).is_dir()]
+    held = {version: tmpfs_of(version_dir(weights_dir, version)) for version in list_steps(weights_dir)}
+    return [version for version, place in held.items() if place is not None and not Path(place.directory).is_dir()]
 
 
 ORCHESTRATOR, EVAL = "orchestrator", "eval"

@@ -115,7 +115,6 @@ def prunable(
     async_level: int,
     keep: int | None,
     checkpoints: Collection[int],
-    builds_on: Mapping[int, int] | None = None,
 ) -> list[int]:
     """Versions that nobody needs any more, ascending.
 
@@ -124,11 +123,9 @@ def prunable(
         async_level: Steps that sampling may run ahead.
         keep: Versions kept beyond what is needed; None keeps all.
         checkpoints: Kept checkpoints and the one that is being saved; each needs the versions `[N - async_level, N]`.
-        builds_on: The version whose changes another one tells, by the latter's number.
 
     Returns:
-        Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs, nor one that such a version builds
-        on, near or far. While the orchestrator has not
+        Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. While the orchestrator has not
         acknowledged the newest life nothing is pruned: it may still have to go back to that life's start.
     """
     life, valid_now = current_life(lives), valid_versions(versions, lives)
@@ -140,20 +137,7 @@ def prunable(
             return []
         floor = min(floor, lease.version)
     needed = {version for step in checkpoints for version in range(serve_floor(step, async_level), step + 1)}
-    kept = [version for version in versions if version >= floor or version in needed]
-    needed |= foundations(kept, builds_on or {})
     return [version for version in valid_now if BASE < version < floor and version not in needed]
-
-
-def foundations(versions: Collection[int], builds_on: Mapping[int, int]) -> set[int]:
-    """All that `versions` build on, near or far. A version builds on earlier ones only."""
-    found: set[int] = set()
-    for version in versions:
-        below = builds_on.get(version)
-        while below is not None and below not in found:
-            found.add(below)
-            below = builds_on.get(below)
-    return found
 
 
 def first_lease(held: Lease | None) -> Lease:

@@ -1,35 +1,41 @@
-"""Committed policy versions, from the trainer to the engines: `weights/step_v` holds version v in Hugging Face form.
+"""Committed policy versions, from the trainer to the servers: `weights/step_v` is version v.
 
-The manifest carries a hash of every tensor (`tensor_hash.py`) and one over those, which identifies the version wherever it is served. Version 0 is the
-base model: a manifest with its hashes and its path, no copy. Nothing here needs torch: a safetensors file is a header and byte ranges.
+A version is durable, a Hugging Face directory with xxh3-128 of every tensor (`tensor_hash.py`) in its manifest; or it is published from the trainer's
+memory (`exchange.py`), and the manifest, with a checksum of every tensor, is all there is on disk. One hash over those identifies the version wherever
+it is served. Version 0 is the base model: a manifest with its hashes and its path, no copy. Nothing here needs torch: a safetensors file is a header and
+byte ranges.
 """
 
 import json
 import os
+import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
+from prime_rl import faults
 from prime_rl.transport import tensor_hash
 from prime_rl.transport.canary import Canary, read_canary
 from prime_rl.transport.commit import (
     CommitError,
     Manifest,
+    disk_errors,
     hash_file,
     list_steps,
     open_file,
     read_manifest,
+    replace_manifest,
     stage,
+    subject_of,
+    sync,
     verify,
 )
-from prime_rl.transport.delta import Bytes, apply_delta, delta_file
-from prime_rl.transport.memory import InMemory, check_memory, read_in_memory
-from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_chunks
+from prime_rl.transport.tensor_hash import chunks, of_chunks
+from prime_rl.transport.tmpfs import InTmpfs, check_tmpfs, read_in_tmpfs
 
 INDEX = "model.safetensors.index.json"  # where there are several files: which holds which tensor
 _BLOCK = 1 << 24  # bytes read at once
@@ -38,37 +44,46 @@ _HEADER_BYTES = 100_000_000  # of a safetensors file, at most: as its own librar
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a version: its file, its safetensors dtype ("F32", "BF16", …), its shape, and the hash of its bytes."""
+    """One tensor of a version: its safetensors dtype ("F32", "BF16", …) and shape.
+
+    Attributes:
+        file: Where it lies, with the `xxh3` of its bytes; both are empty while it is in no file.
+        checksum: Of a version that was published from memory (`checksum.py`), for good; else empty.
+    """
 
     file: str
     dtype: str
     shape: list[int]
     xxh3: str
+    checksum: str = ""
 
 
 @dataclass(frozen=True)
-class BuildsOn:
-    """The version, and its hash, whose tensors a version tells the changes of. None: it is there in full, for others to build on."""
+class PublisherAddress:
+    """Where workers get a version from the trainer's memory (`exchange.Publisher`).
 
-    version: int | None
-    hash: str | None
-
-
-@dataclass(frozen=True)
-class SenderAddress:
-    """Where the tensors of a version can be asked for that were never written (`transport/line.py`). `timeout` are seconds without progress."""
+    Attributes:
+        timeout: Seconds without progress after which either side gives a transfer up.
+        fallback: Servers that cannot reach it may ask for files (`transport = "auto"`, see `ask_for_files`).
+    """
 
     host: str
     port: int
     token: str = field(repr=False)
     timeout: float
+    fallback: bool = False
 
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """A version's identity. `base` is the model directory when the tensors lie there (version 0), else None. `canary` is None where the trainer
-    scored none, `memory` where the tensors lie on a disk, `delta` where no version tells changes. Where there is a `sender` the tensors are in no file,
-    and lie with it one after the other, in the order of `tensors`."""
+    """A version's identity.
+
+    Attributes:
+        base: The model directory that holds the tensors (version 0), else None.
+        canary: None where the trainer scored none.
+        tmpfs: Where in its host's memory the files lie; None where they are on a disk, or nowhere.
+        publisher: Who holds the tensors that are in no file; None where files hold them.
+    """
 
     version: int
     incarnation: int
@@ -77,20 +92,14 @@ class WeightsManifest:
     base: str | None
     directory: Path
     canary: Canary | None = None
-    memory: InMemory | None = None
-    delta: BuildsOn | None = None
-    sender: SenderAddress | None = None
-
-    @property
-    def builds_on(self) -> int | None:
-        """The version whose tensors are needed beside what this one tells; None where it is there in full."""
-        return None if self.delta is None else self.delta.version
+    tmpfs: InTmpfs | None = None
+    publisher: PublisherAddress | None = None
 
     @property
     def files(self) -> Path:
         """The directory that holds the tensors."""
-        if self.memory is not None:
-            return Path(self.memory.directory)
+        if self.tmpfs is not None:
+            return Path(self.tmpfs.directory)
         return Path(self.base) if self.base else self.directory
 
 
@@ -104,56 +113,56 @@ def newest(root: Path) -> int | None:
     return max(list_steps(root), default=None)
 
 
-def version_hash(tensors: dict[str, TensorEntry]) -> str:
-    """One hash over the tensors' names, dtypes, shapes and hashes, in the order of the names."""
+def version_hash(tensors: Mapping[str, TensorEntry]) -> str:
+    """One hash over the tensors' names, dtypes, shapes and checksums or hashes, in the order of the names."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         entry = tensors[name]
-        digest.update(f"{name}\0{entry.dtype}\0{','.join(map(str, entry.shape))}\0{entry.xxh3}\n".encode())
+        shape = ",".join(map(str, entry.shape))
+        digest.update(f"{name}\0{entry.dtype}\0{shape}\0{entry.checksum or entry.xxh3}\n".encode())
     return digest.hexdigest()
 
 
 def manifest_extra(
     version: int,
     incarnation: int,
-    tensors: dict[str, TensorEntry],
+    tensors: Mapping[str, TensorEntry],
     base: str | None = None,
     canary: Canary | None = None,
-    delta: BuildsOn | None = None,
-    sender: SenderAddress | None = None,
+    publisher: PublisherAddress | None = None,
 ) -> dict[str, Any]:
     """What a writer of weights puts into the manifest's `extra`."""
     scored = {} if canary is None else {"canary": canary.as_extra()}
-    changes = {} if delta is None else {"delta": vars(delta)}
-    sent = {} if sender is None else {"sender": vars(sender)}
-    return (
-        scored
-        | changes
-        | sent
-        | {
-            "version": version,
-            "incarnation": incarnation,
-            "hash": version_hash(tensors),
-            "hash_chunk": tensor_hash.CHUNK_BYTES,
-            "tensors": {name: vars(entry) for name, entry in tensors.items()},
-            "base": base,
-        }
-    )
+    published = {} if publisher is None else {"publisher": asdict(publisher)}
+    return {
+        **scored,
+        **published,
+        "version": version,
+        "incarnation": incarnation,
+        "hash": version_hash(tensors),
+        "hash_chunk": tensor_hash.CHUNK_BYTES,
+        "tensors": {name: vars(entry) for name, entry in tensors.items()},
+        "base": base,
+    }
 
 
 def weights_manifest(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
     """A committed version's identity, without touching its tensors. `committed` is its manifest where that was read already.
 
     Raises:
-        CommitError: the directory is not a committed version, or one whose hashes were made otherwise than here.
+        CommitError: the directory is not a committed version, or one that another release wrote in a way that this one cannot read.
     """
     extra = (committed or read_manifest(directory)).extra
-    if "tensors" in extra and extra.get("hash_chunk") != tensor_hash.CHUNK_BYTES:
+    changes = extra.get("delta")
+    if ("tensors" in extra and extra.get("hash_chunk") != tensor_hash.CHUNK_BYTES) or (
+        isinstance(changes, Mapping) and changes.get("version") is not None
+    ):
         raise CommitError(
-            f"{directory} was written by another release of prime-rl, which hashes tensors otherwise: go on with that one"
+            f"{directory} was written by another release of prime-rl, in a way that this one does not read: go on with that one"
         )
     try:
         tensors = {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()}
+        published = extra.get("publisher", extra.get("sender"))
         return WeightsManifest(
             extra["version"],
             extra["incarnation"],
@@ -162,43 +171,40 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
             extra["base"],
             directory,
             read_canary(extra),
-            read_in_memory(extra),
-            None if extra.get("delta") is None else BuildsOn(**extra["delta"]),
-            SenderAddress(**extra["sender"]) if "sender" in extra else None,
+            read_in_tmpfs(extra),
+            None if published is None else PublisherAddress(**published),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CommitError(f"{directory} is committed, but not as a version of weights ({error})") from error
 
 
 def verify_weights(directory: Path) -> WeightsManifest:
-    """Hash every tensor of a committed version again and compare.
+    """Hash every tensor of a durable version again and compare.
 
     Raises:
         CommitError: naming the first tensor or file that differs, is missing or is not listed.
     """
     manifest = verify_small_files(directory)
-    if manifest.sender is not None:
+    if manifest.publisher is not None:
         raise CommitError(never_written(directory))
-    for link in chain(manifest)[1:]:
-        verify_small_files(link.directory)
-    check_tensors(manifest, hash_version(manifest))
+    check_tensors(manifest, hash_directory(manifest.files))
     return manifest
 
 
 def never_written(directory: Path) -> str:
-    """Says why a committed version has no tensors: to whoever looks for them."""
-    return f"{directory} holds no tensors: they were sent to the servers and never written (trainer.weights.transport process-group)"
+    """Says why a committed version has no files: to whoever looks for them."""
+    return f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never written (trainer.weights.transport memory)"
 
 
 def without_tensors(directory: Path) -> str:
     """Says of a directory, which may be any, why no tensors are found there."""
     try:
-        sent = weights_manifest(directory).sender is not None
+        published = weights_manifest(directory).publisher is not None
     except CommitError:
-        sent = False
+        published = False
     return (
         never_written(directory)
-        if sent
+        if published
         else f"{directory} holds no safetensors files (older formats are to be converted)"
     )
 
@@ -212,102 +218,36 @@ def verify_small_files(directory: Path, committed: Manifest | None = None) -> We
     """
     committed = committed or read_manifest(directory)
     manifest = weights_manifest(directory, committed)
-    if manifest.memory is not None:
-        check_memory(directory, manifest.memory)
+    if manifest.tmpfs is not None:
+        check_tmpfs(directory, manifest.tmpfs)
         verify(manifest.files, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
-    tensor_files |= {delta_file(file) for file in tensor_files}
     for name, expected in verify(directory, hashes=False, manifest=committed).files.items():
         if name not in tensor_files and hash_file(directory / name) != expected["xxh3"]:
             raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
     return manifest
 
 
-def chain(manifest: WeightsManifest, held: str | None = None) -> list[WeightsManifest]:
-    """The version itself and those that it builds on, the newest first, to one that is there in full, or to the one that builds on `held`.
-
-    Args:
-        held: The hash of a version whose tensors the caller has.
-
-    Raises:
-        CommitError: one of them is gone, or another one than was built on.
-    """
-    links = [manifest]
-    while (on := links[-1].delta) is not None and on.version is not None and on.hash != held:
-        needed = f"{links[-1].directory} tells what has changed since version {on.version}"
-        if on.version >= links[-1].version:
-            raise CommitError(f"{needed}, which is not before it")
-        try:
-            links.append(weights_manifest(version_dir(manifest.directory.parent, on.version)))
-        except CommitError as error:
-            raise CommitError(f"{needed}, which is not there: {error}") from error
-        if links[-1].hash != on.hash:
-            raise CommitError(f"{needed} ({str(on.hash)[:12]}), and {links[-1].directory} is {links[-1].hash[:12]}")
-    return links
-
-
-def read_files(manifest: WeightsManifest) -> Iterator[tuple[str, Bytes]]:
-    """The safetensors files of a version, each with all its bytes: as they lie there, or built from what has changed since one that is there in full.
-
-    Raises:
-        CommitError: what is told does not fit what it was told of.
-        OSError: a file cannot be read.
-    """
-    *changes, full = chain(manifest)
-    for file in sorted({entry.file for entry in manifest.tensors.values()}):
-        with open_file(full.files / file) as opened:
-            data = np.fromfile(opened, np.uint8)
-        header, offset = read_header(full.files / file)
-        apply_changes(changes, file, data[offset:], {name: entry["data_offsets"] for name, entry in header.items()})
-        yield file, data
-
-
-def apply_changes(
-    changes: Sequence[WeightsManifest], file: str, data: Bytes, places: Mapping[str, tuple[int, int]]
-) -> None:
-    """Apply what versions, the newest first, tell of one file to the bytes of its tensors, which lie at `places`.
-
-    Raises:
-        CommitError: it does not fit; `data` is worth nothing then.
-        OSError: a file cannot be read.
-    """
-    for link in reversed(changes):
-        apply_delta(link.files / delta_file(file), data, places)
-
-
 def _nothing() -> None:
     pass
 
 
-def hash_version(manifest: WeightsManifest, go_on: Callable[[], None] = _nothing) -> dict[str, TensorEntry]:
-    """Hash every tensor of a committed version. `go_on` is called between two blocks, and may raise.
-
-    Raises:
-        CommitError: a file is missing, truncated or malformed, or what the version builds on is not there.
-    """
-    if manifest.builds_on is None:
-        return hash_directory(manifest.files, go_on)
-    full, tensors = chain(manifest)[-1], {}
-    for file, data in read_files(manifest):
-        header, offset = read_header(full.files / file)
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            go_on()
-            digest = hash_tensor(data[offset + first : offset + last].data)
-            tensors[name] = TensorEntry(file, entry["dtype"], entry["shape"], digest)
-    return tensors
-
-
-def check_tensors(manifest: WeightsManifest, found: dict[str, TensorEntry]) -> None:
+def check_tensors(manifest: WeightsManifest, found: Mapping[str, TensorEntry]) -> None:
     """Compare the tensors that a version's files hold with those that its manifest describes.
 
     Raises:
         CommitError: naming the first tensor that differs, is missing or is not listed.
     """
     for name in sorted(manifest.tensors.keys() | found.keys()):
-        if found.get(name) != manifest.tensors.get(name):
+        wanted, entry = manifest.tensors.get(name), found.get(name)
+        if wanted is None or entry is None or replace(wanted, checksum="") != replace(entry, checksum=""):
             raise CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
-    if version_hash(found) != manifest.hash:
+    check_hash(manifest)
+
+
+def check_hash(manifest: WeightsManifest) -> None:
+    """Raise CommitError where a manifest's hash is not that of the tensors it lists."""
+    if version_hash(manifest.tensors) != manifest.hash:
         raise CommitError(f"{manifest.directory}: the manifest's hash does not follow from its tensors")
 
 
@@ -386,6 +326,51 @@ def write_base_version(root: Path, model: Path, canary: Canary | None = None) ->
     with stage(directory, step=0, producer="trainer", extra=extra):
         pass
     return weights_manifest(directory)
+
+
+ASIDE = ".durable"
+
+
+def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
+    """Bring the tensors of a committed version into its own directory, where they lie in a tmpfs or in the trainer's memory. Only the trainer does so.
+
+    Until the manifest is replaced, last, the version is what it was, and so is its hash afterwards. Readers that have read the old manifest of one in
+    tmpfs find nothing at its place once that is removed, and try again.
+
+    Args:
+        write: Writes the safetensors files, and their index where there are several, into a directory.
+
+    Raises:
+        CommitError: what was written is not what the manifest says.
+        UserError: the disk is full; the version is what it was.
+    """
+    manifest = weights_manifest(directory)
+    aside = directory / ASIDE
+    with disk_errors(directory, "the version is in no file" if manifest.publisher else "the version stays in memory"):
+        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+        aside.mkdir()
+        try:
+            write(aside)
+            found = hash_directory(aside)
+            if manifest.publisher is None:
+                check_tensors(manifest, found)
+            for path in aside.iterdir():
+                sync(path)
+            faults.point(f"lasting:{subject_of(directory)}")
+            known = read_manifest(directory)
+            files = dict(known.files)
+            for path in sorted(aside.iterdir()):
+                files[path.name] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
+                os.rename(path, directory / path.name)
+            sync(directory)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        tensors = {
+            name: vars(replace(found[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
+        }
+        kept = {key: value for key, value in known.extra.items() if key not in ("tmpfs", "memory", "publisher")}
+        replace_manifest(directory, files, kept | {"tensors": tensors})
+    faults.point(f"lasts:{subject_of(directory)}")
 
 
 def _hash_range(data: Any, offset: int, count: int, file: Path, go_on: Callable[[], None]) -> str:

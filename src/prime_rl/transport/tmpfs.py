@@ -34,7 +34,7 @@ _PREFIX = "prime-rl-"
 
 
 @dataclass(frozen=True)
-class InMemory:
+class InTmpfs:
     """Where a version's tensors lie: a committed directory with this nonce, on a host, in the time of one boot of it."""
 
     directory: str
@@ -50,22 +50,22 @@ class InMemory:
         return self.host == socket.gethostname()
 
 
-def in_memory(directory: Path, nonce: str) -> InMemory:
+def in_tmpfs(directory: Path, nonce: str) -> InTmpfs:
     """What a writer on this host says of what it has committed as `directory`."""
-    return InMemory(str(directory), nonce, socket.gethostname(), boot_id())
+    return InTmpfs(str(directory), nonce, socket.gethostname(), boot_id())
 
 
-def read_in_memory(extra: dict[str, Any]) -> InMemory | None:
+def read_in_tmpfs(extra: dict[str, Any]) -> InTmpfs | None:
     """What a version's manifest says; None where its tensors lie elsewhere.
 
     Raises:
         TypeError: it is not what a manifest has there.
     """
-    told = extra.get("memory")
-    return None if told is None else InMemory(**told)
+    told = extra.get("tmpfs", extra.get("memory"))  # the latter: its name until November 2026
+    return None if told is None else InTmpfs(**told)
 
 
-def memory_dir(tmpfs: Path, output_dir: Path, run: str) -> Path:
+def tmpfs_dir(tmpfs: Path, output_dir: Path, run: str) -> Path:
     """The place of a run's versions under `tmpfs`. Neither another run in the same directory, nor a copy of this one, has the same.
 
     Args:
@@ -85,7 +85,7 @@ def _path_part(output_dir: Path) -> str:
 def check_place(tmpfs: Path) -> None:
     """Raises UserError where it is no directory that can be written to."""
     if not (tmpfs.is_dir() and os.access(tmpfs, os.W_OK | os.X_OK)):
-        raise UserError(f"weights.transport.tmpfs: {tmpfs} is no directory that can be written to")
+        raise UserError(f"weights.tmpfs: {tmpfs} is no directory that can be written to")
 
 
 def check_room(root: Path, versions: int, version_bytes: int, arithmetic: str, available: int) -> None:
@@ -104,12 +104,12 @@ def check_room(root: Path, versions: int, version_bytes: int, arithmetic: str, a
     free = held + min(shutil.disk_usage(tmpfs).free, available)
     if (needed := versions * version_bytes) > free:
         raise UserError(
-            f"weights.transport.tmpfs: {tmpfs} has room for {free / 2**30:.2f} GiB, and {needed / 2**30:.2f} may be needed: {versions} versions "
+            f"weights.tmpfs: {tmpfs} has room for {free / 2**30:.2f} GiB, and {needed / 2**30:.2f} may be needed: {versions} versions "
             f"({arithmetic}) of {version_bytes / 2**30:.2f} GiB"
         )
 
 
-def open_memory(root: Path, output_dir: Path) -> None:
+def open_tmpfs(root: Path, output_dir: Path) -> None:
     """Make the run's directory if it is not there.
 
     Raises:
@@ -118,7 +118,7 @@ def open_memory(root: Path, output_dir: Path) -> None:
     with disk_errors(root):
         root.mkdir(mode=0o755, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.geteuid():
-        raise UserError(f"{root} belongs to another user: choose another weights.transport.tmpfs")
+        raise UserError(f"{root} belongs to another user: choose another weights.tmpfs")
     for other in sorted(root.parent.glob(f"{_path_part(output_dir)}*")):
         if other != root:
             logger.warning(
@@ -126,13 +126,13 @@ def open_memory(root: Path, output_dir: Path) -> None:
             )
 
 
-def note_memory(root: Path, output_dir: Path) -> None:
+def note_tmpfs(root: Path, output_dir: Path) -> None:
     """Leave word in the run directory of where in memory it has its place: before there is a version that says so."""
     with disk_errors(output_dir):
         write_atomically(output_dir / "weights" / NOTE, json.dumps({"root": str(root)}).encode())
 
 
-def clean_memory(root: Path, used: Collection[str]) -> None:
+def clean_tmpfs(root: Path, used: Collection[str]) -> None:
     """Remove what a dead trainer left in the run's directory: half-written versions, and those that no manifest names."""
     clean_stages(root)
     for step in list_steps(root):
@@ -141,16 +141,16 @@ def clean_memory(root: Path, used: Collection[str]) -> None:
             prune(directory)
 
 
-def remove_in_memory(memory: InMemory | None, output_dir: Path, run: str | None) -> None:
+def remove_in_tmpfs(memory: InTmpfs | None, output_dir: Path, run: str | None) -> None:
     """Remove a version's tensors from memory. Those of a run that this one is a copy of are left alone."""
     if memory is not None and _is_own(memory, output_dir, run):
         prune(Path(memory.directory))
 
 
-def remove_memory(output_dir: Path, run: str | None) -> None:
+def remove_tmpfs(output_dir: Path, run: str | None) -> None:
     """Remove all that a run whose processes have ended holds in memory: what its versions name, and what lies beside it."""
     weights = output_dir / "weights"
-    named = [memory_of(weights / f"step_{step}") for step in list_steps(weights)]
+    named = [tmpfs_of(weights / f"step_{step}") for step in list_steps(weights)]
     roots = {Path(memory.directory).parent for memory in named if memory is not None}
     with suppress(OSError, ValueError, KeyError, TypeError):  # none, or none of ours: a run that had no place in memory
         roots.add(Path(json.loads((weights / NOTE).read_bytes())["root"]))
@@ -159,19 +159,19 @@ def remove_memory(output_dir: Path, run: str | None) -> None:
             shutil.rmtree(root, ignore_errors=True)
 
 
-def _is_own(memory: InMemory, output_dir: Path, run: str | None) -> bool:
+def _is_own(memory: InTmpfs, output_dir: Path, run: str | None) -> bool:
     return run is not None and Path(memory.directory).parent.name == _name(output_dir, run)
 
 
-def memory_of(version: Path) -> InMemory | None:
+def tmpfs_of(version: Path) -> InTmpfs | None:
     """Where the tensors of a version lie in memory; None where they do not, or the version is damaged or gone."""
     try:
-        return read_in_memory(read_manifest(version).extra)
+        return read_in_tmpfs(read_manifest(version).extra)
     except (CommitError, TypeError):
         return None
 
 
-def check_memory(version: Path, memory: InMemory) -> None:
+def check_tmpfs(version: Path, memory: InTmpfs) -> None:
     """The directory in memory is the one that the version's manifest names.
 
     Raises:
@@ -179,7 +179,7 @@ def check_memory(version: Path, memory: InMemory) -> None:
     """
     directory = Path(memory.directory)
     if not directory.is_dir():
-        why = "they are gone" if memory.gone else "weights.transport.tmpfs is for servers on that host"
+        why = "they are gone" if memory.gone else "weights.tmpfs is for servers on that host"
         raise CommitError(f"{version}: its tensors lie in memory of {memory.host}, and {directory} is not there: {why}")
     if read_manifest(directory).nonce != memory.nonce:
         raise CommitError(f"{version}: {directory} holds the tensors of another version")

@@ -1,0 +1,686 @@
+"""Versions from the memory of trainer rank 0 to the workers of servers, beside what both compute.
+
+The trainer's `Publisher` holds one version, in one buffer on its GPU or on its host. Each worker's `Subscriber` opens a TCP connection to it, proves that
+it knows the run's token, asks for a version, and gets its bytes by the fastest way that the two have: CUDA IPC on the same GPU, NCCL between two GPUs,
+else the TCP connection itself (CPUs, or a host buffer on either side). Two sides make a group, not all servers: a server that dies, hangs or joins
+concerns nobody else.
+
+What travels is neither encrypted nor signed, as everywhere in torch.distributed: workers compare checksums with the committed manifest. Every wait has
+a deadline, and a peer that dies ends it at once; a connection on which anything failed is not used again.
+"""
+
+import ctypes
+import hashlib
+import hmac
+import json
+import math
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from loguru import logger
+from torch import Tensor
+
+from prime_rl.errors import UserError
+from prime_rl.transport.checksum import ALIGNMENT
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.weights import PublisherAddress, TensorEntry, WeightsManifest
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
+"""Of safetensors."""
+PROTOCOL = 1
+BLOCK_BYTES = 32 << 20
+_AHEAD = 2  # blocks under way at the same time (NCCL)
+_MESSAGE_BYTES = 1 << 16
+_POLL_SECONDS = 2e-4  # between two looks at whether a GPU is done
+_WATCH_SECONDS = 0.05  # between two looks at whether a peer that NCCL waits for is still there
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+
+
+class ExchangeError(Exception):
+    """The other side has this version no more, refuses, is silent or gone; the message says which. Another attempt may succeed."""
+
+
+def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where each tensor of a version starts in the buffer, its size, and the size of the buffer, in bytes.
+
+    Raises:
+        CommitError: the manifest describes a tensor that cannot be.
+    """
+    places, at = {}, 0
+    for name, entry in tensors.items():
+        if entry.dtype not in DTYPES or any(length < 0 for length in entry.shape):
+            raise CommitError(f"tensor {name} of type {entry.dtype} and shape {entry.shape} cannot be loaded")
+        size = math.prod(entry.shape) * DTYPES[entry.dtype].itemsize
+        places[name] = at, size
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    return places, at
+
+
+def tensor_views(buffer: Tensor, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor as it lies in a buffer, in the order of the manifest."""
+    for name, (start, size) in layout(tensors)[0].items():
+        entry = tensors[name]
+        yield name, buffer[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
+
+
+# ---- the connection
+
+
+class Channel:
+    """JSON messages and raw bytes over TCP, each with a deadline of `seconds`."""
+
+    def __init__(self, connection: socket.socket, seconds: float) -> None:
+        self._socket, self.seconds = connection, seconds
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:  # a host that vanishes says nothing
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, **message: object) -> None:
+        data = json.dumps(message).encode()
+        self.send_bytes(memoryview(struct.pack("<I", len(data)) + data))
+
+    def send_bytes(self, data: memoryview) -> None:
+        try:
+            self._socket.settimeout(self.seconds)
+            self._socket.sendall(data)  # bounded: by the time-out just set
+        except OSError as error:
+            raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
+
+    def receive(self, *, wait: bool = False) -> dict[str, Any]:
+        """The next message. With `wait` there may be none for as long as the other side is there, which keep-alive probes find out."""
+        header = bytearray(4)
+        self.receive_bytes(memoryview(header), None if wait else self.seconds)
+        (size,) = struct.unpack("<I", header)
+        if size > _MESSAGE_BYTES:
+            raise ExchangeError("the other side does not speak this protocol")
+        data = bytearray(size)
+        self.receive_bytes(memoryview(data))
+        try:
+            message = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise ExchangeError("the other side does not speak this protocol") from error
+        if not isinstance(message, dict):
+            raise ExchangeError("the other side does not speak this protocol")
+        if "error" in message:
+            raise ExchangeError(str(message["error"]))
+        return message
+
+    def expect(self, key: str) -> Any:
+        """What the next message says under `key`."""
+        message = self.receive()
+        if key not in message:
+            raise ExchangeError(f"the other side says {sorted(message)} where {key} was expected")
+        return message[key]
+
+    def receive_bytes(self, data: memoryview, seconds: float | None = -1.0) -> None:
+        """Fill `data`. A part of it must come within every `seconds` (None: at some time; by default the channel's)."""
+        limit = self.seconds if seconds == -1.0 else seconds
+        try:
+            self._socket.settimeout(limit)
+            while data:
+                count = self._socket.recv_into(data)  # bounded: by the time-out just set, or by the other side's end
+                if not count:
+                    raise ExchangeError("the other side has closed the connection")
+                data = data[count:]
+        except TimeoutError as error:
+            raise ExchangeError(f"the other side sent nothing for {limit:.0f} s") from error
+        except OSError as error:
+            raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
+
+    def is_open(self) -> bool:
+        """Whether the other side is there, as far as can be seen at once."""
+        look = select.poll()  # not `select`, which knows no descriptors above 1,023
+        look.register(self._socket, select.POLLRDHUP)
+        return not look.poll(0)
+
+    def close(self) -> None:
+        with suppress(OSError):  # the other side was first
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _proof(token: str, challenge: str) -> str:
+    return hmac.new(token.encode(), f"subscriber {challenge}".encode(), hashlib.sha256).hexdigest()
+
+
+# ---- the trainer's side
+
+
+@dataclass
+class _Published:
+    """A version that may be asked for, and how many read it."""
+
+    version: int
+    incarnation: int
+    hash: str
+    size: int
+    readers: int = 0
+    withdrawn: bool = False
+
+
+class Publisher:
+    """Gives the version that lies in `buffer` to every worker that asks for it, in a thread per worker.
+
+    Args:
+        buffer: uint8 [B] on the trainer's GPU or host. `shared_buffer` makes one that CUDA IPC can share.
+        handle: By which a process on the same GPU opens it (None: none can).
+        host: The address that servers reach; it listens there only.
+        timeout: Seconds without progress after which a worker is given up.
+
+    Raises:
+        UserError: it cannot listen there.
+    """
+
+    def __init__(self, buffer: Tensor, *, host: str, port: int, timeout: float, handle: str | None = None) -> None:
+        self._buffer, self._handle, self._timeout = buffer, handle, timeout
+        self._token = secrets.token_hex(16)
+        self._current: _Published | None = None
+        self._changed = threading.Condition()  # bounded: held for a look at who reads
+        self._store: tuple[dist.TCPStore, int] | None = None
+        self._announced: set[tuple[str, str]] = set()
+        self._host = host
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=128)
+        except OSError as error:
+            raise UserError(
+                f"weights cannot be published at {host}:{port} ({error.strerror or error}): see trainer.weights.host and port"
+            ) from error
+        threading.Thread(target=self._accept, name="publisher", daemon=True).start()
+
+    def address(self, *, fallback: bool) -> PublisherAddress:
+        """What a version's manifest says of this publisher."""
+        return PublisherAddress(self._host, self._socket.getsockname()[1], self._token, self._timeout, fallback)
+
+    def offer(self, version: int, incarnation: int, digest: str, size: int) -> None:
+        """Let workers ask for what the buffer holds now; it must stay as it is until `withdraw`."""
+        with self._changed:
+            self._current = _Published(version, incarnation, digest, size)
+
+    def withdraw(self) -> None:
+        """Return once nobody reads the buffer any more. Whoever still does after `timeout` seconds is cut off."""
+        with self._changed:
+            current, self._current = self._current, None
+            if current is not None and not self._changed.wait_for(lambda: not current.readers, timeout=self._timeout):
+                current.withdrawn = True
+                logger.warning("{} workers have not read version {} in {:.0f} s: they are cut off", current.readers, current.version, self._timeout)  # fmt: skip
+
+    def close(self) -> None:
+        """Accept nobody any more. Connections end with the process."""
+        with self._changed:
+            self._current = None
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    @contextmanager
+    def _reading(self, version: int, incarnation: int, digest: str) -> Iterator[_Published]:
+        with self._changed:
+            current = self._current
+            if current is None or (current.version, current.incarnation, current.hash) != (version, incarnation, digest):  # fmt: skip
+                held = "none" if current is None else f"version {current.version} of incarnation {current.incarnation}"
+                raise _Superseded(
+                    f"version {version} of incarnation {incarnation} is superseded: the trainer holds {held}"
+                )
+            current.readers += 1
+        try:
+            yield current
+        finally:
+            with self._changed:
+                current.readers -= 1
+                self._changed.notify_all()
+
+    def _accept(self) -> None:
+        while True:  # bounded: it ends with the process, or when the socket is closed
+            try:
+                connection, address = self._socket.accept()  # bounded: as above
+            except OSError as error:
+                if self._socket.fileno() < 0:
+                    return
+                logger.warning("no worker can connect at the moment ({})", error.strerror)  # no descriptor is free
+                time.sleep(1.0)
+                continue
+            threading.Thread(target=self._serve, args=(connection, address[0]), name="publish", daemon=True).start()
+
+    def _serve(self, connection: socket.socket, address: str) -> None:
+        """Answer one worker until it goes or something fails. Other workers, and the trainer, are not concerned."""
+        channel: Channel | None = None
+        group: _NcclGroup | None = None
+        try:
+            channel = Channel(connection, self._timeout)
+            backend = self._welcome(channel)
+            if backend == "nccl":
+                group = self._make_group(channel)
+            elif backend == "cuda-ipc":
+                channel.send(handle=self._handle)
+            if (address, backend) not in self._announced:
+                self._announced.add((address, backend))
+                logger.info("a worker at {} gets weights by {}", address, backend)
+            while True:  # ends when the worker closes the connection
+                self._answer(channel, group, backend, _request(channel.receive(wait=True)))
+        except ExchangeError as error:
+            logger.debug("publishing to {}: {}", address, error)
+        except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for one
+            logger.warning("publishing to {}: {}", address, _brief(error))
+        finally:
+            if group is not None:
+                group.abort()
+            if channel is not None:
+                channel.close()
+            connection.close()
+
+    def _welcome(self, channel: Channel) -> str:
+        """Have the worker prove that it knows the token and choose a backend."""
+        challenge, cuda = secrets.token_hex(16), self._buffer.is_cuda
+        gpu = _uuid(self._buffer.device) if cuda else None
+        offers = ["tcp", *(["nccl"] if cuda else []), *(["cuda-ipc"] if self._handle is not None else [])]
+        channel.send(protocol=PROTOCOL, challenge=challenge, backends=offers, gpu=gpu)
+        answer = channel.receive()
+        if not hmac.compare_digest(str(answer.get("proof")).encode(), _proof(self._token, challenge).encode()):
+            channel.send(error="the publisher does not know this token: another run's trainer listens there")
+            raise ExchangeError("somebody asked for weights without knowing the token")
+        if answer.get("backend") not in offers:
+            raise ExchangeError(f"a worker chose {answer.get('backend')!r}, which was not offered")
+        return str(answer["backend"])
+
+    def _make_group(self, channel: Channel) -> "_NcclGroup":
+        with self._changed:
+            if self._store is None:
+                self._store = _open_store(self._host, self._timeout)
+            store, port = self._store
+        name = secrets.token_hex(16)
+        channel.send(store=[port, name])
+        return _NcclGroup(channel, dist.PrefixStore(name, store), 0, self._buffer.device)
+
+    def _answer(self, channel: Channel, group: "_NcclGroup | None", backend: str, asked: tuple[int, int, str]) -> None:
+        try:
+            with self._reading(*asked) as current:
+                channel.send(size=current.size)
+                if backend == "cuda-ipc":
+                    channel.expect("read")
+                else:
+                    for block in self._buffer[: current.size].split(BLOCK_BYTES):
+                        _check(current)
+                        if group is not None:
+                            group.send(block)
+                        else:
+                            channel.send_bytes(memoryview(block.cpu().numpy()))
+                    if group is not None:
+                        group.flush()
+                _check(current)
+        except _Superseded as error:
+            channel.send(error=str(error))
+            return
+        channel.send(done=True)
+
+
+class _Superseded(Exception):
+    """What was asked for is not given; the message goes to who asked."""
+
+
+def _check(published: _Published) -> None:
+    """Raise where the buffer may be written over: the worker, which may be in the middle of it, sees the end of the connection."""
+    if published.withdrawn:
+        raise ExchangeError(f"version {published.version} is superseded: its memory is needed for a newer one")
+
+
+def _request(message: Mapping[str, Any]) -> tuple[int, int, str]:
+    try:
+        return int(message["version"]), int(message["incarnation"]), str(message["hash"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ExchangeError(f"a worker asks for something else than a version ({error!r})") from error
+
+
+# ---- the server's side
+
+
+class _Connection:
+    """To a publisher, made ready for one backend."""
+
+    def __init__(self, address: PublisherAddress, buffer: Tensor) -> None:
+        host, port = address.host, address.port
+        try:
+            self.channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
+        except OSError as error:
+            raise ExchangeError(
+                f"{socket.gethostname()} does not reach the trainer's publisher at {host}:{port} ({error.strerror or error})"
+            ) from error
+        self.group: _NcclGroup | None = None
+        self.handle = ""
+        try:
+            hello = self.channel.receive()
+            if hello.get("protocol") != PROTOCOL:
+                raise ExchangeError(f"what answers at {host}:{port} is no publisher of this release")
+            self.backend = _choose(hello, buffer)
+            self.channel.send(proof=_proof(address.token, str(hello.get("challenge"))), backend=self.backend)
+            if self.backend == "cuda-ipc":
+                self.handle = str(self.channel.expect("handle"))
+            elif self.backend == "nccl":
+                store_port, name = self.channel.expect("store")
+                limit = timedelta(seconds=address.timeout)
+                store = dist.TCPStore(host, int(store_port), is_master=False, wait_for_workers=False, timeout=limit)
+                self.group = _NcclGroup(self.channel, dist.PrefixStore(str(name), store), 1, buffer.device)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError | TypeError | ValueError):  # torch's own, of a store that cannot be reached
+                raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
+            raise
+
+    def close(self) -> None:
+        if self.group is not None:
+            self.group.abort()
+        self.channel.close()
+
+
+class Subscriber:
+    """Receives versions for one worker of a server. The connection is kept for the next version, while both sides live."""
+
+    def __init__(self) -> None:
+        self._kept: tuple[tuple[PublisherAddress, bool], _Connection] | None = None
+
+    def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
+        """Fill `buffer` with a version.
+
+        Args:
+            buffer: uint8 [B] as `layout` has it, on a CPU or a GPU; written to by the current stream's device work and complete at return.
+            progress: Called between blocks; what it raises ends the transfer.
+
+        Returns:
+            The backend.
+
+        Raises:
+            ExchangeError: the publisher has this version no more, is unreachable, refuses, or makes no progress within its deadline.
+        """
+        address = manifest.publisher
+        assert address is not None
+        connection = self._take(address, buffer)
+        try:
+            connection.channel.send(version=manifest.version, incarnation=manifest.incarnation, hash=manifest.hash)
+            try:
+                size = connection.channel.expect("size")
+            except ExchangeError:
+                if connection.channel.is_open():  # it answered that it has another one: the connection is as good as before
+                    self._kept, connection = ((address, buffer.is_cuda), connection), None  # type: ignore[assignment]
+                raise
+            if size != buffer.numel():
+                raise ExchangeError(f"the publisher has {size} bytes of version {manifest.version}, not {buffer.numel()}")  # fmt: skip
+            self._fill(connection, buffer, progress)
+            connection.channel.expect("done")
+        except BaseException:
+            if connection is not None:
+                connection.close()
+            raise
+        self._kept = (address, buffer.is_cuda), connection
+        return connection.backend
+
+    def close(self) -> None:
+        if self._kept is not None:
+            self._kept[1].close()
+            self._kept = None
+
+    def _take(self, address: PublisherAddress, buffer: Tensor) -> _Connection:
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            if kept[0] == (address, buffer.is_cuda) and kept[1].channel.is_open():
+                return kept[1]
+            kept[1].close()
+        return _Connection(address, buffer)
+
+    def _fill(self, connection: _Connection, buffer: Tensor, progress: Callable[[], None]) -> None:
+        if connection.backend == "cuda-ipc":
+            progress()
+            with opened(connection.handle, buffer.numel(), buffer.device) as lent:
+                buffer.copy_(lent)
+                torch.cuda.current_stream(buffer.device).synchronize()
+            connection.channel.send(read=True)
+            return
+        host = None if connection.group is not None or not buffer.is_cuda else torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)  # fmt: skip
+        for block in buffer.split(BLOCK_BYTES):
+            progress()
+            if connection.group is not None:
+                connection.group.receive(block)
+            elif host is None:
+                connection.channel.receive_bytes(memoryview(block.numpy()))
+            else:
+                connection.channel.receive_bytes(memoryview(host[: len(block)].numpy()))
+                block.copy_(host[: len(block)])
+        if connection.group is not None:
+            connection.group.flush()
+
+
+def _choose(hello: Mapping[str, Any], buffer: Tensor) -> str:
+    """The fastest backend for this buffer of those that the publisher offers. NCCL does not connect a GPU with itself."""
+    offers = hello.get("backends")
+    offers = offers if isinstance(offers, list) else []
+    if buffer.is_cuda:
+        same = hello.get("gpu") == _uuid(buffer.device)
+        if same and "cuda-ipc" in offers and not _ipc_failed:
+            return "cuda-ipc"
+        if not same and "nccl" in offers:
+            return "nccl"
+    return "tcp"
+
+
+# ---- NCCL
+
+
+class _NcclGroup:
+    """A group of two ranks, on a stream of its own: rank 0 sends, rank 1 receives, so many blocks in the same order."""
+
+    def __init__(self, channel: Channel, store: dist.Store, rank: int, device: torch.device) -> None:
+        self._channel, self._rank, self._device = channel, rank, device
+        self._under_way: deque[tuple[dist.Work, Tensor]] = deque()
+        self._stream = torch.cuda.Stream(device)
+        self._met = self._aborted = False
+        self._group = _nccl_group(store, rank, device)
+
+    def send(self, block: Tensor) -> None:
+        self._begin(lambda: self._group.send([block], 1, 0), block)
+
+    def receive(self, block: Tensor) -> None:
+        self._begin(lambda: self._group.recv([block], 0, 0), block)
+
+    def flush(self) -> None:
+        """Wait until all blocks have gone, or come."""
+        while self._under_way:
+            self._finish(*self._under_way.popleft())
+
+    def abort(self) -> None:
+        self._aborted = True
+        with suppress(RuntimeError):  # whatever NCCL finds wrong with what is left
+            self._group.abort()
+
+    def _begin(self, begin: Callable[[], dist.Work], block: Tensor) -> None:
+        while len(self._under_way) >= _AHEAD:
+            self._finish(*self._under_way.popleft())
+
+        def run() -> dist.Work:
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                work = begin()
+            if self._aborted:  # `abort` found no communicator yet
+                self._group.abort()
+            return work
+
+        try:
+            # The first call meets the peer, and does not see it die: a thread that can be left behind makes it.
+            work = run() if self._met else self._watched(run)
+        except RuntimeError as error:
+            raise ExchangeError(f"NCCL failed ({_brief(error)})") from error
+        self._met = True
+        self._under_way.append((work, block))
+
+    def _watched(self, run: Callable[[], dist.Work]) -> dist.Work:
+        result: list[dist.Work | BaseException] = []
+
+        def call() -> None:
+            try:
+                result.append(run())
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                result.append(error)
+
+        thread = threading.Thread(target=call, name="nccl", daemon=True)
+        thread.start()
+        until = time.monotonic() + self._channel.seconds
+        while thread.is_alive():  # bounded: by `until`
+            thread.join(_WATCH_SECONDS)
+            if thread.is_alive() and not self._channel.is_open():
+                raise ExchangeError("the other side has closed the connection")
+            if thread.is_alive() and time.monotonic() > until:
+                raise ExchangeError(f"the other side did not join the NCCL group within {self._channel.seconds:.0f} s")
+        if isinstance(result[0], BaseException):
+            raise result[0]
+        return result[0]
+
+    def _finish(self, work: dist.Work, block: Tensor) -> None:
+        """Wait for a block, which is kept until then."""
+        until = time.monotonic() + self._channel.seconds
+        while not work.is_completed():  # bounded: by `until`
+            if time.monotonic() > until:
+                raise ExchangeError(f"the transfer made no progress for {self._channel.seconds:.0f} s")
+            if not self._channel.is_open():
+                raise ExchangeError("the other side has closed the connection")
+            time.sleep(_POLL_SECONDS)
+        try:
+            work.wait(timedelta(seconds=self._channel.seconds))  # done: it only says what NCCL found wrong
+        except RuntimeError as error:
+            raise ExchangeError(f"the transfer failed within NCCL ({_brief(error)})") from error
+
+
+# NCCL's own watchdog would end the process, an engine or a training, for a peer that is gone: the deadlines here are what counts.
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+_making = threading.Lock()  # bounded: making a group object waits for nobody; the communicator is made with the first block
+
+
+def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=1e6)  # never: see above
+    with _making, torch.cuda.device(device):
+        before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
+        os.environ.update(_NCCL_ENVIRONMENT)  # read while the group is made, and not told otherwise
+        try:
+            return dist.ProcessGroupNCCL(store, rank, 2, options)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _open_store(host: str, seconds: float) -> tuple[dist.TCPStore, int]:
+    """By which the two ranks of a group find each other, and its port."""
+    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    port = int(listening.getsockname()[1])
+    store = dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds), master_listen_fd=listening.detach()
+    )  # fmt: skip
+    return store, port
+
+
+def _brief(error: BaseException) -> str:
+    """The first line of what torch says, without where in its own source that is."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.partition("] ")[2] if line.startswith("[") and "] " in line else line
+
+
+# ---- CUDA IPC
+
+_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE; the bindings show a handle by its address only
+_GRANULE = 2 << 20  # bytes that the driver hands out at least: a smaller buffer would be shared with what lies beside it
+_ipc_failed: list[str] = []  # why this process cannot open memory of other processes: it is not tried again
+
+
+def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
+    """A buffer on a GPU, and the handle by which processes on the same GPU open it. It lives as long as the process.
+
+    The memory comes from the driver by itself: what torch's allocator gives out, in segments that can grow, cannot be shared. Where the driver does
+    not share (some containers), the handle is None.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU has no room for it.
+    """
+    from cuda.bindings import runtime  # comes with torch for GPUs
+
+    with _on(device):
+        torch.cuda.empty_cache()  # what the driver gives out is what torch does not hold
+        failed, address = runtime.cudaMalloc(max(-(-size // _GRANULE), 1) * _GRANULE)
+        if failed:
+            raise torch.OutOfMemoryError(f"no {size / 2**30:.2f} GiB of the GPU for the published weights")
+        failed, handle = runtime.cudaIpcGetMemHandle(address)
+    buffer = _tensor(int(address), size, device).zero_()
+    return buffer, None if failed else ctypes.string_at(handle.getPtr(), _HANDLE_BYTES).hex()
+
+
+@contextmanager
+def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
+    """The bytes that another process on this GPU shares. Not longer than needed: an open mapping outlives a trainer that has died.
+
+    Raises:
+        ExchangeError: they cannot be opened.
+    """
+    from cuda.bindings import runtime
+
+    try:
+        data = bytes.fromhex(handle)
+    except ValueError:
+        data = b""
+    if len(data) != _HANDLE_BYTES:
+        raise ExchangeError("the publisher's CUDA IPC handle is malformed")
+    native = runtime.cudaIpcMemHandle_t()
+    ctypes.memmove(native.getPtr(), data, _HANDLE_BYTES)
+    with _on(device):
+        failed, address = runtime.cudaIpcOpenMemHandle(native, runtime.cudaIpcMemLazyEnablePeerAccess)
+    if failed:
+        _ipc_failed.append(str(failed.name))
+        raise ExchangeError(f"the trainer's memory on this GPU cannot be opened ({failed.name}): weights come by TCP from now on")  # fmt: skip
+    try:
+        yield _tensor(int(address), size, device)
+    finally:
+        with _on(device):
+            runtime.cudaIpcCloseMemHandle(int(address))
+
+
+def _uuid(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+@contextmanager
+def _on(device: torch.device) -> Iterator[None]:
+    """For the bindings, which have an idea of their own of what the device is, beside torch's."""
+    from cuda.bindings import runtime
+
+    with torch.cuda.device(device):
+        runtime.cudaSetDevice(torch.cuda.current_device())
+        yield
+
+
+class _Bytes:
+    """What `torch.as_tensor` makes a tensor of, in place."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2}
+
+
+def _tensor(address: int, size: int, device: torch.device) -> Tensor:
+    return torch.as_tensor(_Bytes(address, size), device=device)
