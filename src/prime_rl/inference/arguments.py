@@ -9,7 +9,7 @@ from typing import Any
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.checks import gpu_count, local_model, read_json
+from prime_rl.inference.checks import cache_values, gpu_count, local_model, read_json
 from prime_rl.inference.settings import PLUGIN
 from prime_rl.redact import is_secret
 
@@ -23,6 +23,8 @@ _OWN = {
 # Replicas with an address each, which have to be paused together and know nothing of each other's servers.
 _APART = ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb")  # fmt: skip
 ALL_ADDRESSES = "0.0.0.0"
+_CACHED_TOKENS = 1 << 20  # in float32; twice as many in 16 bits
+_CACHE_BYTES = 4 << 30
 
 
 def resolve_device(config: InferenceConfig, engine: compat.Engine | None) -> str:
@@ -76,6 +78,8 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
     flags = _own_flags(config) | _parallel_flags(config) | compat.release_flags(engine)
     if resolve_device(config, engine) == "cpu":
         flags |= _cpu_flags(config)
+    else:
+        flags |= _cache_flags(config)
     if config.deterministic:
         flags |= _deterministic_flags()
     extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
@@ -198,6 +202,15 @@ def _cpu_flags(config: InferenceConfig) -> dict[str, Any]:
         # A request with a seed whose prompt is computed in chunks kills the engine: CPU generators cannot be set back.
         "enable_chunked_prefill": False,
     }
+
+
+def _cache_flags(config: InferenceConfig) -> dict[str, Any]:
+    """A tiny model's cache is limited: in all of a GPU's memory it would have millions of blocks, each of which vLLM makes at its start and visits with
+    every update of the weights (some 60 ns)."""
+    model = local_model(config.model.name)
+    values = None if model is None else cache_values(model)
+    size = None if values is None else values * 4 * _CACHED_TOKENS
+    return {} if size is None or size > _CACHE_BYTES else {"kv_cache_memory_bytes": size}
 
 
 def chunks_on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:

@@ -101,17 +101,9 @@ def check_cache(model: Path, config: InferenceConfig) -> None:
     Raises:
         UserError: it does not.
     """
-    text = read_json(model / "config.json")
-    text = text.get("text_config", text)
-    whole = set(text.get("layer_types") or ["full_attention"]) == {"full_attention"}
-    special = text.get("kv_lora_rank") or (text.get("sliding_window") and text.get("use_sliding_window", True))
-    special = special or any(key.startswith(("mamba", "attn_layer", "hybrid", "ssm", "multi_query")) for key in text)
-    known = text.keys() >= {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"}
-    if config.max_model_len is None or config.vllm or special or not whole or not known:
+    values = cache_values(model)
+    if config.max_model_len is None or config.vllm or values is None:
         return
-    heads = text["num_attention_heads"]
-    head = text.get("head_dim") or text["hidden_size"] // heads
-    values = 2 * text["num_hidden_layers"] * (text["num_key_value_heads"] or heads) * head
     size = 2 if config.model.dtype in ("bfloat16", "float16", "half") else 4
     needed = values * size * config.max_model_len / (config.tensor_parallel_size * config.pipeline_parallel_size)
     there = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or config.cpu.kvcache_gib)
@@ -120,6 +112,20 @@ def check_cache(model: Path, config: InferenceConfig) -> None:
             f"cpu.kvcache_gib {there:g} is too small for one sequence of max_model_len {config.max_model_len}: it needs "
             f"{needed / (1 << 30):.1f} GiB"
         )
+
+
+def cache_values(model: Path) -> int | None:
+    """Numbers that a model's cache holds per token; None where not every layer keeps all keys and values, or the config does not say."""
+    text = read_json(model / "config.json")
+    text = text.get("text_config", text)
+    whole = set(text.get("layer_types") or ["full_attention"]) == {"full_attention"}
+    special = text.get("kv_lora_rank") or (text.get("sliding_window") and text.get("use_sliding_window", True))
+    special = special or any(key.startswith(("mamba", "attn_layer", "hybrid", "ssm", "multi_query")) for key in text)
+    if special or not whole or not text.keys() >= {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"}:
+        return None
+    heads = text["num_attention_heads"]
+    head = text.get("head_dim") or text["hidden_size"] // heads
+    return int(2 * text["num_hidden_layers"] * (text["num_key_value_heads"] or heads) * head)
 
 
 def warn_without_chat_template(model: Path, chat_template: str | None) -> None:

@@ -66,6 +66,22 @@ def test_cpu_defaults() -> None:
     )
 
 
+def test_a_tiny_models_cache_is_limited(tmp_path: Path) -> None:
+    """Contract: on a GPU, where vLLM would visit millions of blocks with every update; a larger model's is vLLM's own choice, as is what `[vllm]` says."""
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    name, flag = {"name": str(tmp_path)}, "--kv-cache-memory-bytes"
+
+    def given(engine: compat.Engine = CUDA, more: dict[str, Any] | None = None, **settings: Any) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps(shape | (more or {})))
+        return flags(arguments(config(model=name, **settings), engine)).get(flag)
+
+    assert given() == str(2 * 3 * 2 * 32 * 4 << 20)
+    assert given(vllm={"kv-cache-memory-bytes": 7}) == "7"
+    assert given(CPU) is None
+    for other in ({"num_hidden_layers": 28}, {"kv_lora_rank": 512}, {"layer_types": ["linear_attention"]}):
+        assert given(more=other) is None
+
+
 @pytest.mark.parametrize("engine", [CPU, CUDA])
 def test_deterministic(engine: compat.Engine) -> None:
     """Contract: `deterministic` leaves nothing that depends on other requests."""
