@@ -255,10 +255,10 @@ class PolicyEngine(FakeEngine):
     def _receive(self, manifest: WeightsManifest) -> str | None:
         """As the real one does. Returns why it was not sent, if it was not."""
         import torch  # takes a second, which only this needs
+        from prime_rl.transport.line import PairError
 
         from prime_rl.inference.receiving import Receiver
         from prime_rl.inference.staging import Staging
-        from prime_rl.transport.line import PairError
 
         cpu = torch.device("cpu")
         self._receiver = self._receiver or Receiver(cpu)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from prime_rl.transport.device_memory import DeviceCopy
+
 from support.sending import SendingTrainer
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from prime_rl.trainer.sender import Offer, Sender
 
 from prime_rl.inference.blocks import DTYPES
-from prime_rl.trainer.sender import Offer, Sender
 from prime_rl.transport.commit import stage
 from prime_rl.transport.tensor_hash import hash_tensor
 from prime_rl.transport.weights import SenderAddress, TensorEntry, manifest_extra, version_dir

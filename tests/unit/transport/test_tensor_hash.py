@@ -10,11 +10,11 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from prime_rl.trainer.row_files import Held, Holding, Range, Row, hash_ranges, hash_rows, write_held_rows, write_rows
 from safetensors.torch import save_file
 
 from prime_rl.inference.blocks import cut, lay_out
 from prime_rl.inference.staging import Staging
-from prime_rl.trainer.row_files import Held, Holding, Range, Row, hash_ranges, hash_rows, write_held_rows, write_rows
 from prime_rl.transport import tensor_hash
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_tensors, stretches
