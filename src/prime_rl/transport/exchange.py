@@ -36,7 +36,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.transport.checksum import ALIGNMENT
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import PublisherAddress, TensorEntry, WeightsManifest
+from prime_rl.transport.weights import UNREACHABLE, PublisherAddress, TensorEntry, WeightsManifest
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
@@ -361,7 +361,7 @@ class _Connection:
             self.channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
         except OSError as error:
             raise ExchangeError(
-                f"{socket.gethostname()} does not reach the trainer's publisher at {host}:{port} ({error.strerror or error})"
+                f"{socket.gethostname()} {UNREACHABLE} at {host}:{port} ({error.strerror or error})"
             ) from error
         self.group: _NcclGroup | None = None
         self.handle = ""
