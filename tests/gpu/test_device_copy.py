@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from prime_rl.config.process_group import ProcessGroupTransport
+from prime_rl.trainer.export import write_staged, write_version
+from prime_rl.trainer.staging import Staging
 from safetensors.torch import load_file
 
 from conftest import make_tiny_model
-from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer.export import write_staged, write_version
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source, find_model
-from prime_rl.trainer.staging import Staging
 from prime_rl.transport import device_hash, device_memory
 from prime_rl.transport.tensor_hash import hash_tensor
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from prime_rl.transport.device_memory import DeviceMemory, size_of
+from prime_rl.transport.line import PairError
+from prime_rl.transport.pairs import Pair
 
 from prime_rl.inference.blocks import OnDevice
 from prime_rl.inference.receiving import Receiver
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.device_memory import DeviceMemory, size_of
-from prime_rl.transport.line import PairError
-from prime_rl.transport.pairs import Pair
 from prime_rl.transport.weights import weights_manifest
 from prime_rl.wait import wait
 from support.lending import LendingTrainer

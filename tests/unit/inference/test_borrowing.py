@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from prime_rl.transport.device_memory import DeviceBorrower, DeviceMemory, size_of
+from prime_rl.transport.line import Line, PairError
+from prime_rl.transport.shared import HostMemory, describe, host_id
 
 from prime_rl.errors import UserError
 from prime_rl.inference import blocks, receiving
 from prime_rl.inference.receiving import Receiver, Sent
 from prime_rl.inference.staging import Staging
-from prime_rl.transport.device_memory import DeviceBorrower, DeviceMemory, size_of
-from prime_rl.transport.line import Line, PairError
-from prime_rl.transport.shared import HostMemory, describe, host_id
 from prime_rl.transport.weights import weights_manifest
 from support.sending import Files, SendingTrainer
 

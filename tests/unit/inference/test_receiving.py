@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from prime_rl.transport.line import BLOCK_BYTES, Line, PairError, introduce
+from prime_rl.transport.shared import describe, open_memory
 
 from prime_rl.errors import UserError
 from prime_rl.inference import blocks, receiving, staging
@@ -24,8 +26,6 @@ from prime_rl.inference.receiving import Receiver, sent_parts
 from prime_rl.inference.staging import Staging
 from prime_rl.transport import shared
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.line import BLOCK_BYTES, Line, PairError, introduce
-from prime_rl.transport.shared import describe, open_memory
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from prime_rl.wait import wait
 from support.sending import SendingTrainer

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from prime_rl.transport.delta import WORD_BYTES, delta_file, encode, write_delta
+from prime_rl.transport.memory import in_memory
 from safetensors.torch import save_file
 
 from prime_rl.inference import blocks, staging
@@ -15,8 +17,6 @@ from prime_rl.inference.places import Places, Refused
 from prime_rl.inference.staging import Held, Staging, tensors_of
 from prime_rl.inference.weights import WeightsExtension, source_of
 from prime_rl.transport.commit import CommitError, prune, stage
-from prime_rl.transport.delta import WORD_BYTES, delta_file, encode, write_delta
-from prime_rl.transport.memory import in_memory
 from prime_rl.transport.weights import (
     BuildsOn,
     hash_directory,
