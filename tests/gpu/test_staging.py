@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from prime_rl.inference import staging
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import stage
+from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 
 if not torch.cuda.is_available():
@@ -35,13 +36,13 @@ def commit(root: Path) -> Path:
 
 @pytest.mark.parametrize("place", ["device", "host"])
 def test_what_is_read_is_what_the_files_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
-    """Contract: blocks that go by turns through page-locked memory overwrite nothing that is still being copied; without room on the GPU the host
+    """Contract: chunks that go through pinned memory overwrite nothing that is still being copied; without room on the GPU the host
     keeps what is read; what is dropped takes no memory."""
     if place == "host":
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 0))
     directory = commit(tmp_path)
     before = torch.cuda.memory_allocated(DEVICE)
-    read = Staging(directory, weights_manifest(directory).hash, DEVICE)
+    read = Staging(directory, weights_manifest(directory).hash, DEVICE, Subscriber())
     read.wait(SECONDS)
     assert read.place == place
     expected = {name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()}
@@ -58,12 +59,12 @@ def test_what_is_read_is_what_the_files_hold(tmp_path: Path, monkeypatch: pytest
 def test_without_memory_on_the_gpu_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: where somebody else takes the memory in the last moment, the host keeps what is read."""
 
-    def full(*args: Any) -> None:
+    def full(*args: Any, **options: Any) -> None:
         raise torch.OutOfMemoryError("scripted")
 
-    monkeypatch.setattr(staging, "empty_on_device", full)
+    monkeypatch.setattr(staging.torch, "zeros", full)
     directory = commit(tmp_path)
-    read = Staging(directory, weights_manifest(directory).hash, DEVICE)
+    read = Staging(directory, weights_manifest(directory).hash, DEVICE, Subscriber())
     read.wait(SECONDS)
     assert read.place == "host"
     read.drop()

@@ -30,7 +30,7 @@ from prime_rl.transport.weights import (
     write_base_version,
 )
 from support import doors
-from support.sending import SendingTrainer
+from support.publishing import PublishingTrainer
 from support.serving import (
     TOLERANCE,
     commit,
@@ -359,15 +359,15 @@ def test_a_load_of_a_received_version_that_fails(
     start_server: LaunchServer, tmp_path: Path, chat_prompt: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contract: what was served was received and is in no file, so that the server serves nothing and says so, until the next load makes it whole;
-    what is not sent, or is wrong, leaves it as it is."""
+    what is not given, or is wrong, leaves it as it is."""
     plan = tmp_path / "faults.json"
     plan.write_text(json.dumps([{"point": "loading:v25", "process": "inference", "do": "error"}]))
     monkeypatch.setenv(faults.ENV, str(plan))
     server = start_server(make_tiny_model(tmp_path / "model"))
     config = server.model / "config.json"
-    with closing(SendingTrainer(server.weights_root, 4 << 20, 60.0)) as trainer:
+    with closing(PublishingTrainer(server.weights_root, 8 << 20, 60.0)) as trainer:
         tensors = perturbed(server.model, seed=20)
-        good = trainer.send(20, {"model.safetensors": tensors}, config=config)
+        good = trainer.publish(20, tensors, config=config)
         response = update(server, good, 20)
         assert response.status_code == 200, response.text
         assert response.json()["place"] == "host"
@@ -375,18 +375,21 @@ def test_a_load_of_a_received_version_that_fails(
         assert difference(server, chat_prompt, same) <= TOLERANCE
 
         was = served(server)
-        wrong = trainer.send(21, {"model.safetensors": tensors}, config=config, spoil=True)
+        wrong = trainer.publish(21, tensors, config=config, spoil=True)
         assert update(server, wrong, 21).status_code == 400
-        stranger = replace(trainer.sender.address, token="0" * 32)
-        response = update(server, trainer.send(23, {"model.safetensors": tensors}, config=config, address=stranger), 23)
+        address = trainer.publisher.address(fallback=False)
+        stranger = replace(address, token="0" * 32)
+        response = update(server, trainer.publish(23, tensors, config=config, address=stranger), 23)
         assert (response.status_code, served(server)) == (424, was)
-        assert "does not know this token" in response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
+        assert "does not know this token" in message
+        assert f"from the trainer at 127.0.0.1:{address.port}" in message
         assert difference(server, chat_prompt, same) <= TOLERANCE
 
-        bad = trainer.send(25, {"model.safetensors": perturbed(server.model)}, config=config)
+        bad = trainer.publish(25, perturbed(server.model), config=config)
         response = update(server, bad, 25)
         assert response.status_code == 500, response.text
-        assert "is in no file" in response.json()["error"]["message"]
+        assert "were never written" in response.json()["error"]["message"]
         assert server.get("/weights").status_code == 500
         response = update(server, bad, 25)
         assert response.status_code == 200, response.text

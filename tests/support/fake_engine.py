@@ -198,7 +198,7 @@ class PolicyEngine(FakeEngine):
     """
 
     weights: Path | None = None  # where versions are, for their canaries
-    _receiver: Any = None
+    _subscriber: Any = None
 
     def _load_tokenizer(self) -> Any:
         return Tokens(self.model)
@@ -237,7 +237,7 @@ class PolicyEngine(FakeEngine):
                 return _error(400, f"{directory} holds version {manifest.version}, not {version}")
             if manifest.base is not None and manifest.hash != self._base["hash"]:
                 return _error(400, f"{directory} describes another base model")
-            if manifest.sender is not None:
+            if manifest.publisher is not None:
                 if (trouble := await asyncio.to_thread(self._receive, manifest)) is not None:
                     return _error(424, trouble)
             elif manifest.base is None:
@@ -253,22 +253,24 @@ class PolicyEngine(FakeEngine):
         return answer
 
     def _receive(self, manifest: WeightsManifest) -> str | None:
-        """As the real one does. Returns why it was not sent, if it was not."""
+        """As the real one does. Returns why it was not given, if it was not."""
         import torch  # takes a second, which only this needs
         from prime_rl.transport.line import PairError
 
-        from prime_rl.inference.receiving import Receiver
         from prime_rl.inference.staging import Staging
+<<<<<<< HEAD
+=======
+        from prime_rl.transport.exchange import ExchangeError, Subscriber
+>>>>>>> serve
 
-        cpu = torch.device("cpu")
-        self._receiver = self._receiver or Receiver(cpu)
-        read = Staging(manifest.directory, manifest.hash, cpu, receiver=self._receiver)
+        self._subscriber = self._subscriber or Subscriber()
+        staging = Staging(manifest.directory, manifest.hash, torch.device("cpu"), self._subscriber)
         try:
-            read.wait(60.0)
-        except PairError as error:
+            staging.wait(60.0)
+        except ExchangeError as error:
             return str(error)
         finally:
-            read.drop()
+            staging.drop()
         return None
 
     async def _reload(self, request: web.Request) -> web.Response:

@@ -1,6 +1,6 @@
 """`inference` with a worker that skips what makes reloads right on CPU: `python -m support.mutated_server @ inference.toml`.
 
-The file that `$TEST_SKIPPED_FUNCTIONS` leads to names functions of `prime_rl.inference.weights` that do nothing while it names them. The engine
+The file that `$TEST_SKIPPED_FUNCTIONS` leads to names functions of `prime_rl.inference.worker` that do nothing while it names them. The engine
 must be forked (`cpu.fork_engine`), so that it has them from here.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from prime_rl.entrypoints import inference
-from prime_rl.inference import weights
+from prime_rl.inference import worker
 
 SKIP = "TEST_SKIPPED_FUNCTIONS"
 
@@ -28,6 +28,6 @@ def skippable(function: Callable[[torch.nn.Module], None], file: Path) -> Callab
 
 if __name__ == "__main__":
     skip = Path(os.environ[SKIP])
-    weights.repack_tied_heads = skippable(weights.repack_tied_heads, skip)
-    weights.forget_packed_experts = skippable(weights.forget_packed_experts, skip)
+    worker.repack_tied_heads = skippable(worker.repack_tied_heads, skip)
+    worker.forget_packed_experts = skippable(worker.forget_packed_experts, skip)
     inference.main()

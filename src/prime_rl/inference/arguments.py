@@ -13,7 +13,7 @@ from prime_rl.inference.checks import gpu_count, local_model, read_json
 from prime_rl.inference.settings import PLUGIN
 from prime_rl.redact import is_secret
 
-WORKER_EXTENSION = "prime_rl.inference.weights.WeightsExtension"
+WORKER_EXTENSION = "prime_rl.inference.worker.WeightsExtension"
 LOOPBACK = "127.0.0.1"
 # Options of ours: the launcher counts GPUs by them.
 _OWN = {

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeVar
 
-from prime_rl.inference.places import Refused
+from prime_rl.inference.allowed_roots import Rejected
 
 STALL_SECONDS = 45.0  # without progress; shorter than a weight change waits for another one
 MOST_ABANDONED = 16  # threads at a time
@@ -26,12 +26,12 @@ async def read(function: Callable[[GoOn], T], subject: Path | str) -> T:
         function: It calls `go_on` between two blocks of a long read; the call raises once the thread was left behind.
 
     Raises:
-        Refused: there was no progress for `STALL_SECONDS`, or too many earlier reads hang (503).
+        Rejected: there was no progress for `STALL_SECONDS`, or too many earlier reads hang (503).
         Exception: what `function` raises.
     """
     _abandoned.difference_update([thread for thread in _abandoned if not thread.is_alive()])
     if len(_abandoned) >= MOST_ABANDONED:
-        raise Refused(503, f"{subject} is not read: {len(_abandoned)} earlier reads still hang in the file system")
+        raise Rejected(503, f"{subject} is not read: {len(_abandoned)} earlier reads still hang in the file system")
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     progress = time.monotonic()
@@ -55,7 +55,7 @@ async def read(function: Callable[[GoOn], T], subject: Path | str) -> T:
         while not result.done():  # bounded: by the progress of the thread
             left = progress + STALL_SECONDS - time.monotonic()
             if left <= 0:
-                raise Refused(503, f"{subject} could not be read: no progress for {STALL_SECONDS:.0f} s")
+                raise Rejected(503, f"{subject} could not be read: no progress for {STALL_SECONDS:.0f} s")
             await asyncio.wait({result}, timeout=left)
         return result.result()
     finally:

@@ -27,11 +27,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
+from prime_rl.inference.allowed_roots import AllowedRoots, Rejected
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, PassOn, lead, listen, route_path
 from prime_rl.inference.orphans import follow
-from prime_rl.inference.places import Places, Refused
 from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.sample import SAMPLE_ROUTE
@@ -67,7 +67,7 @@ class PauseBody(_Body):
 async def limit_body(request: Request) -> None:
     """What a request says may be repeated in answers and logs; this runs before it is looked at."""
     if len(await request.body()) > BODY_BYTES:
-        raise Refused(413, TOO_LONG)
+        raise Rejected(413, TOO_LONG)
 
 
 def _service(request: Request) -> WeightService:
@@ -88,7 +88,7 @@ async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
     parts = Parts()
     answer = _brief(await service.update(body.weight_dir, body.version, parts), parts)
     if faults.point(f"update-answered:v{body.version}") == "error":
-        raise Refused(500, "fault injection")
+        raise Rejected(500, "fault injection")
     return answer
 
 
@@ -129,8 +129,8 @@ def _brief(served: Served, parts: Parts) -> dict[str, Any]:
     return {"version": served.version, "hash": served.hash, **asdict(parts)}
 
 
-async def _refused(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, Refused)
+async def _rejected(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Rejected)
     return JSONResponse({"error": {"message": error.message, "code": error.status}}, status_code=error.status)
 
 
@@ -143,7 +143,7 @@ class PrimeRoutes:
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(router)
         app.include_router(sample_router)
-        app.add_exception_handler(Refused, _refused)
+        app.add_exception_handler(Rejected, _rejected)
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
         self._app = app
         shared = shared_directory()
@@ -176,7 +176,7 @@ class PrimeRoutes:
         state.prime_service = WeightService(
             compat.every_engine(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
-            places=Places(settings.weights_root, settings.weights_tmpfs),
+            roots=AllowedRoots(settings.weights_root, settings.weights_tmpfs),
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,

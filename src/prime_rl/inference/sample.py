@@ -16,7 +16,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from prime_rl.inference.places import Refused
+from prime_rl.inference.allowed_roots import Rejected
 
 SAMPLE_ROUTE = "/v1/sample"
 # Under /v1, which vLLM guards with the API key.
@@ -45,19 +45,19 @@ async def sample(body: SampleBody, raw_request: Request) -> Response:
     """Sample one reply. Ends when the client goes away.
 
     Raises:
-        Refused: 400 or 404 for what this route does not do, 500 when the engine fails.
+        Rejected: 400 or 404 for what this route does not do, 500 when the engine fails.
         ValueError: from vLLM, for a prompt that it does not take; its own handler makes 400 of it.
     """
     state = raw_request.app.state
     if body.model is not None and body.model not in state.prime_models:
-        raise Refused(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
+        raise Rejected(404, f"the model {body.model!r} is not served; this server has {', '.join(state.prime_models)}")
     params = sampling_params(body.sampling_params, len(body.token_ids), state.engine_client.model_config.max_model_len)
     work = _sample(state.engine_client, body, params)
     output = await _while_wanted(raw_request, work)
     if output is None:
         return Response(status_code=499)  # nobody reads it
     if output.finish_reason == "error":
-        raise Refused(500, "the engine failed while it sampled")
+        raise Rejected(500, "the engine failed while it sampled")
     return Response(answer(body.token_ids, output), media_type="application/json")
 
 
@@ -69,15 +69,15 @@ def sampling_params(given: dict[str, Any], prompt: int, most: int) -> Any:
         most: Tokens of prompt and reply; the reply's bound where none is given.
 
     Raises:
-        Refused: a parameter that this route does not take, or a value that vLLM does not take (400).
+        Rejected: a parameter that this route does not take, or a value that vLLM does not take (400).
     """
     import msgspec
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     if unknown := sorted(given.keys() - _TAKEN):
-        raise Refused(400, f"sampling_params.{unknown[0]} is not taken by {SAMPLE_ROUTE}")
+        raise Rejected(400, f"sampling_params.{unknown[0]} is not taken by {SAMPLE_ROUTE}")
     if (asked := given.get("logprobs")) not in (None, 0, 1):
-        raise Refused(400, f"{SAMPLE_ROUTE} answers with the log-probability of each sampled token, not with {asked}")
+        raise Rejected(400, f"{SAMPLE_ROUTE} answers with the log-probability of each sampled token, not with {asked}")
     chosen = {"max_tokens": max(most - prompt, 1), **{key: value for key, value in given.items() if value is not None}}
     chosen |= {"logprobs": 0, "flat_logprobs": True, "detokenize": bool(given.get("stop"))}
     chosen["output_kind"] = RequestOutputKind.FINAL_ONLY.value
@@ -87,7 +87,7 @@ def sampling_params(given: dict[str, Any], prompt: int, most: int) -> Any:
             params
         )  # as it goes to the engine: vLLM would forget to clean up after a number that is too large
     except (msgspec.ValidationError, OverflowError, TypeError, ValueError) as error:
-        raise Refused(400, f"sampling_params: {error}") from error
+        raise Rejected(400, f"sampling_params: {error}") from error
     return params
 
 
@@ -120,11 +120,11 @@ def answer(prompt: Sequence[int], output: Any) -> bytes:
     """The JSON of vLLM's token route for one finished output with flat log-probabilities; without what a rollout does not read.
 
     Raises:
-        Refused: the log-probabilities are not those of the sampled tokens (500).
+        Rejected: the log-probabilities are not those of the sampled tokens (500).
     """
     ids, logprobs = list(output.token_ids), output.logprobs
     if logprobs is None or list(logprobs.token_ids) != ids:
-        raise Refused(500, "the engine gave log-probabilities of other tokens than it sampled")
+        raise Rejected(500, "the engine gave log-probabilities of other tokens than it sampled")
     pairs = zip(ids, logprobs.logprobs, strict=True)
     content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
     choice = {"index": 0, "finish_reason": output.finish_reason or "stop", "token_ids": ids, "logprobs": {"content": content}}  # fmt: skip

@@ -6,10 +6,11 @@ neither a paused engine nor half-loaded weights behind.
 
 import asyncio
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -17,29 +18,23 @@ from typing import Any, Literal, Protocol, TypeVar
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.inference.places import PATH_BYTES, Places, Refused, check_fit, read_stamp
+from prime_rl.inference.allowed_roots import PATH_BYTES, AllowedRoots, Rejected, check_fit, read_stamp
 from prime_rl.inference.reads import STALL_SECONDS, read
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import (
-    TensorEntry,
-    WeightsManifest,
-    hash_directory,
-    version_hash,
-    weights_manifest,
-)
+from prime_rl.transport.weights import TensorEntry, WeightsManifest, hash_directory, version_hash, weights_manifest
 
 LOCK_SECONDS = 60.0  # to wait for another change
 LOAD_SECONDS = 900.0  # for a call that loads weights
-PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to go on
+PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resume
 DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
-UNSENT = 424  # HTTP's "failed dependency": the trainer's sender did not give what was asked for
 ANSWER_SECONDS = 10.0  # for a call that only asks
-_PLACES = ("device", "host", "nowhere")  # where workers keep what they read, the best first
-STAGED_POLL_SECONDS = (
-    0.02  # between two looks at what the workers read, at most: each takes the engine a millisecond or so
+# Between two looks at what the workers stage: each takes the engine a millisecond or so. At most so long, and a share of the time until now.
+POLL_SECONDS, _POLL_SHARE = 0.02, 0.05
+EXCHANGE_FAILED = (
+    424  # HTTP's "failed dependency": the trainer's publisher did not give the version, and may do so another time
 )
-_POLL_SHARE = 0.05  # of the time that they have read so far: what takes longer may be heard of later
+_PLACES = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
 PauseMode = Literal["abort", "wait", "keep"]
 T = TypeVar("T")
@@ -77,9 +72,9 @@ class Parts:
     """What a change took.
 
     Attributes:
-        seconds: Of `check` (what the server itself reads), `stage` (reading and hashing beside generation), `pause` (from telling the engine to
-            stop until it goes on), and within the pause `stop` and `load`.
-        place: Where the workers kept what they read: device, host, nowhere; of several the worst.
+        seconds: Of `check` (what the server itself reads), `stage` (beside generation), `pause` (until generation resumes), and within the pause
+            `stop` and `load`.
+        place: Where the workers kept the staged version: device, host, nowhere; of several the worst.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -104,7 +99,7 @@ class WeightService:
     Args:
         engine: vLLM's engine client.
         base: The directory of the base model.
-        places: Where updates may come from.
+        roots: Where updates may come from.
         label: Called with the version after a change, before generation goes on.
         tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
         status: Told of a change under way, which keeps the engine from answering, and of its deadline.
@@ -119,7 +114,7 @@ class WeightService:
         self,
         engine: EngineClient,
         base: Path,
-        places: Places,
+        roots: AllowedRoots,
         label: Callable[[int], Awaitable[None]],
         tied: bool = False,
         status: Status | None = None,
@@ -130,74 +125,55 @@ class WeightService:
         fixed: str | None = None,
     ) -> None:
         self._engine, self.engines, self._fixed = engine, engines, fixed
-        self._base = base
-        self._places = places
-        self._label = label
-        self._tied = tied
-        self._status = status
+        self._base, self._tied, self._roots = base, tied, roots
+        self._label, self._status = label, status
         self._stage_weights, self._stage_on_device, self._servers_on_host = stage, on_device, servers_on_host
         self._staged = False  # the workers may hold something
         self._said_no_room = False
-        self._lock = asyncio.Lock()  # bounded: `_turn` takes it, with a deadline
+        self._lock = asyncio.Lock()  # bounded: `_alone` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._boot = secrets.token_hex(8)
+        self.boot = secrets.token_hex(8)  # names this life of the server
         self._paused_by_client = False
         self._broken: str | None = None
         self._standing: str | None = None  # why the engine, which is to go on, may not do so
         # Hashed beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(self._hash_base())
 
-    @property
-    def boot(self) -> str:
-        """Names this life of the server."""
-        return self._boot
-
     async def served(self) -> Served:
         """Ask every worker what it serves.
 
         Raises:
-            Refused: the engine does not answer or go on, its ranks disagree, or a failed update left it unusable (5xx).
+            Rejected: the engine does not answer or go on, its ranks disagree, or a failed update left it unusable (5xx).
         """
         self._check_usable()
         if self._standing is not None:
-            raise Refused(503, self._standing)
-        try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                answers = await self._engine.collective_rpc("prime_served")
-        except TimeoutError as error:
-            raise Refused(503, f"the engine did not say what it serves within {ANSWER_SECONDS:.0f} s") from error
+            raise Rejected(503, self._standing)
+        async with _engine_call("say what it serves", ANSWER_SECONDS):
+            answers = await self._engine.collective_rpc("prime_served")
         if any(answer != answers[0] for answer in answers):
-            raise Refused(500, f"the workers serve different weights: {answers}")
+            raise Rejected(500, f"the workers serve different weights: {answers}")
         if answers[0] is None:
-            return Served(0, version_hash(await self._base_hashes()), str(self._base), None, self._boot)
-        return Served(base=str(self._base), boot=self._boot, **answers[0])
+            return Served(0, version_hash(await self._base_hashes()), str(self._base), None, self.boot)
+        return Served(base=str(self._base), boot=self.boot, **answers[0])
 
     async def update(self, weight_dir: str, version: int, parts: Parts | None = None) -> Served:
         """Serve the committed directory `weight_dir`, which must hold `version`. Requests in flight go on with it.
 
         Args:
-            parts: Where what it took is put down.
+            parts: Filled with what the change took.
 
         Raises:
-            Refused: 4xx and the old weights go on; 500 if they could not be restored.
+            Rejected: 4xx and the old weights serve on; 500 if they could not be restored.
         """
-        self._check_not_fixed()
-        taken = Parts() if parts is None else parts
-        return await self._alone(lambda: self._update(weight_dir, version, taken))
+        return await self._alone(lambda: self._update(weight_dir, version, parts or Parts()), changes_weights=True)
 
     async def reload(self, parts: Parts | None = None) -> Served:
         """Serve the base weights again.
 
         Raises:
-            Refused: as for `update`.
+            Rejected: as for `update`.
         """
-        self._check_not_fixed()
-        taken = Parts() if parts is None else parts
-        return await self._alone(lambda: self._reload(taken))
-
-    def _check_not_fixed(self) -> None:
-        if self._fixed is not None:
-            raise Refused(400, f"this server's weights cannot be changed: {self._fixed}")
+        return await self._alone(lambda: self._reload(parts or Parts()), changes_weights=True)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop generating; requests wait. Weight updates are still possible and do not end the pause."""
@@ -207,7 +183,7 @@ class WeightService:
         """Go on generating.
 
         Raises:
-            Refused: the weights are unusable (500): the first forward pass would kill the engine.
+            Rejected: the weights are unusable (500): the first forward pass would kill the engine.
         """
         await self._alone(self._resume)
 
@@ -218,106 +194,97 @@ class WeightService:
 
     async def _update(self, weight_dir: str, version: int, parts: Parts) -> Served:
         if faults.point(f"update-received:v{version}") == "error":
-            raise Refused(500, "fault injection")
+            raise Rejected(500, "fault injection")
         with parts.measure("check"):
-            directory = await read(lambda _: self._places.confine(weight_dir), weight_dir[:PATH_BYTES])
-            manifest, stamp = await self._check(directory, version)
+            directory = await read(lambda _: self._roots.resolve(weight_dir), weight_dir[:PATH_BYTES])
+            try:
+                manifest, stamp = await read(lambda _: self._roots.look(directory, version), directory)
+            except (CommitError, OSError, TypeError, ValueError) as error:  # the manifest may say anything
+                raise Rejected(400, str(error)) from error
+            base = await self._base_hashes()
+            if manifest.base is None:
+                check_fit(manifest.tensors, base, self._tied)
         if manifest.base is not None:
-            return await self._update_to_base(manifest.hash, directory, parts)
-        target = Served(version, manifest.hash, str(self._base), str(directory), self._boot)
+            # Version 0 has no tensors of its own; the path in its manifest is not followed, its hash must be that of our base model.
+            if manifest.hash != version_hash(base):
+                raise Rejected(400, f"{directory} describes another base model than {self._base}")
+            return await self._reload(parts, str(directory))
+        target = Served(version, manifest.hash, str(self._base), str(directory), self.boot)
         try:
-            await self._stage(directory, manifest.hash, parts, LOAD_SECONDS if manifest.sender else STALL_SECONDS)
+            await self._stage(manifest, parts)
             return await self._swap(directory, target, parts, stamp)
-        except Refused as refusal:
-            if refusal.status == 400 and await _changed(directory, stamp):
-                raise Refused(503, f"{refusal.message} (its place was changed meanwhile)") from refusal
+        except Rejected as rejection:
+            if rejection.status == 400 and await _changed(directory, stamp):
+                raise Rejected(503, f"{rejection.message} (its place was changed meanwhile)") from rejection
             raise
         finally:
             await self._unstage()
-
-    async def _check(self, directory: Path, version: int) -> tuple[WeightsManifest, bytes]:
-        """What can be known without the tensors' bytes. Returns also the manifest as it lies there.
-
-        Raises:
-            Refused: the directory is not `version`, or not of this model.
-        """
-        try:
-            manifest, stamp = await read(lambda _: self._places.look(directory, version), directory)
-        except (CommitError, OSError, TypeError, ValueError) as error:  # the manifest may say anything
-            raise Refused(400, str(error)) from error
-        if manifest.base is not None:
-            return manifest, stamp
-        check_fit(manifest.tensors, await self._base_hashes(), self._tied)
-        return manifest, stamp
-
-    async def _update_to_base(self, wanted: str, directory: Path, parts: Parts) -> Served:
-        """Version 0 has no tensors of its own; its path is not followed, its hash must be that of our base model."""
-        if wanted != version_hash(await self._base_hashes()):
-            raise Refused(400, f"{directory} describes another base model than {self._base}")
-        return await self._reload(parts, str(directory))
 
     async def _reload(self, parts: Parts, weight_dir: str | None = None) -> Served:
         expected = await self._base_hashes()
         try:
             found = await self._hash_base()
         except (CommitError, OSError) as error:
-            raise Refused(400, str(error)) from error
+            raise Rejected(400, str(error)) from error
         if found != expected:
-            raise Refused(400, f"the base model {self._base} was changed on disk since the server started")
-        target = Served(0, version_hash(expected), str(self._base), weight_dir, self._boot)
+            raise Rejected(400, f"the base model {self._base} was changed on disk since the server started")
+        target = Served(0, version_hash(expected), str(self._base), weight_dir, self.boot)
         return await self._swap(self._base, target, parts)
 
-    async def _stage(self, directory: Path, digest: str, parts: Parts, silence: float) -> None:
-        """Have every worker read and hash the version while generation goes on. `silence`: seconds without progress; a sender has deadlines of its own.
+    async def _stage(self, manifest: WeightsManifest, parts: Parts) -> None:
+        """Have every worker stage the version while generation goes on.
 
         Raises:
-            Refused: it is not what its manifest says (400), is not read in time (503), or its sender does not give it (424).
+            Rejected: it is not what its manifest says (400), makes no progress (503), or its publisher does not give it (424).
         """
+        directory, publisher = manifest.directory, manifest.publisher
+        silence = STALL_SECONDS if publisher is None else LOAD_SECONDS  # an exchange has deadlines of its own
+        self._staged = True
         with parts.measure("stage"):
-            self._staged = True
-            began = time.perf_counter()
-            try:
-                async with asyncio.timeout(LOAD_SECONDS):
-                    options = (self._stage_weights, self._servers_on_host, self._stage_on_device)
-                    answers = await self._engine.collective_rpc("prime_stage", args=(str(directory), digest, *options))
-                    progress, since = answers, began
-                    while _reading(answers):
-                        poll = min(_POLL_SHARE * (time.perf_counter() - began), STAGED_POLL_SECONDS)
-                        await asyncio.sleep(poll)  # bounded: by the time-out around it
-                        answers = await self._engine.collective_rpc("prime_staged")
-                        if answers != progress:
-                            progress, since = answers, time.perf_counter()
-                        elif time.perf_counter() - since > silence:
-                            raise TimeoutError
-            except TimeoutError as error:
-                raise Refused(
-                    503, f"{directory} could not be read: no progress, or not done within {LOAD_SECONDS:.0f} s"
-                ) from error
-            except Exception as error:  # whatever vLLM raises for an engine that fails
-                raise Refused(503, f"the engine did not read {directory}: {error!r}") from error
+            async with _engine_call(f"read {directory}", LOAD_SECONDS):
+                began = since = time.perf_counter()
+                args = (
+                    str(directory),
+                    manifest.hash,
+                    self._stage_weights,
+                    self._servers_on_host,
+                    self._stage_on_device,
+                )
+                answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
+                while _staging(answers):
+                    poll = min(_POLL_SHARE * (time.perf_counter() - began), POLL_SECONDS)
+                    await asyncio.sleep(poll)  # bounded: by the time-out around it
+                    answers = await self._engine.collective_rpc("prime_staged")
+                    if answers != progress:
+                        progress, since = answers, time.perf_counter()
+                    elif time.perf_counter() - since > silence:
+                        raise Rejected(503, f"{directory} could not be read: no progress for {silence:.0f} s")
         if failed := [answer for answer in answers if answer["state"] == "failed"]:
-            worst = min(failed, key=lambda answer: answer["unsent"])  # what another attempt will not mend
-            status, how = (UNSENT, "received") if worst["unsent"] else (400, "read")
-            raise Refused(status, f"{directory} could not be {how}, the previous weights go on: {worst['why']}")
+            worst = min(failed, key=lambda answer: answer["retry"])  # what another attempt will not mend
+            if publisher is not None and worst["retry"]:
+                where = f"by {socket.gethostname()} from the trainer at {publisher.host}:{publisher.port}"
+                raise Rejected(EXCHANGE_FAILED, f"{directory} could not be received {where}, the previous weights go on: {worst['why']}")  # fmt: skip
+            raise Rejected(400, f"{directory} could not be read, the previous weights go on: {worst['why']}")
         parts.place = max((answer["place"] for answer in answers), key=_PLACES.index)
         if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
 
     async def _unstage(self) -> None:
-        """The workers give back what they hold."""
+        """Free what the workers hold."""
         if self._staged:
             self._staged = False
             try:
-                async with asyncio.timeout(ANSWER_SECONDS):
+                async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
                     await self._engine.collective_rpc("prime_unstage")
-            except Exception as error:  # noqa: BLE001 - whatever vLLM raises: what the change itself came to is what counts
-                logger.warning("the engine did not give back the memory of what it read ahead: {!r}", error)
+            except Rejected as rejection:  # what the change itself came to is what counts
+                logger.warning("{}", rejection.message)
 
     async def _swap(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> Served:
         """Pause, load on every rank, commit or restore, resume. With a `stamp`, only while the directory's manifest is the same."""
+        if self._status is not None:
+            self._status.waiting(f"version {target.version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
-            self._tell_of(f"version {target.version}")
             with parts.measure("pause"):
                 await self._exchange(directory, target, parts, stamp)
         finally:
@@ -325,26 +292,21 @@ class WeightService:
                 self._status.phase("serving")
         logger.info("serving version {} ({}): {}", target.version, target.hash[:12], parts)
         if faults.point(f"update-loaded:v{target.version}") == "error":
-            raise Refused(500, "fault injection")
+            raise Rejected(500, "fault injection")
         return target
 
-    def _tell_of(self, change: str) -> None:
-        if self._status is not None:
-            self._status.waiting(f"{change} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
-
     async def _exchange(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None) -> None:
-        identity = {key: value for key, value in asdict(target).items() if key not in ("base", "boot")}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
         with parts.measure("stop"):
             await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
         try:
             with parts.measure("load"):
-                await self._load(directory, identity, stamp)
+                await self._load(directory, target, stamp)
         except Exception as error:
             await self._restore(error)
             await self._go_on()
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
-            raise Refused(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
+            raise Rejected(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
         self._broken = None
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -354,18 +316,17 @@ class WeightService:
         finally:
             await self._go_on()
 
-    async def _load(self, directory: Path, identity: dict[str, Any], stamp: bytes | None) -> None:
+    async def _load(self, directory: Path, target: Served, stamp: bytes | None) -> None:
+        identity = {"version": target.version, "hash": target.hash, "weight_dir": target.weight_dir}
         async with asyncio.timeout(LOAD_SECONDS):
             await self._engine.collective_rpc("prime_load", args=(str(directory), identity, str(self._base)))
-            # A new life of the trainer may have set the directory aside, or made it again, since its tensors were hashed.
-            committed_anew = stamp is not None and await read(lambda _: read_stamp(directory), directory) != stamp
-            if (
-                committed_anew
-                and (await read(lambda _: weights_manifest(directory), directory)).hash != identity["hash"]
-            ):
-                raise CommitError(f"{directory} was committed anew while it was loaded")
+            # A new incarnation of the trainer may have set the directory aside, or made it again, since its tensors were verified.
+            if stamp is not None and await read(lambda _: read_stamp(directory), directory) != stamp:
+                manifest = await read(lambda _: weights_manifest(directory), directory)
+                if manifest.hash != target.hash:
+                    raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
-            self._staged = False  # given back with it: a call of its own would wait for the first step, the longest
+            self._staged = False  # freed with it: a call of its own would wait for the first step, the longest
 
     async def _restore(self, cause: Exception) -> None:
         """Undo a failed load on every rank; on failure generation stays paused, since a forward pass would kill the engine."""
@@ -375,7 +336,7 @@ class WeightService:
         except Exception as error:
             self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
             logger.error("{}", self._broken)
-            raise Refused(500, self._broken) from error
+            raise Rejected(500, self._broken) from error
         self._broken = None  # a load before this one may have left it so
 
     async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
@@ -390,32 +351,26 @@ class WeightService:
 
     async def _stop(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
         try:
-            async with asyncio.timeout(seconds):
+            async with _engine_call("pause", seconds):
                 await self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
-        except TimeoutError as error:
-            await self._go_on()  # it may still stop later; let nothing wait for that
-            raise Refused(503, f"the engine did not pause within {seconds:.0f} s") from error
-        except Exception as error:  # whatever vLLM raises
-            await self._go_on()  # for one, it cannot clear a cache that another server is filling
-            raise Refused(503, f"the engine did not pause: {error!r}") from error
+        except Rejected:
+            await self._go_on()  # it may still pause later, or cannot clear a cache that another server is filling
+            raise
 
     def _check_usable(self) -> None:
         if self._broken is not None:
-            raise Refused(500, self._broken)
+            raise Rejected(500, self._broken)
 
     async def _go_on(self) -> None:
         """Unless a client has paused it, or its weights are unusable. One that does not go on is not said to serve, until it does."""
         if self._paused_by_client or self._broken is not None:
             return
         try:
-            async with asyncio.timeout(PAUSE_SECONDS):
-                await self._engine.resume_generation()
-        except TimeoutError as error:
-            self._standing = f"the engine did not resume within {PAUSE_SECONDS:.0f} s"
-            raise Refused(503, self._standing) from error
-        except Exception as error:  # whatever vLLM raises: several engines do not resume while one is still pausing
-            self._standing = f"the engine did not resume: {error!r}"
-            raise Refused(503, self._standing) from error
+            async with _engine_call("resume", PAUSE_SECONDS):
+                await self._engine.resume_generation()  # several engines do not while one is still pausing
+        except Rejected as rejection:
+            self._standing = rejection.message
+            raise
         self._standing = None
 
     async def _hash_base(self) -> dict[str, TensorEntry]:
@@ -428,14 +383,24 @@ class WeightService:
             async with asyncio.timeout(LOAD_SECONDS):
                 return await asyncio.shield(self._base_tensors)
         except TimeoutError as error:
-            raise Refused(503, f"the base model was not hashed within {LOAD_SECONDS:.0f} s") from error
+            raise Rejected(503, f"the base model was not hashed within {LOAD_SECONDS:.0f} s") from error
         except (CommitError, OSError) as error:
-            raise Refused(500, f"the base model cannot be hashed: {error}") from error
+            raise Rejected(500, f"the base model cannot be hashed: {error}") from error
 
-    async def _alone(self, action: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _alone(self, action: Callable[[], Coroutine[Any, Any, T]], *, changes_weights: bool = False) -> T:
+        if changes_weights and self._fixed is not None:
+            raise Rejected(400, f"this server's weights cannot be changed: {self._fixed}")
+
         async def run() -> T:
-            async with _turn(self._lock):
+            try:
+                async with asyncio.timeout(LOCK_SECONDS):
+                    await self._lock.acquire()
+            except TimeoutError as error:
+                raise Rejected(409, f"another weight change is still running after {LOCK_SECONDS:.0f} s") from error
+            try:
                 return await action()
+            finally:
+                self._lock.release()
 
         task = asyncio.create_task(run())
         self._tasks.add(task)  # the loop itself holds tasks weakly
@@ -444,7 +409,7 @@ class WeightService:
             return await asyncio.shield(task)  # bounded: every step of a change has a deadline
         except asyncio.CancelledError:
             if task.cancelled():
-                raise Refused(503, "the server is stopping") from None
+                raise Rejected(503, "the server is stopping") from None
             raise
 
 
@@ -456,20 +421,21 @@ async def _changed(directory: Path, stamp: bytes) -> bool:
         return False
 
 
-def _reading(answers: list[dict[str, Any]]) -> bool:
-    """Whether a worker still reads; where one has failed nobody is waited for."""
+def _staging(answers: list[dict[str, Any]]) -> bool:
+    """Whether a worker is still at it; where one has failed nobody is waited for."""
     states = {answer["state"] for answer in answers}
     return "reading" in states and "failed" not in states
 
 
 @asynccontextmanager
-async def _turn(lock: asyncio.Lock) -> AsyncIterator[None]:
+async def _engine_call(what: str, seconds: float) -> AsyncIterator[None]:
+    """Reject (503) where the engine does not do in time what the block asks of it, or fails."""
     try:
-        async with asyncio.timeout(LOCK_SECONDS):
-            await lock.acquire()
+        async with asyncio.timeout(seconds):
+            yield
+    except Rejected:
+        raise
     except TimeoutError as error:
-        raise Refused(409, f"another weight change is still running after {LOCK_SECONDS:.0f} s") from error
-    try:
-        yield
-    finally:
-        lock.release()
+        raise Rejected(503, f"the engine did not {what} within {seconds:.0f} s") from error
+    except Exception as error:  # whatever vLLM raises
+        raise Rejected(503, f"the engine did not {what}: {error!r}") from error

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.inference.weights import WeightsExtension
+from prime_rl.inference.worker import WeightsExtension
 
 pytest.importorskip("vllm")
 BASE = "/base"
@@ -97,8 +97,7 @@ class Worker(WeightsExtension):
     def load(self, version: int, fail_after: int | None = None, only: str = "") -> None:
         place, digest = Path(f"/v{version}"), f"hash {version}"
         self.prime_staging = SimpleNamespace(
-            directory=place, digest=digest, place="host", held=None, received=False,
-            wait=lambda seconds: None, drop=lambda: None,
+            directory=place, digest=digest, place="host", wait=lambda seconds: None, drop=lambda: None,
             tensors=lambda: (pair for pair in tensors_of(version, fail_after) if pair[0].startswith(only)),
         )  # type: ignore[assignment]  # fmt: skip
         self.prime_load(str(place), {"version": version, "hash": digest, "weight_dir": str(place)}, BASE)

@@ -13,8 +13,8 @@ from fastapi.testclient import TestClient
 from renderers.client import _parse_completion_logprobs, parse_generate_response
 
 from prime_rl.inference import sample
-from prime_rl.inference.places import Refused
-from prime_rl.inference.routes import _refused
+from prime_rl.inference.allowed_roots import Rejected
+from prime_rl.inference.routes import _rejected
 
 
 @dataclass
@@ -41,7 +41,7 @@ def test_the_answer_is_read_as_vllms() -> None:
 @pytest.mark.parametrize("others", [None, SimpleNamespace(token_ids=[7, 9], logprobs=[-1.0, -1.0])])
 def test_log_probabilities_of_other_tokens_are_no_answer(others: Any) -> None:
     """Contract: an output whose log-probabilities are not those of the sampled tokens is an error of the server."""
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Rejected) as refused:
         sample.answer([1], Output([7, 8], others))
     assert refused.value.status == 500
 
@@ -49,11 +49,11 @@ def test_log_probabilities_of_other_tokens_are_no_answer(others: Any) -> None:
 @pytest.mark.parametrize(
     "given", [{"n": 2}, {"prompt_logprobs": 0}, {"temprature": 1.0}, {"logprobs": 5}, {"output_kind": 0}]
 )
-def test_what_the_route_does_not_do_is_refused(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_route_does_not_do_is_rejected(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: a parameter that would change the answer's shape, or that nobody knows, is refused by name, not passed over."""
     fake = SimpleNamespace(RequestOutputKind=None, SamplingParams=None)
     monkeypatch.setitem(__import__("sys").modules, "vllm.sampling_params", fake)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Rejected) as refused:
         sample.sampling_params(given, 4, 16)
     assert refused.value.status == 400
 
@@ -82,12 +82,12 @@ def client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> TestClient:
     monkeypatch.setattr(sample, "sampling_params", lambda given, prompt, most: given)
     app = FastAPI()
     app.include_router(sample.router)
-    app.add_exception_handler(Refused, _refused)
+    app.add_exception_handler(Rejected, _rejected)
     app.state.prime_models, app.state.engine_client = ["m"], engine
     return TestClient(app)
 
 
-def test_requests_are_answered_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_are_answered_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: one output is one answer; another model is 404, an unknown field 422, an engine that failed 500."""
     served = client(Engine(output([5], [-1.0])), monkeypatch)
     body = {"token_ids": [1, 2], "sampling_params": {}}

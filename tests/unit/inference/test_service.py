@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -18,13 +19,20 @@ from fastapi.testclient import TestClient
 
 from prime_rl import faults
 from prime_rl.inference import reads
-from prime_rl.inference.places import Places, Refused, check_fit
+from prime_rl.inference.allowed_roots import AllowedRoots, Rejected, check_fit
 from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import Parts, WeightService
 from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import CommitError, prune, read_manifest, replace_manifest, stage
-from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, write_base_version
+from prime_rl.transport.weights import (
+    PublisherAddress,
+    TensorEntry,
+    hash_directory,
+    manifest_extra,
+    version_dir,
+    write_base_version,
+)
 
 READY = {"state": "ready", "place": "host", "seconds": 0.1}
 
@@ -85,6 +93,16 @@ def commit(root: Path, version: int) -> Path:
     return version_dir(root, version)
 
 
+def commit_published(root: Path, version: int) -> Path:
+    """A version that is in no file."""
+    publisher = PublisherAddress("10.0.0.1", 4242, "token", 1.0)
+    tensors = {"a": TensorEntry("", "U8", [4], "", f"{version:016x}")}
+    extra = manifest_extra(version, 0, tensors, publisher=publisher)
+    with stage(version_dir(root, version), step=version, producer="trainer", extra=extra):
+        pass
+    return version_dir(root, version)
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     directory = tmp_path / "base"
@@ -97,7 +115,7 @@ def make(engine: FakeEngine, base: Path, root: Path | None) -> WeightService:
     async def label(version: int) -> None:
         engine.calls.append(("label", version))
 
-    return WeightService(engine, base, Places(root), label)
+    return WeightService(engine, base, AllowedRoots(root), label)
 
 
 UPDATE = ["prime_stage", ("pause", "keep", True), "prime_load", "prime_commit"]
@@ -120,7 +138,7 @@ async def test_a_failed_load_is_undone(base: Path, tmp_path: Path) -> None:
     service = make(engine, base, root)
     before = await service.served()
     engine.fail = {"prime_load"}
-    with pytest.raises(Refused, match="could not be loaded") as error:
+    with pytest.raises(Rejected, match="could not be loaded") as error:
         await service.update(str(commit(root, 1)), 1)
     assert error.value.status == 400
     assert engine.calls == [*UPDATE[:3], "prime_restore", "resume", "prime_unstage"]
@@ -136,27 +154,27 @@ async def test_a_read_that_hangs_is_left(base: Path, tmp_path: Path, monkeypatch
     await service.served()  # the base is hashed
     monkeypatch.setattr(reads, "STALL_SECONDS", 3.0)
     monkeypatch.setattr("prime_rl.inference.service.STALL_SECONDS", 0.1)
-    look = Places.look
+    look = AllowedRoots.look
 
-    def hang(self: Places, directory: Path, version: int) -> Any:
+    def hang(self: AllowedRoots, directory: Path, version: int) -> Any:
         if directory == gone:
             back.wait(60)
         return look(self, directory, version)
 
-    monkeypatch.setattr(Places, "look", hang)
+    monkeypatch.setattr(AllowedRoots, "look", hang)
     try:
-        with pytest.raises(Refused, match=r"step_1 could not be read: no progress for 3 s") as error:
+        with pytest.raises(Rejected, match=r"step_1 could not be read: no progress for 3 s") as error:
             await service.update(str(gone), 1)
         assert error.value.status == 503
         monkeypatch.setattr(reads, "STALL_SECONDS", 60.0)
         engine.staging = [{"state": "reading", "blocks": 7}] * 100_000  # never more
-        with pytest.raises(Refused, match=r"step_2 could not be read: no progress") as error:
+        with pytest.raises(Rejected, match=r"step_2 could not be read: no progress") as error:
             await service.update(str(good), 2)
         assert (error.value.status, engine.asked[-1], engine.loaded) == (503, "prime_unstage", None)
         engine.staging = []
         assert (await service.update(str(good), 2)).version == 2
         monkeypatch.setattr(reads, "MOST_ABANDONED", 1)
-        with pytest.raises(Refused, match="1 earlier reads still hang"):
+        with pytest.raises(Rejected, match="1 earlier reads still hang"):
             await service.update(str(good), 2)
         back.set()
         async with asyncio.timeout(60):
@@ -171,7 +189,7 @@ async def test_a_read_that_hangs_is_left(base: Path, tmp_path: Path, monkeypatch
     "change",
     [
         {"files": {"a\0b": {"size": 1, "xxh3": "0"}}}, {"files": {"\ud800": {"size": 1, "xxh3": "0"}}}, {"files": {"x" * (10 << 20): {"size": 1, "xxh3": "0"}}},
-        {"files": {"loop.safetensors": {"size": 1, "xxh3": "0"}}}, {"extra": {"memory": {"directory": 5, "nonce": 5, "host": 5, "boot": 5}}},
+        {"files": {"loop.safetensors": {"size": 1, "xxh3": "0"}}}, {"extra": {"publisher": {"host": "127.0.0.1"}}}, {"extra": {"tmpfs": {"directory": 5, "nonce": 5, "host": 5, "boot": 5}}},
         {"extra": {"tensors": []}}, {"extra": {"tensors": "abc"}}, {"index": "[" * 200_000},
     ],
     ids=lambda change: str(change)[:40],
@@ -186,7 +204,7 @@ async def test_a_manifest_may_say_anything(base: Path, tmp_path: Path, change: d
     if index := change.get("index"):
         (directory / "model.safetensors.index.json").write_text(index)
     (directory / "manifest.json").write_text(json.dumps(manifest | change | {"extra": manifest["extra"]}))
-    with pytest.raises(Refused) as error:
+    with pytest.raises(Rejected) as error:
         await service.update(str(directory), 1)
     assert error.value.status in (400, 403)
     assert len(error.value.message) < 10_000
@@ -196,7 +214,7 @@ def test_a_read_that_hangs_does_not_hold_the_process() -> None:
     """Contract: the interpreter ends although a thread still waits for the file system."""
     code = "import asyncio, time; from prime_rl.inference import reads; reads.STALL_SECONDS = 0.1; asyncio.run(reads.read(lambda _: time.sleep(3600), 'x'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert "Refused: x could not be read" in done.stderr
+    assert "Rejected: x could not be read" in done.stderr
 
 
 async def test_a_stop_answers_whoever_waits(base: Path, tmp_path: Path) -> None:
@@ -209,7 +227,7 @@ async def test_a_stop_answers_whoever_waits(base: Path, tmp_path: Path) -> None:
         while "prime_load" not in engine.calls:
             await asyncio.sleep(0.01)
     service.stop()
-    with pytest.raises(Refused, match="stopping") as error:
+    with pytest.raises(Rejected, match="stopping") as error:
         await change
     assert error.value.status == 503
 
@@ -219,7 +237,7 @@ async def test_an_engine_that_cannot_pause_goes_on(base: Path, tmp_path: Path) -
     engine = FakeEngine()
     service = make(engine, base, tmp_path / "weights")
     engine.pause_generation = AsyncMock(side_effect=RuntimeError("Failed to reset KV cache"))  # type: ignore[method-assign]
-    with pytest.raises(Refused, match=r"did not pause: .*Failed to reset KV cache") as error:
+    with pytest.raises(Rejected, match=r"did not pause: .*Failed to reset KV cache") as error:
         await service.update(str(commit(tmp_path / "weights", 1)), 1)
     assert error.value.status == 503
     assert engine.calls == ["prime_stage", "resume", "prime_unstage"]
@@ -228,11 +246,11 @@ async def test_an_engine_that_cannot_pause_goes_on(base: Path, tmp_path: Path) -
 async def test_fixed_weights_are_never_touched(base: Path, tmp_path: Path) -> None:
     """Contract: a server whose engine cannot follow an update refuses it with the reason, before anything is read; it still says what it serves."""
     engine = FakeEngine()
-    places = Places(tmp_path / "weights")
+    places = AllowedRoots(tmp_path / "weights")
     service = WeightService(engine, base, places, AsyncMock(), fixed="experts move")
     directory = commit(tmp_path / "weights", 1)
     for change in (service.update(str(directory), 1), service.reload()):
-        with pytest.raises(Refused, match="cannot be changed: experts move"):
+        with pytest.raises(Rejected, match="cannot be changed: experts move"):
             await change
     assert engine.calls == []
     assert (await service.served()).version == 0
@@ -258,7 +276,7 @@ async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
             write_tensor(tmp, 7)
             extra |= manifest_extra(1, 1, hash_directory(tmp))
     engine.gate.set()
-    with pytest.raises(Refused, match="could not be loaded"):
+    with pytest.raises(Rejected, match="could not be loaded"):
         await update
     assert "prime_commit" not in engine.calls
     assert await service.served() == before
@@ -302,33 +320,34 @@ async def test_what_cannot_be_read_never_pauses_the_engine(
     engine, root = FakeEngine(), tmp_path / "weights"
     service = make(engine, base, root)
     before = await service.served()
-    failed = {"state": "failed", "why": "tensor a is wrong", "unsent": False}
+    failed = {"state": "failed", "why": "tensor a is wrong", "retry": False}
     engine.staging = [{"state": "reading"}] * (1000 if late else 1) + [failed]
-    with pytest.raises(Refused, match="within" if late else "tensor a is wrong") as error:
+    with pytest.raises(Rejected, match="within" if late else "tensor a is wrong") as error:
         await service.update(str(commit(root, 1)), 1)
     assert error.value.status == (503 if late else 400)
     assert engine.calls == ["prime_stage", "prime_unstage"]
     assert await service.served() == before
 
 
-async def test_what_the_sender_does_not_give_may_be_asked_for_again(base: Path, tmp_path: Path) -> None:
-    """Contract: a version that the trainer's sender does not give is told apart (424) from one that is wrong; wrong for one worker is wrong."""
+async def test_what_the_publisher_does_not_give_may_be_asked_for_again(base: Path, tmp_path: Path) -> None:
+    """Contract: a version that the trainer's publisher does not give is told apart (424) from one that is wrong, with both addresses; wrong for one worker is wrong."""
     engine, root = FakeEngine(), tmp_path / "weights"
     service = make(engine, base, root)
-    directory, unsent = commit(root, 1), {"state": "failed", "why": "version 1 is superseded", "unsent": True}
-    engine.staging = [unsent]
-    with pytest.raises(Refused, match="previous weights go on: version 1 is superseded") as error:
+    directory = commit_published(root, 1)
+    unpublished = {"state": "failed", "why": "version 1 is superseded", "retry": True}
+    engine.staging = [unpublished]
+    with pytest.raises(Rejected, match=f"by {gethostname()} from the trainer at 10.0.0.1:4242, the previous weights go on: version 1 is superseded") as error:
         await service.update(str(directory), 1)
     assert error.value.status == 424
     assert engine.calls == ["prime_stage", "prime_unstage"]
     answer = engine.collective_rpc
 
     async def rpc(method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        wrong = {"state": "failed", "why": "tensor a is wrong", "unsent": False}
-        return [unsent, wrong] if method == "prime_staged" else await answer(method, timeout, args)
+        wrong = {"state": "failed", "why": "tensor a is wrong", "retry": False}
+        return [unpublished, wrong] if method == "prime_staged" else await answer(method, timeout, args)
 
     engine.collective_rpc = rpc  # type: ignore[method-assign]
-    with pytest.raises(Refused, match="tensor a is wrong") as error:
+    with pytest.raises(Rejected, match="tensor a is wrong") as error:
         await service.update(str(directory), 1)
     assert error.value.status == 400
 
@@ -348,10 +367,10 @@ async def test_a_version_whose_place_changes_while_it_is_read(base: Path, tmp_pa
         if changed:
             known = read_manifest(directory)
             replace_manifest(directory, known.files, known.extra | {"moved": True})
-        return [{"state": "failed", "why": "no such file", "unsent": False}]
+        return [{"state": "failed", "why": "no such file", "retry": False}]
 
     engine.collective_rpc = rpc  # type: ignore[method-assign]
-    with pytest.raises(Refused, match="no such file") as error:
+    with pytest.raises(Rejected, match="no such file") as error:
         await service.update(str(directory), 1)
     assert error.value.status == (503 if changed else 400)
     assert engine.calls == ["prime_stage", "prime_unstage"]
@@ -372,11 +391,11 @@ async def test_a_failed_restore_leaves_the_engine_paused(base: Path, tmp_path: P
         service.resume(),
         service.pause("wait", clear_cache=False),
     ):
-        with pytest.raises(Refused, match="unusable") as error:
+        with pytest.raises(Rejected, match="unusable") as error:
             await action
         assert error.value.status == 500
     engine.fail = {"pause"}
-    with pytest.raises(Refused, match="did not pause"):
+    with pytest.raises(Rejected, match="did not pause"):
         await service.update(str(directory), 1)
     assert "resume" not in engine.calls
     engine.fail = set()
@@ -391,7 +410,7 @@ async def test_a_restore_that_succeeds_mends_too(base: Path, tmp_path: Path) -> 
     directory = commit(root, 1)
     for fail, says in (({"prime_load", "prime_restore"}, "unusable"), ({"prime_load"}, "previous weights go on")):
         engine.fail = fail
-        with pytest.raises(Refused, match=says):
+        with pytest.raises(Rejected, match=says):
             await service.update(str(directory), 1)
     assert "resume" in engine.calls
     assert (await service.served()).version == 0
@@ -404,7 +423,7 @@ async def test_an_engine_that_does_not_go_on_does_not_serve(base: Path, tmp_path
     directory = commit(root, 1)
     engine.fail = {"resume"}
     for action in (service.update(str(directory), 1), service.served()):
-        with pytest.raises(Refused, match="did not resume") as error:
+        with pytest.raises(Rejected, match="did not resume") as error:
             await action
         assert error.value.status == 503
     engine.fail = set()
@@ -438,7 +457,7 @@ async def test_one_change_at_a_time(base: Path, tmp_path: Path, monkeypatch: pyt
     service = make(engine, base, root)
     first = asyncio.create_task(service.update(str(commit(root, 1)), 1))
     await asyncio.sleep(0)
-    with pytest.raises(Refused, match="still running") as error:
+    with pytest.raises(Rejected, match="still running") as error:
         await service.reload()
     assert error.value.status == 409
     engine.gate.set()
@@ -454,7 +473,7 @@ async def test_a_changed_base_is_not_reloaded(base: Path, tmp_path: Path) -> Non
     service = make(engine, base, tmp_path)
     await service.served()
     write_tensor(base, 9)
-    with pytest.raises(Refused, match="changed on disk"):
+    with pytest.raises(Rejected, match="changed on disk"):
         await service.reload()
     assert engine.calls == []
 
@@ -467,7 +486,7 @@ async def test_ranks_that_disagree_are_reported(base: Path, tmp_path: Path) -> N
         return [{"version": 1, "hash": "x", "weight_dir": None}, None]
 
     engine.collective_rpc = two_answers  # type: ignore[method-assign]
-    with pytest.raises(Refused, match="different weights"):
+    with pytest.raises(Rejected, match="different weights"):
         await make(engine, base, tmp_path).served()
 
 
@@ -476,9 +495,9 @@ def test_places(tmp_path: Path) -> None:
     root, outside = tmp_path / "root", tmp_path / "outside"
     inside, elsewhere = commit(root, 1), commit(outside, 1)
     (root / "link").symlink_to(outside)
-    confined = Places(root)
-    assert confined.confine(str(inside)) == inside
-    assert confined.confine(f"{root}/link/../root/step_1") == inside
+    confined = AllowedRoots(root)
+    assert confined.resolve(str(inside)) == inside
+    assert confined.resolve(f"{root}/link/../root/step_1") == inside
     for path in (
         elsewhere,
         root / "link" / "step_1",
@@ -487,12 +506,12 @@ def test_places(tmp_path: Path) -> None:
         "/",
         "inside",
     ):
-        with pytest.raises(Refused, match="outside") as error:
-            confined.confine(str(path))
+        with pytest.raises(Rejected, match="outside") as error:
+            confined.resolve(str(path))
         assert error.value.status == 403
-    assert Places(None).confine(str(root / "link" / "step_1")) == elsewhere
-    with pytest.raises(Refused) as error:
-        confined.confine("a\0b")
+    assert AllowedRoots(None).resolve(str(root / "link" / "step_1")) == elsewhere
+    with pytest.raises(Rejected) as error:
+        confined.resolve("a\0b")
     assert error.value.status == 400
 
 
@@ -503,14 +522,14 @@ def test_what_is_no_version_is_not_described(tmp_path: Path) -> None:
     (tmp_path / "home" / "secret").write_text("s3cr3t")
     answers = set()
     for path in (tmp_path / "nowhere", tmp_path / "home", tmp_path / "home" / "secret"):
-        with pytest.raises(Refused, match="trainer and server need one file system") as error:
-            Places(None).confine(str(path))
+        with pytest.raises(Rejected, match="trainer and server need one file system") as error:
+            AllowedRoots(None).resolve(str(path))
         answers.add((error.value.status, error.value.message.replace(str(path), "")))
     assert len(answers) == 1
     for content in ('{"s3cr3t": 1}', "s3cr3t", '["s3cr3t"]'):
         (tmp_path / "home" / "manifest.json").write_text(content)
         with pytest.raises(CommitError) as foreign:
-            Places(None).look(Places(None).confine(str(tmp_path / "home")), 1)
+            AllowedRoots(None).look(AllowedRoots(None).resolve(str(tmp_path / "home")), 1)
         assert "s3cr3t" not in str(foreign.value)
 
 
@@ -529,7 +548,7 @@ async def test_files_are_confined(base: Path, tmp_path: Path, confined: bool) ->
     manifest["files"]["../../elsewhere"] = manifest["files"]["model.safetensors"]
     (named / "manifest.json").write_text(json.dumps(manifest))
     for directory, version in ((linked, 1), (named, 2)):
-        with pytest.raises(Refused, match="outside") as error:
+        with pytest.raises(Rejected, match="outside") as error:
             await service.update(str(directory), version)
         assert error.value.status == 403
     assert engine.calls == []
@@ -541,7 +560,7 @@ async def test_a_change_is_told_with_its_deadline(base: Path, tmp_path: Path) ->
     engine, root = FakeEngine(), tmp_path / "weights"
     engine.gate = asyncio.Event()
     status = Status(tmp_path, "inference")
-    service = WeightService(engine, base, Places(root), AsyncMock(), status=status)
+    service = WeightService(engine, base, AllowedRoots(root), AsyncMock(), status=status)
     try:
         for version, fail in ((1, set()), (2, {"prime_load"})):
             engine.fail, engine.calls = fail, []
@@ -621,7 +640,7 @@ def test_fit() -> None:
         ({"a": entry, "b": entry}, {"a": entry}),
         ({"a": TensorEntry("f", "F32", [3, 2], "0")}, {"a": entry}),
     ):
-        with pytest.raises(Refused):
+        with pytest.raises(Rejected):
             check_fit(tensors, base, tied=False)
 
 
@@ -643,7 +662,7 @@ async def test_version_zero_of_another_base(base: Path, tmp_path: Path) -> None:
     other.mkdir()
     write_tensor(other, 5)
     zero = write_base_version(tmp_path / "w1", other)
-    with pytest.raises(Refused, match="another base model"):
+    with pytest.raises(Rejected, match="another base model"):
         await service.update(str(zero.directory), 0)
     assert engine.calls == []
     good = write_base_version(tmp_path / "w2", base)

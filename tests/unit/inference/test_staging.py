@@ -1,6 +1,7 @@
 """Reading a version into memory: the very bytes that were hashed, or nothing. The GPU's part needs one (benchmarks/weight_sync.py)."""
 
 import gc
+import itertools
 import json
 import struct
 import threading
@@ -14,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from prime_rl.inference import blocks, staging
-from prime_rl.inference.blocks import lay_out
-from prime_rl.inference.staging import Staging
+from prime_rl.inference import staging
+from prime_rl.inference.staging import Staging, stored_tensors
 from prime_rl.transport import tensor_hash
 from prime_rl.transport.commit import CommitError, stage
+from prime_rl.transport.exchange import Subscriber, layout
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
 
@@ -31,9 +32,8 @@ FILES = {
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors begin, end and lie within blocks and stretches, and are hashed in chunks; the last of one is smaller."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4096)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors are read and hashed in several chunks, of which the last is smaller."""
     monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", 30_000)
 
 
@@ -47,17 +47,18 @@ def commit(root: Path, version: int = 1, shift: int = 0) -> Path:
 
 
 def begin(directory: Path, **options: Any) -> Staging:
-    return Staging(directory, weights_manifest(directory).hash, CPU, **options)
+    return Staging(directory, weights_manifest(directory).hash, CPU, Subscriber(), **options)
 
 
 def test_what_is_read_is_what_the_files_hold(tmp_path: Path) -> None:
-    """Contract: every tensor arrives bit by bit, of every size, across blocks, with its dtype and shape, in the order of the files."""
+    """Contract: every tensor arrives bit by bit, of every size, across chunks, with its dtype and shape, in the order of the manifest."""
     directory = commit(tmp_path)
     read = begin(directory)
     read.wait(SECONDS)
     tensors = list(read.tensors())
     expected = {name: tensor for file in FILES for name, tensor in load_file(directory / file).items()}
     assert {name for name, _ in tensors} == expected.keys()
+    assert [name for name, _ in tensors] == list(weights_manifest(directory).tensors)
     for name, tensor in tensors:
         assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
         assert torch.equal(tensor, expected[name])
@@ -103,7 +104,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], keep: b
 
 def test_another_version_is_not_read(tmp_path: Path) -> None:
     """Contract: a directory that was committed anew since the server looked at its manifest is refused, though it is right in itself."""
-    read = Staging(commit(tmp_path), "0" * 32, CPU)
+    read = Staging(commit(tmp_path), "0" * 32, CPU, Subscriber())
     with pytest.raises(CommitError, match="not 000000000000"):
         read.wait(SECONDS)
 
@@ -111,7 +112,7 @@ def test_another_version_is_not_read(tmp_path: Path) -> None:
 def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: where memory is short nothing is kept; the one who verifies has hashed it, the others do not read it at all."""
     directory = commit(tmp_path)
-    size = sum(part.size for part in lay_out(directory))
+    size = layout(weights_manifest(directory).tensors)[1]
     for available, sharing, place in ((2 * size, 1, "host"), (2 * size - 1, 1, "nowhere"), (2 * size, 2, "nowhere")):
         monkeypatch.setattr(staging, "available_bytes", lambda available=available: available)
         read = begin(directory, sharing=sharing)
@@ -133,7 +134,7 @@ def no_collection() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("trouble", ["none", "damaged", "every file fails"])
+@pytest.mark.parametrize("trouble", ["none", "damaged", "every read fails"])
 def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str) -> None:
     """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
     arrays: list[weakref.ref[np.ndarray]] = []
@@ -144,19 +145,19 @@ def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         return array
 
     monkeypatch.setattr(staging, "empty_on_host", noted)
-    monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", 1 << 20)  # a file is one stretch
     directory = commit(tmp_path)
     if trouble == "damaged":
         _flip(directory)
-    if trouble == "every file fails":  # at the same time
-        together, fill = threading.Barrier(2, timeout=SECONDS), blocks._fill
+    if trouble == "every read fails":  # at the same time
+        together, started = threading.Barrier(2, timeout=SECONDS), itertools.count()
+        monkeypatch.setattr(staging, "THREADS", 2)
 
-        def failing(*args: Any) -> None:
-            fill(*args)
-            together.wait()
+        def failing(data: Any) -> bytes:
+            if next(started) < 2:
+                together.wait()
             raise CommitError("scripted")
 
-        monkeypatch.setattr(blocks, "_fill", failing)
+        monkeypatch.setattr(staging.xxhash, "xxh3_128_digest", failing)
     read = begin(directory)
     if trouble != "none":
         with pytest.raises(CommitError):
@@ -166,26 +167,27 @@ def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
         assert all(array() is not None for array in arrays)
         read.drop()
     wait(lambda: all(array() is None for array in arrays), subject="free memory", owner="the thread", seconds=SECONDS)
-    assert len(arrays) == 2
+    assert len(arrays) == 1
 
 
 def test_dropping_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: what is not wanted any more is not read to its end, and nothing of it stays."""
     count = 0
-    fill = blocks._fill
+    read_chunk = Staging._read_chunk
 
-    def filling(*args: Any) -> None:
+    def reading(*args: Any) -> bytes:
         nonlocal count
+        digest = read_chunk(*args)
         count += 1
-        fill(*args)
         if count == 3:
             read.drop()
+        return digest
 
-    monkeypatch.setattr(blocks, "_fill", filling)
+    monkeypatch.setattr(Staging, "_read_chunk", reading)
     directory = commit(tmp_path)
     monkeypatch.setattr(staging, "THREADS", 1)
     read = begin(directory)
-    with pytest.raises(staging.Dropped):
+    with pytest.raises(staging.DroppedError):
         read.wait(SECONDS)
     assert count == 3
     assert list(read.tensors()) == []
@@ -208,7 +210,7 @@ def test_files_that_make_no_sense(tmp_path: Path, header: dict[str, Any], says: 
     """Contract: a header that describes what cannot be loaded is refused before anything is read."""
     _write(tmp_path / "model.safetensors", header, 16)
     with pytest.raises(CommitError, match=says):
-        lay_out(tmp_path)
+        stored_tensors(tmp_path)
 
 
 def test_a_tensor_that_lies_askew(tmp_path: Path) -> None:

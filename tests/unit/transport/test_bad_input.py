@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.errors import UserError
-from prime_rl.inference.blocks import lay_out
+from prime_rl.inference.staging import stored_tensors
 from prime_rl.transport import commit
 from prime_rl.transport.commit import (
     MANIFEST,
@@ -106,7 +106,7 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     directory = publish(tmp_path / "step_3", 3)
     (directory / MANIFEST).rename(tmp_path / "whole")
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
-        for name, read in ((MANIFEST, read_manifest), ("x.safetensors", hash_directory), ("x.safetensors", lay_out)):
+        for name, read in ((MANIFEST, read_manifest), ("x.safetensors", hash_directory), ("x.safetensors", stored_tensors)):
             make(directory / name)
             with pytest.raises(CommitError, match=f"step_3/{name} cannot be read: it is not a regular file"):
                 read(directory)
@@ -132,8 +132,7 @@ def test_a_snapshot_of_links_is_read(tmp_path: Path) -> None:
     blob.write_bytes(struct.pack("<Q", len(header)) + header + b"abcd")
     (snapshot / "model.safetensors").symlink_to("../../blobs/0a1b")
     assert list(hash_directory(snapshot)) == ["a"]
-    (part,) = lay_out(snapshot)
-    assert (part.path.name, part.size) == ("model.safetensors", 4)
+    assert stored_tensors(snapshot)["a"].path.name == "model.safetensors"
 
 
 def test_a_newer_format_is_told_from_damage_even_with_unknown_fields(tmp_path: Path) -> None:

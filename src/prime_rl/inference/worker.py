@@ -1,4 +1,4 @@
-"""Worker side of a weight update: `--worker-extension-cls prime_rl.inference.weights.WeightsExtension`.
+"""Worker side of a weight update: `--worker-extension-cls prime_rl.inference.worker.WeightsExtension`.
 
 vLLM mixes the class into its worker, so no name here may exist there already (all begin with `prime_`). Every rank runs the
 same call; the server (`service.py`) keeps generation paused from the load until every rank has committed or gone back.
@@ -13,16 +13,17 @@ import torch
 from prime_rl import faults
 from prime_rl.inference import compat
 from prime_rl.inference.orphans import follow
-from prime_rl.inference.receiving import Receiver
-from prime_rl.inference.staging import Held, Staging, tensors_of
+from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import weights_manifest
+from prime_rl.transport.exchange import Subscriber
+from prime_rl.transport.weights import never_written, weights_manifest
 
-# A small model is read by then; asking for it would take another of the engine's steps, which takes longer.
+# A small model is staged by then; asking for it would take another of the engine's steps, which takes longer.
 AT_ONCE_SECONDS = 5e-3
-STAGE_SECONDS = 600.0  # to wait in a load for what is still being read; the server has asked before, so that nothing is
+STAGE_SECONDS = 600.0  # to wait in a load for what is being staged; the server has asked before, so that nothing is
 
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server calls these weights
+Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightsExtension:
@@ -39,76 +40,72 @@ class WeightsExtension:
     prime_directory: str | None = None
     prime_next: tuple[str, Identity] | None = None
     prime_staging: Staging | None = None
-    prime_held: Held | None = None  # of the version that was read last, where the next may tell its changes
-    prime_receiver: Receiver | None = None
-    prime_received = False  # what is served is in no file
+    prime_subscriber: Subscriber | None = None
     prime_plain: bool | None = None  # whether the model computes with what is loaded as it is; None: not looked at yet
     prime_whole = True  # no reload of vLLM's has ended before its end: only another one mends what it leaves behind
 
     def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> dict[str, Any]:  # fmt: skip
-        """Begin to read a committed version that must have this hash, in a thread, beside generation. Returns how far it is, as `prime_staged` does, after a
+        """Begin to stage a committed version that must have this hash, in a thread, beside generation. Returns the progress, as `prime_staged` does, after a
         moment that is shorter than a step.
 
         Args:
             keep: Keep it in memory, where there is room.
-            on_device: Of the device rather than the host.
+            on_device: The device's memory may be used.
             servers_on_host: How many engines do so at the same time: vLLM tells those of a dense model nothing of each other.
         """
         self.prime_unstage()
-        if self.prime_receiver is None:
-            self.prime_receiver = Receiver(self.device)
+        if self.prime_subscriber is None:
+            self.prime_subscriber = Subscriber()
         self.prime_staging = Staging(
             Path(directory),
             digest,
             self.device,
+            self.prime_subscriber,
             keep=keep,
             on_device=on_device,
             verify=self.rank == 0,
             sharing=servers_on_host * self.vllm_config.parallel_config.world_size,
-            held=self.prime_held,
-            receiver=self.prime_receiver,
         )
-        self.prime_held = None  # until it is read: it is being changed
         return self.prime_staging.answer(AT_ONCE_SECONDS)
 
     def prime_staged(self) -> dict[str, Any]:
-        """How far reading is: see `Staging.answer`."""
-        return (
-            {"state": "failed", "why": "nothing is read", "unsent": False}
-            if self.prime_staging is None
-            else self.prime_staging.answer()
-        )
+        """The progress of staging: see `Staging.answer`."""
+        if self.prime_staging is None:
+            return {"state": "failed", "why": "nothing is staged", "retry": False}
+        return self.prime_staging.answer()
 
     def prime_unstage(self) -> None:
-        """What is or was read is not wanted any more."""
+        """Drop the staged version."""
         if self.prime_staging is not None:
             self.prime_staging.drop()
-            self.prime_held = self.prime_staging.held
             self.prime_staging = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what it held is others' again
 
     def prime_load(self, directory: str, identity: Identity, base: str) -> None:
-        """Load what was staged, or the tensors in `directory` where nothing was. A failure leaves the model unusable: `prime_restore` must follow.
+        """Load what was staged, or the base model's files where nothing was. A failure leaves the model unusable: `prime_restore` must follow.
 
         Args:
             base: Where the weights lie that this worker was started with: vLLM itself knows them by a name, and does not look for its revision again.
 
         Raises:
-            Exception: what reading it failed with, or whatever vLLM's loader raises for weights that do not fit.
+            Exception: what staging failed with, or whatever vLLM's loader raises for weights that do not fit.
         """
         if self.prime_directory is None:
             self.prime_directory = base
         self.prime_next = (directory, identity)
         staging = self.prime_staging
         if staging is None:
-            self.prime_reload(directory)
+            self.prime_reload(Path(directory))
             return
         if (str(staging.directory), staging.digest) != (directory, identity["hash"]):
-            raise RuntimeError(f"{staging.directory} was read, not {directory}")
+            raise RuntimeError(f"{staging.directory} was staged, not {directory}")
         staging.wait(STAGE_SECONDS)
+        if staging.place == "nowhere":
+            self.prime_reload(weights_manifest(staging.directory).files)
+            return
         try:
-            self.prime_reload(directory, None if staging.place == "nowhere" else self.prime_tensors(staging, identity))
+            self.prime_reload(self.prime_tensors(staging, identity))
         finally:  # before the memory of what was copied is given back
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
@@ -118,7 +115,6 @@ class WeightsExtension:
         if self.prime_next is None:
             raise RuntimeError("nothing was loaded that could be committed")
         self.prime_directory, self.prime_identity = self.prime_next
-        self.prime_received = self.prime_staging is not None and self.prime_staging.received
         self.prime_next = None
         self.prime_unstage()
 
@@ -126,17 +122,13 @@ class WeightsExtension:
         """Some rank failed: go back to what was served before the load, here too.
 
         Raises:
-            RuntimeError: that was received, so that no file holds it, or something else stands there now: the next load that succeeds makes the
-                model usable again.
+            RuntimeError: no file holds that: it was received, or something else stands there now. The next load that succeeds makes the model usable
+                again.
         """
         self.prime_next = None
         self.prime_unstage()
         if self.prime_directory is not None:
-            if self.prime_received:
-                raise RuntimeError(f"{self.prime_directory} was received and is in no file: load a version again")
-            if self.prime_identity is not None and not _may_hold(self.prime_directory, self.prime_identity):
-                raise RuntimeError(f"{self.prime_directory} is gone, or was committed anew: load a version again")
-            self.prime_reload(self.prime_directory)
+            self.prime_reload(files_of(Path(self.prime_directory), self.prime_identity))
 
     def prime_is_plain(self) -> bool:
         """Whether tensors may be loaded without vLLM's reload. Looked at once: nothing changes it."""
@@ -157,8 +149,8 @@ class WeightsExtension:
         faults.arm("inference")  # the server's process is armed by itself
         return follow(server)
 
-    def prime_tensors(self, staging: Staging, identity: Identity) -> Iterable[tuple[str, torch.Tensor]]:
-        """What was staged, one tensor after the other."""
+    def prime_tensors(self, staging: Staging, identity: Identity) -> Tensors:
+        """The staged tensors."""
         for name, tensor in staging.tensors():
             yield name, tensor
             # vLLM has some of the tensors of a layer that it makes of several now.
@@ -166,8 +158,8 @@ class WeightsExtension:
             if within and faults.point(f"loading:v{identity['version']}") == "error":
                 raise RuntimeError("fault injection")
 
-    def prime_reload(self, directory: str, tensors: Iterable[tuple[str, torch.Tensor]] | None = None) -> None:
-        """From `tensors`, or from what the version in `directory` consists of: into the parameters as they are, or through vLLM's own reload."""
+    def prime_reload(self, source: Path | Tensors) -> None:
+        """Load tensors, or a directory's files: into the parameters as they are, or through vLLM's own reload."""
         from vllm.config import set_current_vllm_config
 
         model = self.model_runner.get_model()
@@ -175,39 +167,40 @@ class WeightsExtension:
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             if self.device.type == "cpu":
                 forget_packed_experts(model)
-            source, tensors = (None, tensors) if tensors is not None else source_of(Path(directory))
             if not self.prime_whole:
                 # Also where going back has failed, too: the next reload would take half a layer of the last one for its own.
                 compat.settle_reload(model, self.model_config)
-            elif tensors is not None and self.prime_is_plain():
-                compat.load_in_place(model, tensors, self.model_config)
+            elif not isinstance(source, Path) and self.prime_is_plain():
+                compat.load_in_place(model, source, self.model_config)
                 return
             self.prime_whole = False
             with compat.without_false_alarms(model):
-                if tensors is not None:
-                    self.model_runner.reload_weights(weights_iterator=tensors)
-                else:
+                if isinstance(source, Path):
                     self.model_runner.reload_weights(weights_path=str(source))
+                else:
+                    self.model_runner.reload_weights(weights_iterator=source)
             self.prime_whole = True
             if self.device.type == "cpu":
                 repack_tied_heads(model)
 
 
-def _may_hold(directory: str, identity: Identity) -> bool:
-    """Whether a version that stands there is this one. The base model's directory is none."""
-    try:
-        return weights_manifest(Path(directory)).hash == identity["hash"]
-    except CommitError:
-        return identity["version"] == 0
+def files_of(directory: Path, identity: Identity | None) -> Path:
+    """The directory of the files that hold these weights, which were loaded from `directory`. The base model's is not a committed version.
 
-
-def source_of(directory: Path) -> tuple[Path, Iterable[tuple[str, torch.Tensor]] | None]:
-    """Where the tensors of a committed version lie, and themselves where it only tells changes. The base model's directory is none: it holds its own."""
+    Raises:
+        RuntimeError: there are none.
+    """
+    if identity is None or identity["version"] == 0:
+        return directory
     try:
         manifest = weights_manifest(directory)
-    except CommitError:
-        return directory, None
-    return manifest.files, None if manifest.builds_on is None else tensors_of(directory)
+    except CommitError as error:
+        raise RuntimeError(f"{directory} is gone: load a version again") from error
+    if manifest.hash != identity["hash"]:
+        raise RuntimeError(f"{directory} was committed anew: load a version again")
+    if manifest.publisher is not None:
+        raise RuntimeError(f"{never_written(directory)}: load a version again")
+    return manifest.files
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from prime_rl.inference import compat
-from prime_rl.inference.weights import WeightsExtension
+from prime_rl.inference.worker import WeightsExtension
 
 TENSORS = [("a", torch.ones(1))]
 
@@ -35,7 +35,7 @@ class Worker(WeightsExtension):
             raise RuntimeError("scripted")
 
     def load(self) -> str:
-        self.prime_reload("nowhere", iter(TENSORS))
+        self.prime_reload(iter(TENSORS))
         return self.loads[-1]
 
 
@@ -59,7 +59,7 @@ def test_what_a_reload_left_half_done_is_mended_by_a_reload(tmp_path: Path) -> N
     assert worker.load() == "in place"
     worker.trouble = True
     with pytest.raises(RuntimeError, match="scripted"):
-        worker.prime_reload(str(tmp_path))  # a directory: what going back to the version before loads
+        worker.prime_reload(tmp_path)  # a directory: what going back to the version before loads
     with pytest.raises(RuntimeError, match="scripted"):
         worker.load()
     worker.trouble = False

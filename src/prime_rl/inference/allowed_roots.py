@@ -8,14 +8,14 @@ from pathlib import Path
 
 from prime_rl import faults
 from prime_rl.transport.commit import MANIFEST, MANIFEST_BYTES, CommitError, read_file, read_manifest
-from prime_rl.transport.memory import InMemory
-from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, chain, verify_small_files, weights_manifest
+from prime_rl.transport.tmpfs import InTmpfs
+from prime_rl.transport.weights import INDEX, TensorEntry, WeightsManifest, verify_small_files, weights_manifest
 
 PATH_BYTES, NAME_BYTES = 4096, 255  # Linux takes no longer ones
 MESSAGE_CHARACTERS = 2 * PATH_BYTES  # it may quote what a request or a manifest says
 
 
-class Refused(Exception):
+class Rejected(Exception):
     """A request that was not carried out; what was served before is still served. `status` is an HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -25,45 +25,45 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Places:
+class AllowedRoots:
     """Allowed roots: `root` (None: any committed version that this host sees), and `tmpfs` beside it for tensors in memory."""
 
     root: Path | None
     tmpfs: Path | None = None
 
-    def confine(self, weight_dir: str) -> Path:
+    def resolve(self, weight_dir: str) -> Path:
         """The committed directory that `weight_dir` names, symbolic links resolved.
 
         Raises:
-            Refused: it lies outside the root (403), or this host sees no committed version there (400).
+            Rejected: it lies outside the root (403), or this host sees no committed version there (400).
         """
         try:
             name = os.fsencode(weight_dir)
             if len(name) > PATH_BYTES or max(map(len, name.split(b"/"))) > NAME_BYTES:
-                raise Refused(
+                raise Rejected(
                     400,
                     f"weight_dir is no path: it has over {PATH_BYTES} bytes, or a name over {NAME_BYTES}: {weight_dir[:80]!r}…",
                 )
             path = Path(weight_dir).expanduser().resolve()
         except (ValueError, RuntimeError, OSError) as error:  # a NUL byte, a loop of links, an unknown user
-            raise Refused(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
+            raise Rejected(400, f"weight_dir {weight_dir!r} is no path: {error}") from error
         if self.root is not None and not path.is_relative_to(self.root.resolve()):
-            raise Refused(
+            raise Rejected(
                 403,
                 f"weight_dir {weight_dir} is outside the weights root {self.root}: start the server with another --weights-root, or without",
             )
         if not os.path.isfile(path / MANIFEST):  # False where it may not even look
-            raise Refused(
+            raise Rejected(
                 400,
                 f"the server's host sees no committed version in {weight_dir}: trainer and server need one file system, under the same path",
             )
         return path
 
     def look(self, directory: Path, version: int) -> tuple[WeightsManifest, bytes]:
-        """Check everything of a confined directory except the tensors' bytes. Returns the manifest, parsed and as its bytes.
+        """Check everything of a resolved directory except the tensors' bytes. Returns the manifest, parsed and as its bytes.
 
         Raises:
-            Refused: it is not `version`, or not where it may be.
+            Rejected: it is not `version`, or not where it may be.
             CommitError, OSError: it is not whole.
         """
         faults.point(f"update-read:v{version}")
@@ -73,14 +73,11 @@ class Places:
         self.check_files(directory, committed.files)
         manifest = weights_manifest(directory, committed)
         if manifest.version != version:
-            raise Refused(400, f"{directory} holds version {manifest.version}, not {version}")
+            raise Rejected(400, f"{directory} holds version {manifest.version}, not {version}")
         if manifest.base is not None:
             return manifest, stamp
-        for link in chain(manifest):
-            if link.memory is not None:
-                self.check_memory(link.directory, link.memory)
-            if link.directory != directory:
-                self.check_files(link.directory, [MANIFEST, *read_manifest(link.directory).files])
+        if manifest.tmpfs is not None:
+            self.check_tmpfs(directory, manifest.tmpfs)
         manifest = verify_small_files(directory, committed)
         check_index(manifest)
         return manifest, stamp
@@ -90,14 +87,14 @@ class Places:
         the root, or, without a root, into `directory`.
 
         Raises:
-            Refused: one does not (403).
+            Rejected: one does not (403).
         """
         for name in {*names, INDEX, *(path.name for path in directory.glob("*.safetensors"))}:
             path = directory / name
             inside = path.parent == directory and name not in ("", "..")
             if not inside or not self._allows(path, directory):
                 where = directory if self.root is None else f"the weights root {self.root}"
-                raise Refused(403, f"{path} is outside {where}")
+                raise Rejected(403, f"{path} is outside {where}")
 
     def _allows(self, path: Path, directory: Path) -> bool:
         """Whether a path of a version in `directory` lies below the root, or, without a root, below `directory`."""
@@ -105,17 +102,17 @@ class Places:
         found = Path(os.path.realpath(path))  # no error where links lead in a circle: opening it is one
         return any(found.is_relative_to(root) for root in roots)
 
-    def check_memory(self, directory: Path, memory: InMemory) -> None:
-        """The tensors of a confined version lie in memory where it is allowed.
+    def check_tmpfs(self, directory: Path, tmpfs: InTmpfs) -> None:
+        """The tensors of an allowed version lie in a tmpfs where it is allowed.
 
         Raises:
-            Refused: they do not (403).
+            Rejected: they do not (403).
         """
-        place = Path(os.path.realpath(memory.directory))
+        place = Path(os.path.realpath(tmpfs.directory))
         if self.root is not None and not self._allows(place, directory):
-            raise Refused(
+            raise Rejected(
                 403,
-                f"the tensors of {directory} lie in memory, in {place}, outside the weights root {self.root}: start the server with "
+                f"the tensors of {directory} lie in {place}, outside the weights root {self.root}: start the server with "
                 "--weights-tmpfs to allow that",
             )
         if place.is_dir():
@@ -151,11 +148,11 @@ def check_fit(tensors: dict[str, TensorEntry], base: dict[str, TensorEntry], tie
     """Compare a checkpoint's tensor names and shapes with the base model's; dtypes may differ.
 
     Raises:
-        Refused: naming the first tensor that does not fit.
+        Rejected: naming the first tensor that does not fit.
     """
     optional = {"lm_head.weight"} if tied else set()
     for name in sorted((base.keys() ^ tensors.keys()) - optional):
-        raise Refused(400, f"tensor {name} is {'missing' if name in base else 'not part of the model'}")
+        raise Rejected(400, f"tensor {name} is {'missing' if name in base else 'not part of the model'}")
     for name in sorted(base.keys() & tensors.keys()):
         if tensors[name].shape != base[name].shape:
-            raise Refused(400, f"tensor {name} has shape {tensors[name].shape}, the model's is {base[name].shape}")
+            raise Rejected(400, f"tensor {name} has shape {tensors[name].shape}, the model's is {base[name].shape}")
