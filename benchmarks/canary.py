@@ -29,11 +29,11 @@ from prime_rl.config.trainer import TrainerModel
 from prime_rl.orchestrator.canary import Canaries, compare
 from prime_rl.orchestrator.engine import Engine
 from prime_rl.trainer.canary import CanaryScorer
-from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.staging import Staging
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_publisher import write_version
 from prime_rl.transport.weights import (
     WeightsManifest,
     verify_weights,
@@ -67,7 +67,7 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
         handed.append(time.perf_counter() - began)
         canary = scored.read()
         done.append(time.perf_counter() - began)
-    staging = Staging(policy, world, torch.bfloat16)
+    staging = RowCopies(policy, world, torch.bfloat16)
     write_version(staging, staging.copy(), source, world, version_dir(root, 1), version=1, incarnation=0, canary=canary)
     close_world()
     return {

@@ -27,13 +27,13 @@ from steps import model_source
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.batch import to_device
-from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.packing import Document, collate
 from prime_rl.trainer.parallel import close_world, init_world
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.staging import Staging
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_publisher import write_version
 
 TOKENIZER = Path(__file__).parent.parent / "assets" / "tiny-reverse"
 PACKED = 8192  # tokens of a micro-batch
@@ -47,7 +47,7 @@ def write_model(directory: Path, model: str, layers: int | None, sharpness: floa
     with torch.no_grad():
         dict(named_parameters(policy))["model.norm.weight"].fill_(sharpness)
     source.config.architectures = [type(policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
-    staging = Staging(policy, world, torch.bfloat16)
+    staging = RowCopies(policy, world, torch.bfloat16)
     write_version(staging, staging.copy(), source, world, directory, version=0, incarnation=0)
     for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
         shutil.copy(path, directory)

@@ -36,7 +36,7 @@ from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
-from prime_rl.trainer.weights import Versions
+from prime_rl.trainer.weight_publisher import WeightPublisher
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -225,7 +225,7 @@ class Bench:
         if case.canary and case.loss == "rl":
             computed = compute_dtype(config.model.dtype, world.device)
             scorer = CanaryScorer(self.policy, world, source.config.vocab_size, computed, torch.bfloat16)
-        self.versions = Versions(
+        self.versions = WeightPublisher(
             config.output_dir,
             self.policy,
             source,
@@ -301,7 +301,7 @@ class Bench:
         named = moe.with_loads(self.names(batch), self.policy)
         self.rows.put(Row(outcome, named, {"time/wait_for_batch": waited}, batch.tokens, ideal))
         if self.case.export:
-            self.versions.commit(step + 1, outcome.read)
+            self.versions.publish(step + 1, outcome.read)
             self.versions.prune(1, 0, list)
         self.lengths.append(batch.lengths)
         self.number += 1

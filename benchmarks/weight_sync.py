@@ -35,11 +35,11 @@ from tables import sync_lines, text_table
 
 from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.staging import Staging
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_publisher import write_version
 from prime_rl.transport.commit import prune
 from prime_rl.transport.weights import version_dir
 

@@ -71,7 +71,7 @@ def points() -> list[Point]:
     # What is kept of it is brought to the disk in the end: version 3, since 2 and 4 go with checkpoints, and so have been there from the beginning.
     in_memory: Settings = {
         "recovery_interval": 2,
-        "trainer": {"weights": {"keep": 2, "transport": {"type": "filesystem-delta", "tmpfs": "/dev/shm"}}},
+        "trainer": {"weights": {"keep": 2, "tmpfs": "/dev/shm"}},
     }
     return [
         Point("trainer", "life:*"),

@@ -20,8 +20,8 @@ def on(process: str, *points: str, do: Kind = "kill", nth: int = 1) -> tuple[Fau
     )
 
 
-# Versions 1 and 3 are in no file; the trainer that dies after it has committed 3 goes on from 2.
-SENT = {"recovery_interval": 2, "trainer": {"weights": {"transport": {"type": "process-group", "host": "127.0.0.1"}}}}
+# Most versions are in no file; the trainer that dies after it has committed 3 goes on from 2, which it publishes again.
+PUBLISHED = {"recovery_interval": 2, "trainer": {"weights": {"transport": "memory", "host": "127.0.0.1"}}}
 UNDISTURBED = Cell("none", "-", "-")
 CELLS = {
     "trainer killed": Cell(
@@ -44,9 +44,9 @@ CELLS = {
         + on("trainer", "rename:weights/step_2", do="delay"),
         exact="nothing", settings={"orchestrator": {"rollout_timeout": 4.0}},
     ),
-    "weights sent": Cell(
+    "weights from memory": Cell(
         "kill", "trainer, inference", "several", on("trainer", "renamed:weights/step_3") + on("inference", "update-loaded:v2"),
-        exact="training", settings=SENT,
+        exact="training", settings=PUBLISHED,
     ),
     "orchestrator stopped": Cell("stop", "orchestrator", "ledger:commit", on("orchestrator", "ledger:commit", do="stop", nth=4),
                                  settings=STOPPED),

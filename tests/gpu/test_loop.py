@@ -26,7 +26,7 @@ from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl import train as loop
-from prime_rl.trainer.staging import Staging
+from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.transport.weights import verify_weights
@@ -122,18 +122,18 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """A run of six steps, watched. Copying a version takes longer than the step after it would, did that not wait."""
     output_dir = tmp_path_factory.mktemp("whole")
     write_rollouts(output_dir)
-    moment = Staging._moment
+    cast = RowCopies._cast
 
-    def slow(staging: Staging) -> torch.cuda.Event:
-        torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s, on the stream that copies; several times a version
-        return moment(staging)
+    def slow(copies: RowCopies, *arguments: Any) -> None:
+        torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s, on the stream that copies
+        cast(copies, *arguments)
 
     torch._dynamo.reset()
     counters.clear()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch)
-        patch.setattr(Staging, "_moment", slow)
+        patch.setattr(RowCopies, "_cast", slow)
         loop.train(config(output_dir, model))
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -130,11 +130,11 @@ def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_pa
             assert not np.array(row["logprobs"])[~mask].any()
 
 
-def test_weights_that_are_sent(inference_server, tmp_path):
-    """`weights.transport` process-group: only the last version has tensors in files, the server serves each by its hash, and computes what the trainer
+def test_weights_from_the_trainers_memory(inference_server, tmp_path):
+    """`weights.transport` memory: only the last version has tensors in files, the server serves each by its hash, and computes what the trainer
     computed (mismatch KL, canary)."""
     inference_server.reset()
-    run = Run(inference_server, tmp_path, async_level=0, trainer=["--weights.transport.type", "process-group"])
+    run = Run(inference_server, tmp_path, async_level=0, trainer=["--weights.transport", "memory"])
     run.complete()
     weights = tmp_path / "weights"
     for step in range(1, STEPS):
@@ -143,8 +143,8 @@ def test_weights_that_are_sent(inference_server, tmp_path):
     assert (served["version"], served["hash"]) == (STEPS, run.final_hash())
     rows = run.metrics("trainer")
     assert all(abs(row["mismatch_kl/mean"]) < 1e-3 for row in rows if "mismatch_kl/mean" in row)
-    assert sum("time/export_send" in row for row in rows) == STEPS - 1
-    assert sum("time/export_write" in row for row in rows) == 1
+    assert sum("time/export_checksum" in row for row in rows) == STEPS
+    assert not any("time/export_write" in row for row in rows)
 
 
 @pytest.fixture

@@ -11,13 +11,11 @@ import pytest
 import torch
 
 from conftest import InferenceServer
-from prime_rl.config.process_group import ProcessGroupTransport
-from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.staging import Staging
-from prime_rl.trainer.weights import InTmpfs, Versions
+from prime_rl.trainer.weight_copy import GatheredCopy, RowCopies
+from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPublisher, write_version
 from prime_rl.transport.weights import weights_manifest
 from support import trainer as support
 from support.serving import TOLERANCE, difference, identity, sample, served, update
@@ -26,11 +24,8 @@ world, make_policy = support.world, support.make_policy
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "filesystem": {},
-    "tmpfs": {"memory": True},
-    "delta": {"anchor_every": 4},
-    "delta in tmpfs": {"memory": True, "anchor_every": 4},
-    "shared memory": {"transport": ProcessGroupTransport(backend="shared-memory", host="127.0.0.1")},
-    "gloo": {"transport": ProcessGroupTransport(backend="gloo", host="127.0.0.1")},
+    "tmpfs": {"tmpfs": True},
+    "memory": {"memory": MemoryTransport(host="127.0.0.1")},
 }
 
 
@@ -38,7 +33,7 @@ TRANSPORTS: dict[str, dict[str, Any]] = {
 class Training:
     """A trainer's versions beside a server, which may read them."""
 
-    versions: Versions
+    versions: WeightPublisher
     policy: Policy
     root: Path
 
@@ -47,14 +42,14 @@ class Training:
         with torch.no_grad():
             for parameter in self.policy.parameters():
                 parameter.to_local().view(-1)[version::11].mul_(1.2)
-        self.versions.commit(version)
+        self.versions.publish(version)
         self.versions.settle()
         return self.root / "weights" / f"step_{version}"
 
     def as_model(self, place: Path) -> Path:
         """The weights as they are, in full, for transformers."""
         versions = self.versions
-        staging = Staging(self.policy, versions.world, torch.float32)
+        staging = RowCopies(self.policy, versions.world, torch.float32)
         write_version(staging, staging.copy(), versions.source, versions.world, place, version=9, incarnation=0)
         return place
 
@@ -69,12 +64,14 @@ def training(
     inference_server.reset()
     options = dict(TRANSPORTS[request.param])
     root = inference_server.weights_root / f"transport {request.param}"
-    if options.pop("memory", False):
+    if options.pop("tmpfs", False):
         (root / "tmpfs").mkdir(parents=True)
-        options["memory"] = InTmpfs(root / "tmpfs", 9, "of this test")
+        options["tmpfs"] = Tmpfs(root / "tmpfs", 9, "of this test")
     model = inference_server.model
     policy = make_policy(model)
-    with closing(Versions(root, policy, find_model(str(model)), world, torch.float32, timeout=60, **options)) as made:
+    with closing(
+        WeightPublisher(root, policy, find_model(str(model)), world, torch.float32, timeout=60, **options)
+    ) as made:
         made.open(0)
         yield Training(made, policy, root)
     inference_server.reset()
@@ -82,16 +79,18 @@ def training(
 
 @contextmanager
 def flipped_bit(training: Training, directory: Path) -> Iterator[None]:
-    """In what holds the tensors, or their changes."""
+    """In what holds the tensors."""
     manifest = weights_manifest(directory)
-    if manifest.sender is not None:
-        staging = training.versions._staging
-        data = staging._filled[training.versions._copied.buffer].view(torch.uint8)
-        data[-100] ^= 1
+    if manifest.publisher is not None:
+        copies = training.versions._copies
+        assert isinstance(copies, GatheredCopy)
+        assert copies.buffer is not None
+        place, _ = copies.places["model.embed_tokens.weight"]
+        copies.buffer[place + 100] ^= 1
         yield
-        data[-100] ^= 1
+        copies.buffer[place + 100] ^= 1
         return
-    path = next(path for path in sorted(manifest.files.iterdir()) if path.suffix in (".safetensors", ".delta"))
+    path = next(path for path in sorted(manifest.files.iterdir()) if path.suffix == ".safetensors")
     before = path.read_bytes()
     flipped = bytearray(before)
     flipped[-100] ^= 1

@@ -1,86 +1,88 @@
-"""The versions of a trainer of several ranks, by each transport: `python -m support.rank_versions RUNS`, forked from one process.
+"""The versions of a trainer of several ranks, each on a host of its own, by each transport: `python -m support.rank_versions RUNS`, forked from one process.
 
 RUNS is JSON, a list of settings of `live`, each with a number of `ranks`.
 """
 
 import json
-import os
-import signal
 import sys
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file
 
-from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.inference.receiving import Receiver
-from prime_rl.inference.staging import Staging as Receiving
-from prime_rl.trainer import model_files
-from prime_rl.trainer.export import write_version
+from prime_rl.errors import UserError
+from prime_rl.trainer import weight_files, weight_publisher
 from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.parallel import close_world, init_world, on_main
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.staging import Staging
-from prime_rl.trainer.weights import Versions
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPublisher, write_version
+from prime_rl.transport.checksum import checksums
+from prime_rl.transport.exchange import Subscriber, layout, tensor_views
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 from support.forking import fork_ranks
 
 SECONDS = 150.0
-OPTIONS: dict[str, dict[str, Any]] = {
-    "filesystem-delta": {"anchor_every": 8},
-    "process-group": {"transport": ProcessGroupTransport(host="127.0.0.1", timeout=60.0)},
-}
 
 
-def live(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
-    """A life of a rank. After each version rank 0 compares it with what the ranks write by `filesystem`, tensor by tensor."""
+def live(kind: str, model: str, root: str, replicas: int) -> None:
+    """A life of a rank. After each version rank 0 compares it with what the ranks write by themselves, tensor by tensor."""
     torch.set_num_threads(1)
-    model_files.FILE_BYTES = 60_000  # several files
-    world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)
+    weight_files.FILE_BYTES = 60_000  # several files
+    world, source, run = init_world("cpu", 60, replicas), find_model(model), Path(root)
+    weight_publisher.boot_id = lambda: f"host of rank {world.rank}"
     config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none", dp_replicate=replicas)
     policy = build_policy(source, config, world)
-    written = Staging(policy, world, torch.bfloat16)
-    life = Versions(run / "run", policy, source, world, torch.bfloat16, timeout=60, **OPTIONS[kind])
-    life.open(0)
-    builds_on = {}
-    for version in range(1, 6):
+    if kind == "filesystem":
+        refuse_tmpfs(WeightPublisher(run / "tmpfs", policy, source, world, torch.bfloat16, tmpfs=Tmpfs(run, 2, "")))
+    written = RowCopies(policy, world, torch.bfloat16)
+    memory = MemoryTransport("127.0.0.1", timeout=60.0) if kind == "memory" else None
+    publisher = WeightPublisher(run / "run", policy, source, world, torch.bfloat16, timeout=60, memory=memory)
+    publisher.open(0)
+    for version in range(1, 4):
         with torch.no_grad():
             for parameter in policy.parameters():
                 parameter.to_local().view(-1)[::7].add_(0.01)
-        if version == 3 and world.rank == world.size - 1:  # what it held of the version before is lost with it
-            writer = life._staging.whole and life._staging.whole.writer
-            assert writer
-            os.kill(writer.start().pid, signal.SIGKILL)
-        life.commit(version, lasting=version == 4)
-        life.settle()
+        publisher.publish(version, durable=version == 2)
+        publisher.settle()
         right = version_dir(run, version)
         write_version(written, written.copy(), source, world, right, version=version, incarnation=0)
         on_main(world, lambda: check(version_dir(run / "run" / "weights", version), right))  # noqa: B023
-        builds_on[version] = weights_manifest(version_dir(run / "run" / "weights", version)).builds_on
-    if kind == "filesystem-delta":
-        assert builds_on == {1: None, 2: 1, 3: None, 4: None, 5: 4}
-    life.ensure(5)  # what was sent is written
-    verify_weights(version_dir(run / "run" / "weights", 5))
+    publisher.ensure(3, durable=True)
+    verify_weights(version_dir(run / "run" / "weights", 3))
     assert not list(run.glob("**/.*")), "nothing is left of what was under way"
-    life.close()
+    publisher.close()
     written.close()
     close_world()
 
 
+def refuse_tmpfs(publisher: WeightPublisher) -> None:
+    with pytest.raises(UserError, match="is the memory of one host"):
+        publisher.open(0)
+    publisher.close()
+
+
 def check(directory: Path, right: Path) -> None:
     """What is there, or received, is by its own bytes what `right` holds."""
-    manifest = weights_manifest(directory)
-    assert manifest.hash == verify_weights(right).hash
-    if manifest.sender is None:
+    manifest, expected = weights_manifest(directory), {}
+    for file in sorted(right.glob("*.safetensors")):
+        expected |= load_file(file)
+    if manifest.publisher is None:
         verify_weights(directory)
-        return
-    assert not list(directory.glob("*.safetensors*"))
-    receiver = Receiver(torch.device("cpu"))
-    read = Receiving(directory, manifest.hash, torch.device("cpu"), receiver=receiver)
-    read.wait(SECONDS)  # compares hashes
-    assert len(dict(read.tensors())) == len(manifest.tensors)
-    receiver.close()
+        found = {}
+        for file in sorted(directory.glob("*.safetensors")):
+            found |= load_file(file)
+    else:
+        assert not list(directory.glob("*.safetensors*"))
+        places, size = layout(manifest.tensors)
+        buffer = torch.zeros(size, dtype=torch.uint8)
+        Subscriber().receive(manifest, buffer)
+        assert checksums(buffer, places) == {name: entry.checksum for name, entry in manifest.tensors.items()}
+        found = dict(tensor_views(buffer, manifest.tensors))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from prime_rl.faults import Fault
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, init_world
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weights import InTmpfs, Versions
+from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPublisher
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import weights_manifest
 
@@ -32,9 +32,8 @@ LIFE_SECONDS = 120
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "filesystem": {},
-    "tmpfs": {"memory": 9},
-    "delta": {"anchor_every": 3},
-    "delta in tmpfs": {"memory": 9, "anchor_every": 3},
+    "tmpfs": {"tmpfs": 9},
+    "memory": {"memory": MemoryTransport(host="127.0.0.1", timeout=20.0)},
 }
 
 
@@ -44,8 +43,8 @@ class Run:
 
     root: Path
     policy: Policy
-    make: Callable[..., Versions]
-    lives: list[Versions] = field(default_factory=list)
+    make: Callable[..., WeightPublisher]
+    lives: list[WeightPublisher] = field(default_factory=list)
 
     @property
     def weights(self) -> Path:
@@ -55,7 +54,7 @@ class Run:
     def tmpfs(self) -> Path:
         return self.root / "tmpfs"
 
-    def life(self, start: int = 0) -> Versions:
+    def life(self, start: int = 0) -> WeightPublisher:
         made = self.make()
         self.lives.append(made)
         made.open(start)
@@ -67,16 +66,16 @@ class Run:
             for parameter in self.policy.parameters():
                 parameter.to_local().view(-1)[::7].add_(0.01)
 
-    def train(self, life: Versions, versions: range, lasting: tuple[int, ...] = ()) -> dict[int, str]:
+    def train(self, life: WeightPublisher, versions: range, durable: tuple[int, ...] = ()) -> dict[int, str]:
         """The hashes of what was committed."""
         for version in versions:
             self.step()
-            life.commit(version, lasting=version in lasting)
+            life.publish(version, durable=version in durable)
             life.settle()
         return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
 
     def held(self) -> list[str]:
-        """Versions in memory."""
+        """WeightPublisher in memory."""
         return sorted(path.name for path in self.tmpfs.glob("prime-rl-*/*"))
 
 
@@ -85,10 +84,12 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
     """In `root`; its lives are closed in the end."""
     source, options = find_model(str(model)), dict(TRANSPORTS[transport])
     (root / "tmpfs").mkdir(exist_ok=True)
-    if "memory" in options:
-        options["memory"] = InTmpfs(root / "tmpfs", options["memory"], "of this test")
+    if "tmpfs" in options:
+        options["tmpfs"] = Tmpfs(root / "tmpfs", options["tmpfs"], "of this test")
     made = Run(
-        root, policy, lambda: Versions(root / "run", policy, source, world, torch.bfloat16, timeout=60, **options)
+        root,
+        policy,
+        lambda: WeightPublisher(root / "run", policy, source, world, torch.bfloat16, timeout=60, **options),
     )
     try:
         yield made
@@ -103,11 +104,11 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
 def whole_life(run: Run) -> None:
     """What trainers do: versions of both kinds, removing, an end."""
     life = run.life()
-    run.train(life, range(1, 5), lasting=(2,))
+    run.train(life, range(1, 5), durable=(2,))
     life.prune(0, 0, lambda: [2])
     life.settle()
-    life.ensure(4)
-    life.leave_memory(0, 0, lambda: [2])
+    life.ensure(4, durable=True)
+    life.leave_tmpfs(0, 0, lambda: [2])
 
 
 def go_on(run: Run, start: int) -> None:
@@ -133,7 +134,7 @@ class Lives:
 
     def __init__(self, transport: str, model: Path, root: Path) -> None:
         self._job = {"transport": transport, "model": str(model), "root": str(root)}
-        self._root, self.in_memory = root, "memory" in TRANSPORTS[transport]
+        self._root, self.in_tmpfs = root, "tmpfs" in TRANSPORTS[transport]
         tests = Path(__file__).parents[1]
         path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
         command = [sys.executable, "-m", "support.transports"]

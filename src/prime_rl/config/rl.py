@@ -89,7 +89,7 @@ class RLConfig(BaseConfig):
         check(
             self._samples_fit(),
             self._nothing_to_resume(),
-            self._weights_can_be_sent(),
+            self._weights_can_be_staged(),
             self._has_what_the_loss_needs(),
             self._trains_what_is_penalized(),
         )
@@ -128,18 +128,11 @@ class RLConfig(BaseConfig):
         message = f"orchestrator.seq_len {longest} exceeds trainer.seq_len {room}: samples would not fit a micro-batch"
         return Problem(message, "orchestrator.seq_len", "trainer.seq_len")
 
-    def _weights_can_be_sent(self) -> Problem | None:
-        key, message = "trainer.weights.transport.type", "trainer.weights.transport process-group "
-        if self.trainer.weights.transport.type != "process-group":
+    def _weights_can_be_staged(self) -> Problem | None:
+        if self.trainer.weights.transport != "memory" or self.inference is None or self.inference.stage_weights:
             return None
-        backend = self.trainer.weights.transport.backend
-        if self.share_gpus and backend == "nccl":
-            return Problem(message + "cannot use nccl within one GPU: cuda-ipc and shared-memory can", "trainer.weights.transport.backend", "share_gpus")  # fmt: skip
-        if backend == "cuda-ipc" and self.inference is not None and not self.share_gpus:
-            return Problem(message + "can use cuda-ipc within one GPU only: see --share-gpus", "trainer.weights.transport.backend", "share_gpus")  # fmt: skip
-        if self.inference is not None and not self.inference.stage_weights:
-            return Problem(message + "needs servers that stage weights", key, "inference.stage_weights")
-        return None
+        message = "trainer.weights.transport memory needs servers that stage weights"
+        return Problem(message, "trainer.weights.transport", "inference.stage_weights")
 
     def _nothing_to_resume(self) -> Problem | None:
         resumes = self.ckpt is not None and self.ckpt.resume_step is not None

@@ -1,14 +1,14 @@
 """Settings of the RL trainer, most of which SFT has as well."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from prime_rl.config.base import BaseConfig, Problem, Section, check
 from prime_rl.config.losses import DefaultLoss, LossConfig
 from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
-from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.shared import CkptConfig, Device, Length, ModelConfig, MonitorConfig, nothing_to_clean
 
 Attention = Literal["auto", "flash_attention_4", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
@@ -72,56 +72,57 @@ class ExportConfig(Section):
     )
 
 
-class OnFilesystem(Section):
-    """Versions are committed directories, which servers read."""
-
-    tmpfs: Path | None = Field(
-        default=None,
-        description="Directory in memory, such as /dev/shm, for what need not outlive this host (None: all on the disk).",
-    )
-
-
-class FilesystemTransport(OnFilesystem):
-    """Each version is there in full."""
-
-    type: Literal["filesystem"] = Field(default="filesystem", description="Kind of transport.")
-
-
-class FilesystemDeltaTransport(OnFilesystem):
-    """Most versions tell only what has changed since the one before; those that must outlive this host, and one in so many, are there in full."""
-
-    type: Literal["filesystem-delta"] = Field(default="filesystem-delta", description="Kind of transport.")
-    anchor_every: PositiveInt = Field(
-        default=10, description="Steps from one full version to the next; a server that missed one reads as many."
-    )
-
-
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
 
     keep: NonNegativeInt | None = Field(
         default=0, description="Versions kept beyond those that running processes and checkpoints need (None: all)."
     )
+    save_interval: PositiveInt | None = Field(
+        default=None, description="Steps between two versions that are written to disk and kept for good (None: none)."
+    )
     canary: bool = Field(
         default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
     )
-    transport: FilesystemTransport | FilesystemDeltaTransport | ProcessGroupTransport = Field(
-        default_factory=FilesystemTransport, discriminator="type", description="How servers get them."
+    transport: Literal["auto", "filesystem", "memory"] = Field(
+        default="auto",
+        description="How servers get a version: files, or the trainer's memory (auto: memory from a GPU, else files).",
+    )
+    tmpfs: Path | None = Field(
+        default=None,
+        description="Directory in memory, such as /dev/shm, for files that need not outlive this host (None: the disk).",
+    )
+    host: str | None = Field(
+        default=None,
+        description="Address of the trainer's host that servers reach, for memory (None: the one on its default route).",
+    )
+    port: NonNegativeInt = Field(default=0, description="Port there that servers ask at, for memory (0: any).")
+    timeout: PositiveFloat = Field(
+        default=30.0, description="Seconds without progress after which either side gives a transfer up (memory)."
+    )
+    shares_gpu: bool = Field(
+        default=False, description="A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so)."
     )
 
-    @property
-    def tmpfs(self) -> Path | None:
-        """Directory in memory that versions lie in, if any."""
-        return self.transport.tmpfs if isinstance(self.transport, OnFilesystem) else None
+    @field_validator("transport", mode="before")
+    @classmethod
+    def _not_a_section(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            raise Problem(
+                'weights.transport is "auto", "filesystem" or "memory" (formerly type = "process-group"), no section any more; tmpfs, host, port and '
+                "timeout stand in [weights], and backend, device_copy and filesystem-delta are gone",
+                "",
+            )
+        return value
 
     @model_validator(mode="after")
-    def _memory_is_bounded(self) -> Self:
+    def _tmpfs_holds_files(self) -> Self:
         if self.keep is None and self.tmpfs is not None:
             raise Problem(
-                f"keep None keeps all versions, which {self.tmpfs} has no room for: say how many",
-                "keep",
-                "transport.tmpfs",
+                f"keep None keeps all versions, which {self.tmpfs} has no room for: say how many", "keep", "tmpfs"
             )
+        if self.transport == "memory" and self.tmpfs is not None:
+            raise Problem("tmpfs is for files, and transport memory writes none for servers", "tmpfs", "transport")
         return self
 
 
@@ -211,26 +212,6 @@ class TrainerConfig(TrainingConfig):
     log_samples_interval: PositiveInt | None = Field(
         default=10, description="Steps between two logged rollouts (None: never)."
     )
-
-    @model_validator(mode="after")
-    def _sends_from_a_gpu(self) -> Self:
-        transport = self.weights.transport
-        if not isinstance(transport, ProcessGroupTransport):
-            return self
-        backend = transport.backend
-        if transport.device_copy and backend not in ("nccl", "cuda-ipc"):
-            raise Problem(
-                f"weights.transport.device_copy is for backend nccl (cuda-ipc has one anyway), not {backend}",
-                "weights.transport.device_copy",
-                "weights.transport.backend",
-            )
-        if backend in ("nccl", "cuda-ipc") and self.device == "cpu":
-            raise Problem(
-                f"weights.transport.backend {backend} needs a trainer on a GPU: leave it at auto",
-                "weights.transport.backend",
-                "device",
-            )
-        return self
 
     @model_validator(mode="after")
     def _fake_fits(self) -> Self:

@@ -68,7 +68,7 @@ class Versions:
         except CommitError as error:
             self.skip(version, f"{error}" if directory.is_dir() else "it was removed before it was its turn")
             return None
-        if manifest.sender is not None:
+        if manifest.publisher is not None:
             self.skip(version, never_written(directory))
             return None
         if is_lost(manifest):
@@ -86,7 +86,7 @@ class Versions:
 
 def is_lost(manifest: WeightsManifest) -> bool:
     """Whether a version that was committed is there no more, or its tensors are not."""
-    return not manifest.directory.is_dir() or (manifest.memory is not None and manifest.memory.gone)
+    return not manifest.directory.is_dir() or (manifest.tmpfs is not None and manifest.tmpfs.gone)
 
 
 def check_versions(config: "EvalConfig") -> None:
@@ -206,7 +206,7 @@ def _is_new(versions: Versions, version: int) -> bool:
         manifest = weights_manifest(version_dir(versions.directory, version))
     except CommitError:  # removed meanwhile, or damaged, which was said
         return False
-    return manifest.hash != versions.given.get(version) and manifest.sender is None and not is_lost(manifest)
+    return manifest.hash != versions.given.get(version) and manifest.publisher is None and not is_lost(manifest)
 
 
 def _chosen(config: "EvalConfig", found: list[int]) -> list[int]:

@@ -59,7 +59,6 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
         raise UserError(f"trainer_ranks {config.trainer_ranks} must equal trainer_gpus {training}: one GPU a rank")
     if config.share_gpus:
         _check_shared(config, sum(counts), training)
-    _check_copies(config, training)
     _check_enough({"inference": sum(counts), "trainer": training}, config.share_gpus, machine)
     left = list(machine.gpus)
     servers = tuple(tuple(left.pop(0) for _ in range(count)) for count in counts)
@@ -119,21 +118,6 @@ def _check_shared(config: RLConfig, serving: int, training: int) -> None:
         raise UserError("share_gpus splits GPUs between trainer and server: here both do not use GPUs (see --device)")
     if serving != training:
         raise UserError(f"share_gpus needs as many GPUs that train as serve, not {training} and {serving}")
-
-
-def _check_copies(config: RLConfig, training: int) -> None:
-    """What lies on the trainer's GPU for servers are whole tensors, of which each of several ranks has a part."""
-    transport = config.trainer.weights.transport
-    if transport.type != "process-group" or training < 2:
-        return
-    if transport.backend == "cuda-ipc":
-        raise UserError(
-            f"trainer.weights.transport.backend cuda-ipc is for one GPU that trains and serves, not {training}: leave it at auto"
-        )
-    if transport.device_copy:
-        raise UserError(
-            f"trainer.weights.transport.device_copy is for a trainer on one GPU, not {training}: leave it at false"
-        )
 
 
 def _check_enough(wants: Mapping[str, int], shared: bool, machine: Machine) -> None:

@@ -147,11 +147,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
     orchestrator = config.orchestrator
     if layout.split is not None:
         limited = trainer.model.model_copy(update={"memory_limit": layout.split.training_gib})
-        weights = trainer.weights
-        if weights.transport.type == "process-group" and weights.transport.backend == "auto":
-            # NCCL connects no GPU with itself.
-            here = weights.transport.model_copy(update={"backend": "shared-memory"})
-            weights = weights.model_copy(update={"transport": here})
+        weights = trainer.weights.model_copy(update={"shares_gpu": True})
         trainer = trainer.model_copy(update={"model": limited, "weights": weights})
     if len(servers) > 1 and orchestrator.client.discover is None:
         client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
@@ -173,13 +169,12 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
 
 
 def _on_shared_gpu(config: RLConfig, split: Split) -> dict[str, object]:
-    """What is free on a shared GPU is the trainer's, unless the new weights are there anyway, and read there."""
-    transport = config.trainer.weights.transport
-    there = transport.type == "process-group" and transport.backend == "cuda-ipc"
+    """What is free on a shared GPU is the trainer's, which leaves room for a copy of the server's only where it publishes from there."""
     assert config.inference is not None
+    published = config.trainer.weights.transport != "filesystem" and config.trainer.weights.tmpfs is None
     return {
         "gpu_memory_utilization": split.serving,
-        "stage_on_device": there and config.inference.stage_on_device,
+        "stage_on_device": published and config.inference.stage_on_device,
     }
 
 

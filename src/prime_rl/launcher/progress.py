@@ -222,11 +222,11 @@ def _time_lines(orchestrator: Sequence[Row], output_dir: Path, since: float) -> 
 
 
 def newest_weights(output_dir: Path) -> Path | None:
-    """The newest committed version that has files; version 0 is the base model itself and has none, nor have those that were only sent."""
+    """The newest committed version that has files; version 0 is the base model itself and has none, nor have those that went from memory."""
     root = output_dir / "weights"
     for version in sorted(list_steps(root), reverse=True):
         with suppress(CommitError):  # pruned meanwhile, or damaged
-            if version and weights_manifest(version_dir(root, version)).sender is None:
+            if version and weights_manifest(version_dir(root, version)).publisher is None:
                 return version_dir(root, version)
     return None
 

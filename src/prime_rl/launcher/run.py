@@ -28,8 +28,8 @@ from prime_rl.monitor.monitor import check_wandb
 from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.memory import check_place
 from prime_rl.transport.settings import dry_path
+from prime_rl.transport.tmpfs import check_place
 
 _Sections = TypeVar("_Sections", TrainerConfig, OrchestratorConfig)
 

@@ -21,8 +21,8 @@ from prime_rl.monitor.status import read_status, unless_full
 from prime_rl.orchestrator import ledger_file
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.lives import run_id
-from prime_rl.transport.memory import remove_memory
 from prime_rl.transport.settings import at_work, ways_out
+from prime_rl.transport.tmpfs import remove_tmpfs
 from prime_rl.wait import wait
 
 HEARTBEAT_SECONDS = 10.0
@@ -217,7 +217,7 @@ def clean(output_dir: Path, writer: str | None = None) -> None:
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
     with suppress(CommitError):  # damaged life files: nobody can tell whose memory it is
-        remove_memory(output_dir, run_id(output_dir))
+        remove_tmpfs(output_dir, run_id(output_dir))
     alive = at_work(output_dir)
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name

@@ -8,6 +8,7 @@ or cannot prove what it serves, is lost: `recovery.py` brings it back.
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
 from loguru import logger
@@ -23,7 +24,9 @@ from prime_rl.orchestrator.engine import EngineTrouble, NotSent, Unusable
 from prime_rl.orchestrator.fleet import Fleet, Replica
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
+from prime_rl.transport.lives import ask_for_files, call_for_files
 from prime_rl.transport.protocol import BASE, Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
+from prime_rl.transport.weights import UNREACHABLE
 from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
@@ -474,8 +477,18 @@ class Serving:
         self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
         await asyncio.sleep(_RETRY_SECONDS)
 
+    def _ask_for_files(self, error: NotSent, version: int) -> None:
+        """Under `weights.transport = "auto"`, once for every life of the trainer: it goes on with files."""
+        life = self.history.life.number
+        with suppress(CommitError):  # removed meanwhile
+            publisher = self.history.manifest(version).publisher
+            if publisher is not None and publisher.fallback and call_for_files(self.config.output_dir, life) is None:
+                ask_for_files(self.config.output_dir, life, str(error))
+
     def _note_unsent(self, version: int, error: NotSent) -> float:
         """Returns since when."""
+        if UNREACHABLE in str(error):
+            self._ask_for_files(error, version)
         if self._unsent is None:
             logger.warning("version {} was not sent, waiting for the trainer: {}", version, error)
         before, since = self._unsent or (version, time.monotonic())

@@ -23,7 +23,7 @@ from prime_rl.trainer import dcp
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weights import Versions, refuse_outlived
+from prime_rl.trainer.weight_publisher import WeightPublisher, refuse_outlived
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import (
     CommitError,
@@ -126,7 +126,7 @@ class Checkpoints:
         self.policy, self.optimizer = policy, optimizer
         return Progress() if self.found is None else load(self.found, policy, optimizer, self.world)
 
-    def begin(self, versions: Versions, start: int) -> None:
+    def begin(self, versions: WeightPublisher, start: int) -> None:
         """Open a life that goes on from step `start`, and set aside what it gives up."""
         by_hand = not self.recover and self.found is not None
         self.life, self.base = versions.open(
@@ -144,10 +144,9 @@ class Checkpoints:
             return "recovery checkpoint"
         return None
 
-    def will_need(self, version: int, async_level: int, *, recovery: bool) -> bool:
-        """Whether a checkpoint that is due then needs this version (`protocol.prunable`), or with `recovery` a recovery checkpoint."""
-        kinds: set[Kind | None] = {"checkpoint", "recovery checkpoint"} if recovery else {"checkpoint"}
-        return any(self.due(step) in kinds for step in range(version, version + async_level + 1))
+    def will_need(self, version: int, async_level: int) -> bool:
+        """Whether a checkpoint that is due then needs this version (`protocol.prunable`)."""
+        return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
 
     def save(self, progress: Progress, kind: Kind = "checkpoint") -> None:
         """Commit the training state, in the background where that is asked for: then this returns once a copy of it is made.

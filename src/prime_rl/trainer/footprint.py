@@ -105,7 +105,7 @@ def _root_is_embedding_and_head(lm: PreTrainedModel) -> bool:
 @dataclass(frozen=True)
 class Job:
     """What is trained with one shape: tokens of a micro-batch, bytes of a computed number, GPUs, bytes of optimizer state on the GPU per parameter,
-    and of weights that a server reads and keeps there."""
+    and of weights that are published from there."""
 
     tokens: int
     itemsize: int = 2
@@ -113,7 +113,7 @@ class Job:
     ranks: int = 1
     state_bytes: float = 8.0
     compiled: bool = True
-    lent_bytes: float = 0.0
+    published_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def estimate(shape: Shape, job: Job, settings: Settings) -> Estimate:
         "fp32 weights": 4 * s.parameters // job.shards,
         "gradients": 4 * s.parameters // job.shards,
         "optimizer states": int(job.state_bytes * s.parameters) // job.shards,
-        "weights for the server": int(job.lent_bytes * s.parameters) // job.shards,
+        "published weights": int(job.published_bytes * s.parameters) // job.shards,
         # Those that stay: weights that are freed come and go around their use.
         "gathered weights": size * (root_stays if settings.reshard else s.parameters),
     }

@@ -5,7 +5,7 @@ import os
 import re
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -84,7 +84,7 @@ def plan_memory(
     itemsize: int,
     tokens: int | None,
     optim: "OptimConfig | None",
-    lent: float = 0.0,
+    published: Callable[[int], float] | None = None,
 ) -> MemoryPlan:
     """Settle what `config` leaves open, alike on all ranks, and say on rank 0 what was chosen and why.
 
@@ -92,13 +92,21 @@ def plan_memory(
         lm: May be on the meta device.
         itemsize: Bytes of a computed number.
         tokens: Most tokens of a micro-batch.
-        lent: Bytes per parameter of what servers read on this GPU, and keep there (`versions.lent_bytes`).
+        published: Bytes per parameter of published weights on this GPU, for a model of so many parameters (`weight_publisher.published_bytes`).
     """
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:
         return MemoryPlan(_unplanned(config, shape, world), shape)
     states = 8.0 if optim is None else state_bytes(optim, shape)
-    job = Job(tokens, itemsize, world.shards, world.size, states, compiled, lent)
+    job = Job(
+        tokens,
+        itemsize,
+        world.shards,
+        world.size,
+        states,
+        compiled,
+        0.0 if published is None else published(shape.parameters),
+    )
     host_bytes = _host_bytes(
         shape, job, 8.0 if optim is None else state_bytes(optim.model_copy(update={"offload": False}), shape)
     )

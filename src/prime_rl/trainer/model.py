@@ -5,6 +5,7 @@ Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU.
 """
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -145,14 +146,14 @@ def build_policy(
     *,
     tokens: int | None = None,
     optim: "OptimConfig | None" = None,
-    lent: float = 0.0,
+    published: Callable[[int], float] | None = None,
 ) -> Policy:
     """Build the sharded policy and give every parameter its value.
 
     Args:
         tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: what `config` leaves open is not fitted to the memory).
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
-        lent: Bytes per parameter of what servers read on this GPU, and keep there, which is counted, too (`versions.lent_bytes`).
+        published: Bytes per parameter of published weights on this GPU, which are counted, too (`weight_publisher.published_bytes`).
 
     Raises:
         UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.
@@ -175,7 +176,9 @@ def build_policy(
     lm.set_attn_implementation(attention.NAME)
     lm.train()
     itemsize = dtype.itemsize
-    memory = plan_memory(config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim, lent=lent)
+    memory = plan_memory(
+        config, lm, world, compiled=compiled, itemsize=itemsize, tokens=tokens, optim=optim, published=published
+    )
     settings = memory.settings
     blocks = checkpoint_layers(lm.model.layers, settings.levels, kept | moe.KEPT, wide_products(source.config))
     last = final_norm(lm)

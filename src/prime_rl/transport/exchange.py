@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.transport.checksum import ALIGNMENT
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.weights import PublisherAddress, TensorEntry, WeightsManifest
+from prime_rl.transport.weights import UNREACHABLE, PublisherAddress, TensorEntry, WeightsManifest
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
@@ -322,7 +322,7 @@ class Publisher:
                         if group is not None:
                             group.send(block)
                         else:
-                            channel.send_bytes(memoryview(block.cpu().numpy()))
+                            channel.send_bytes(block.cpu().numpy().data)
                     if group is not None:
                         group.flush()
                 _check(current)
@@ -361,7 +361,7 @@ class _Connection:
             self.channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
         except OSError as error:
             raise ExchangeError(
-                f"{socket.gethostname()} does not reach the trainer's publisher at {host}:{port} ({error.strerror or error})"
+                f"{socket.gethostname()} {UNREACHABLE} at {host}:{port} ({error.strerror or error})"
             ) from error
         self.group: _NcclGroup | None = None
         self.handle = ""
@@ -380,7 +380,9 @@ class _Connection:
                 self.group = _NcclGroup(self.channel, dist.PrefixStore(str(name), store), 1, buffer.device)
         except BaseException as error:
             self.close()
-            if isinstance(error, RuntimeError | TypeError | ValueError):  # torch's own, of a store that cannot be reached
+            if isinstance(
+                error, RuntimeError | TypeError | ValueError
+            ):  # torch's own, of a store that cannot be reached
                 raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
             raise
 
@@ -417,7 +419,9 @@ class Subscriber:
             try:
                 size = connection.channel.expect("size")
             except ExchangeError:
-                if connection.channel.is_open():  # it answered that it has another one: the connection is as good as before
+                if (
+                    connection.channel.is_open()
+                ):  # it answered that it has another one: the connection is as good as before
                     self._kept, connection = ((address, buffer.is_cuda), connection), None  # type: ignore[assignment]
                 raise
             if size != buffer.numel():
@@ -458,9 +462,9 @@ class Subscriber:
             if connection.group is not None:
                 connection.group.receive(block)
             elif host is None:
-                connection.channel.receive_bytes(memoryview(block.numpy()))
+                connection.channel.receive_bytes(block.numpy().data)
             else:
-                connection.channel.receive_bytes(memoryview(host[: len(block)].numpy()))
+                connection.channel.receive_bytes(host[: len(block)].numpy().data)
                 block.copy_(host[: len(block)])
         if connection.group is not None:
             connection.group.flush()
@@ -570,7 +574,9 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-_making = threading.Lock()  # bounded: making a group object waits for nobody; the communicator is made with the first block
+_making = (
+    threading.Lock()
+)  # bounded: making a group object waits for nobody; the communicator is made with the first block
 
 
 def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
@@ -607,7 +613,9 @@ def _brief(error: BaseException) -> str:
 # ---- CUDA IPC
 
 _HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE; the bindings show a handle by its address only
-_GRANULE = 2 << 20  # bytes that the driver hands out at least: a smaller buffer would be shared with what lies beside it
+_GRANULE = (
+    2 << 20
+)  # bytes that the driver hands out at least: a smaller buffer would be shared with what lies beside it
 _ipc_failed: list[str] = []  # why this process cannot open memory of other processes: it is not tried again
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, read_manifest, write_atomically
-from prime_rl.transport.tmpfs import InTmpfs, tmpfs_of
 from prime_rl.transport.protocol import BASE, Lease
+from prime_rl.transport.tmpfs import InTmpfs, tmpfs_of
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 
@@ -180,3 +180,20 @@ def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> N
 def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
     """Give a lease back: nothing is read any more."""
     lease_path(output_dir, reader).unlink(missing_ok=True)
+
+
+_CALL = "files_wanted.json"  # in `weights/`
+
+
+def ask_for_files(output_dir: Path, life: int, reason: str) -> None:
+    """Say that servers cannot reach the publisher of this life: versions are to be written to files. Only the orchestrator does so."""
+    write_atomically(output_dir / "weights" / _CALL, json.dumps({"life": life, "reason": reason}).encode())
+
+
+def call_for_files(output_dir: Path, life: int) -> str | None:
+    """Why servers ask this life of the trainer for files; None where they do not."""
+    try:
+        told = json.loads((output_dir / "weights" / _CALL).read_bytes())
+        return str(told["reason"]) if told["life"] == life else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -58,6 +58,10 @@ class TensorEntry:
     checksum: str = ""
 
 
+UNREACHABLE = "does not reach the trainer's publisher"
+"""In what a server says of an address that it cannot connect to: then files may help (`lives.ask_for_files`)."""
+
+
 @dataclass(frozen=True)
 class PublisherAddress:
     """Where workers get a version from the trainer's memory (`exchange.Publisher`).

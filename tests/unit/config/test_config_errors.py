@@ -605,7 +605,7 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
         (OrchestratorConfig, [*ENV, "--client.base-url", "http://[::1"], "", "client.base_url: 'http://[::1' is no address: Invalid IPv6 URL, got ['http://[::1'] (--client.base-url)"),
         (OrchestratorConfig, [*ENV, "--algorithm.length-penalty.scale", "1"], "", "algorithm.length_penalty: needs a `type`, got {'scale': 1} (--algorithm.length-penalty.scale)"),
         (SFTConfig, ["--output-dir", "x" * 201], "", f"output_dir: {LONG}, got '{'x' * 56}... (--output-dir)"),
-        (TrainerConfig, ["--weights.transport.tmpfs", "/a" * 1501], "", f"weights.transport.tmpfs: {LONG}, got '{'/a' * 28}... (--weights.transport.tmpfs)"),
+        (TrainerConfig, ["--weights.tmpfs", "/a" * 1501], "", f"weights.tmpfs: {LONG}, got '{'/a' * 28}... (--weights.tmpfs)"),
         (EvalConfig, ["--environment-ids", "é" * 101], "", f"environment_ids.0: {LONG}, got '{'é' * 56}... (--environment-ids)"),
         (EvalConfig, [*EVAL, "--model.name", "x" * 201], "", f"model.name: {LONG}, got '{'x' * 56}... (--model.name)"),
         (OrchestratorConfig, ["@", "x.toml"], "ckpt.path = [false]", "ckpt.output_dir: must be a path, got [False] (x.toml, line 1)"),

@@ -249,35 +249,23 @@ def test_node_options_of_the_inference_page() -> None:
     assert (config.api_key, config.server.host) == ("k", "0.0.0.0")
 
 
-@pytest.mark.parametrize("backend", ["nccl", "cuda-ipc"])
-def test_what_sends_from_a_gpu_needs_one(backend: str) -> None:
-    """Seen in the config where the config says so, not minutes later in a trainer."""
-    argv = ["--weights.transport.type", "process-group", "--weights.transport.backend", backend]
-    parse(TrainerConfig, argv, {})
-    with pytest.raises(ConfigError, match=f"backend {backend} needs a trainer on a GPU: leave it at auto"):
-        parse(TrainerConfig, [*argv, "--device", "cpu"], {})
-    parse(TrainerConfig, [*argv, "--weights.transport.device-copy"], {})
-
-
-def test_a_copy_on_the_gpu_is_for_what_is_sent_from_there() -> None:
-    argv = ["--weights.transport.type", "process-group", "--weights.transport.device-copy"]
-    for backend in ("auto", "gloo", "shared-memory"):
-        with pytest.raises(ConfigError, match=f"device_copy is for backend nccl .*, not {backend}"):
-            parse(TrainerConfig, [*argv, "--weights.transport.backend", backend], {})
-
-
 def test_transports_of_weights() -> None:
-    """Contract: plain files unless something else is asked for; what would fill the memory is refused."""
-    assert parse(TrainerConfig, [], {}).weights.transport.type == "filesystem"
-    argv = ["--weights.transport.type", "filesystem-delta", "--weights.transport.tmpfs", "/dev/shm"]
-    transport = parse(TrainerConfig, argv, {}).weights.transport
-    assert (transport.type, transport.tmpfs) == ("filesystem-delta", Path("/dev/shm"))
+    """Contract: chosen by what is there unless something is asked for; what would fill the memory, or has no effect, is refused; the sections of
+    earlier releases are refused with the names of today."""
+    assert parse(TrainerConfig, [], {}).weights.transport == "auto"
+    weights = parse(TrainerConfig, ["--weights.transport", "filesystem", "--weights.tmpfs", "/dev/shm"], {}).weights
+    assert (weights.transport, weights.tmpfs) == ("filesystem", Path("/dev/shm"))
     with pytest.raises(ConfigError, match="keep None keeps all versions, which /dev/shm has no room for"):
-        parse(TrainerConfig, ["--weights.keep", "None", "--weights.transport.tmpfs", "/dev/shm"], {})
-    with pytest.raises(ConfigError, match="anchor-every names no setting of type 'filesystem'"):
-        parse(TrainerConfig, ["--weights.transport.anchor-every", "3"], {})
-    with pytest.raises(ConfigError, match="it belongs to type 'filesystem' or 'filesystem-delta'"):
-        parse(TrainerConfig, ["--weights.transport.type", "process-group", "--weights.transport.tmpfs", "/dev/shm"], {})
+        parse(TrainerConfig, ["--weights.keep", "None", "--weights.tmpfs", "/dev/shm"], {})
+    with pytest.raises(ConfigError, match="tmpfs is for files, and transport memory writes none"):
+        parse(TrainerConfig, ["--weights.transport", "memory", "--weights.tmpfs", "/dev/shm"], {})
+    for earlier in (
+        ["--weights.transport.type", "process-group"],
+        ["--weights.transport.tmpfs", "/dev/shm"],
+        ["--weights.transport.anchor-every", "3"],
+    ):
+        with pytest.raises(ConfigError, match='"auto", "filesystem" or "memory" .*no section any more'):
+            parse(TrainerConfig, earlier, {})
 
 
 def test_environments_in_short() -> None:

@@ -572,19 +572,14 @@ def test_an_older_spelling_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "client.base_url http://localhost:8001/v1" in capsys.readouterr().err
 
 
-def test_weights_cannot_be_sent_to_servers_that_keep_none() -> None:
+def test_weights_from_memory_need_servers_that_stage_them() -> None:
     """Refused before anything is started, naming both options; without the transport, or with a server that stages, nothing is."""
-    given = ["--trainer.weights.transport.type", "process-group"]
+    given = ["--trainer.weights.transport", "memory"]
     unstaged = "--no-inference.stage-weights"
     assert "inference.stage_weights" in problem(*given, unstaged)
     rl(unstaged)
-    rl(*given, "--trainer.weights.transport.backend", "gloo")
+    rl(*given)
     rl(*given, "--share-gpus")
-    assert "share_gpus" in problem(*given, "--share-gpus", "--trainer.weights.transport.backend", "nccl")
-    assert "--share-gpus" in problem(
-        *given, "--inference.server.port", "8001", "--trainer.weights.transport.backend", "cuda-ipc"
-    )
-    rl(*given, "--share-gpus", "--trainer.weights.transport.backend", "cuda-ipc")
 
 
 @pytest.mark.parametrize("attention", ["cudnn", "flash_attention_3"])

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import asdict
 
 import pytest
+from prime_rl.transport.memory import in_memory
 
 from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse, write_toml
 from prime_rl.entrypoints.eval import with_environments
@@ -14,7 +15,6 @@ from prime_rl.evals.targets import Writer, check_versions, environments_of_run
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import status_path
 from prime_rl.transport.lives import EVAL, read_lease
-from prime_rl.transport.memory import in_memory
 from support.evaluating import World
 
 SENDER = {"host": "h", "port": 1, "token": "t", "timeout": 1.0}

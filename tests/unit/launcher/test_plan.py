@@ -7,7 +7,6 @@ import pytest
 
 from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from prime_rl.config.orchestrator import TrainingEnv
-from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.gpus import parse_visible
@@ -105,7 +104,7 @@ def test_one_gpu_trains_and_serves() -> None:
     assert isinstance(inference, InferenceConfig)
     assert (inference.gpu_memory_utilization, trainer.model.memory_limit) == (0.25, 55.0)
     assert inference.stage_weights
-    assert not inference.stage_on_device  # what is free there is the trainer's
+    assert inference.stage_on_device  # where the trainer publishes
     assert next(process for process in plan.processes if process.name == "trainer").after_ready == ("inference",)
 
 
@@ -128,36 +127,15 @@ def test_gpus_that_cannot_be_shared(
         )
 
 
-def test_within_one_gpu_weights_go_through_the_hosts_memory() -> None:
-    """NCCL, which is the other choice of `auto`, connects no GPU with itself."""
-    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": "process-group"}}})
-    one = Machine(["0"], 8, {}, gpu_gib=80.0)
-    planned = section(make_plan(config(trainer=trainer, share_gpus=True), one), "trainer")
-    assert isinstance(planned, TrainerConfig)
-    assert isinstance(planned.weights.transport, ProcessGroupTransport)
-    assert planned.weights.transport.backend == "shared-memory"
-
-
-@pytest.mark.parametrize(("backend", "there"), [("cuda-ipc", True), ("auto", False)])
-def test_what_is_lent_within_one_gpu_is_staged_there(backend: str, there: bool) -> None:
-    """Else what is free on a shared GPU is the trainer's."""
-    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": "process-group", "backend": backend}}})
-    planned = section(make_plan(config(trainer=trainer, share_gpus=True), Machine(["0"], 8, {}, gpu_gib=80.0)), "inference")  # fmt: skip
-    assert isinstance(planned, InferenceConfig)
-    assert planned.stage_on_device is there
-
-
-def test_several_gpus_are_not_lent() -> None:
-    """Before anything is started: each rank would have a part of what each server needs whole."""
-    trainer = TrainerConfig.model_validate({"weights": {"transport": {"type": "process-group", "backend": "cuda-ipc"}}})
-    both = config(InferenceConfig(tensor_parallel_size=2), trainer=trainer, share_gpus=True, trainer_gpus=2)
-    with pytest.raises(UserError, match="cuda-ipc is for one GPU that trains and serves, not 2"):
-        make_plan(both, Machine(["0", "1"], 8, {}, gpu_gib=80.0))
-    copied = {"type": "process-group", "backend": "nccl", "device_copy": True}
-    trainer = TrainerConfig.model_validate({"weights": {"transport": copied}})
-    with pytest.raises(UserError, match="device_copy is for a trainer on one GPU, not 2"):
-        make_plan(config(trainer=trainer, trainer_gpus=2), machine(3))
-    make_plan(config(trainer=trainer), machine(2))
+@pytest.mark.parametrize(("transport", "published"), [("auto", True), ("memory", True), ("filesystem", False)])
+def test_on_a_shared_gpu_servers_stage_where_weights_are_published(transport: str, published: bool) -> None:
+    """The trainer then leaves room for both copies; else what is free on a shared GPU is its own."""
+    trainer = TrainerConfig.model_validate({"weights": {"transport": transport}})
+    plan = make_plan(config(trainer=trainer, share_gpus=True), Machine(["0"], 8, {}, gpu_gib=80.0))
+    server, training = section(plan, "inference"), section(plan, "trainer")
+    assert isinstance(server, InferenceConfig)
+    assert isinstance(training, TrainerConfig)
+    assert (server.stage_on_device, training.weights.shares_gpu) == (published, True)
 
 
 @pytest.mark.parametrize(
@@ -291,7 +269,7 @@ def test_the_server_loads_weights_of_this_run_only() -> None:
 def test_weights_in_memory(serve: bool) -> None:
     """Servers that are started here may read where the trainer writes; of others the plan says that they must be on this host."""
     run = config(serve=serve)
-    run.trainer.weights.transport.tmpfs = Path("/dev/shm")
+    run.trainer.weights.tmpfs = Path("/dev/shm")
     plan = make_plan(run, machine(0))
     assert "in this host's memory, /dev/shm" in describe(plan)
     assert ("servers on other hosts cannot load them" in describe(plan)) is not serve

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from prime_rl.transport.memory import memory_dir, note_memory
 
 from prime_rl.config import OrchestratorConfig, TrainerConfig
 from prime_rl.errors import UserError
@@ -28,7 +29,6 @@ from prime_rl.launcher.rundir import (
 from prime_rl.monitor import Status, read_status
 from prime_rl.orchestrator.ledger import Ledger
 from prime_rl.transport.lives import open_life, run_id
-from prime_rl.transport.memory import memory_dir, note_memory
 from prime_rl.transport.settings import agree
 from support import partners
 from support.ledgers import finish_group, open_group

@@ -2,31 +2,31 @@
 
 import errno
 import json
-import mmap
 import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.export import write_version
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source, find_model
-from prime_rl.trainer.staging import Staging, chunk_shares
-from prime_rl.trainer.versions import export_dtype
-from prime_rl.trainer.weights import InTmpfs, Versions
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_files import Range, joined
+from prime_rl.trainer.weight_publisher import Tmpfs, WeightPublisher, export_dtype, write_version
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
@@ -47,51 +47,25 @@ def export(
     incarnation: int = 0,
 ) -> None:
     """Commit the policy's weights, all in this thread."""
-    staging = Staging(policy, world, dtype)
-    write_version(staging, staging.copy(), source, world, final, version=version, incarnation=incarnation)
+    copies = RowCopies(policy, world, dtype)
+    write_version(copies, copies.copy(), source, world, final, version=version, incarnation=incarnation)
 
 
-def test_a_process_of_its_own_writes_the_same(
-    world: World, make_policy: Callable[..., Policy], tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As beside a GPU: the files are those that threads write."""
-    monkeypatch.setattr("prime_rl.trainer.model_files.FILE_BYTES", 60_000)
-    policy, source = make_policy(tiny_model), find_model(str(tiny_model))
-    for name, shared in (("threads", False), ("process", True)):
-        with closing(Staging(policy, world, torch.bfloat16, shared=shared)) as staging:
-            for version in (1, 2):
-                final = tmp_path / name / f"step_{version}"
-                write_version(staging, staging.copy(), source, world, final, version=version, incarnation=0)
-    for path in (tmp_path / "threads" / "step_2").glob("*.safetensors"):
-        assert path.read_bytes() == (tmp_path / "process" / "step_2" / path.name).read_bytes()
-    verify_weights(tmp_path / "process" / "step_2")
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 50))
+def test_ranges_are_joined_where_they_lie_side_by_side(sizes: list[int], gap_every: int) -> None:
+    """Joined or not, the same bytes of the buffer belong at the same places of the file."""
+    ranges, at, offset = [], 0, 7
+    for index, size in enumerate(sizes):
+        offset += 3 if index % gap_every == 0 else 0
+        ranges.append(Range(at, at + size, offset))
+        at, offset = at + size, offset + size
 
+    def places(given: list[Range]) -> list[tuple[int, int]]:
+        return [(start + i, offset + i) for start, end, offset in given for i in range(end - start)]
 
-def test_chunks_of_the_staging_buffer_hold_every_element_once() -> None:
-    """Laid one after the other, the shares of all chunks are the parameters, however a chunk's end cuts them."""
-    ends = [5, 5, 22, 23, 31, 61]  # the second has no rows on this rank
-    for size in (1, 7, 8, 61, 100):
-        shares = chunk_shares(ends, size)
-        assert len(shares) == -(-61 // size)
-        held = [element for chunk in shares for share in chunk for element in range(share.start, share.end)]
-        assert held == list(range(61))
-        for number, chunk in enumerate(shares):
-            for share in chunk:
-                assert number * size <= share.start < share.end <= (number + 1) * size
-                assert share.offset == share.start - [0, *ends][share.parameter]
-
-
-def test_rows_keep_their_places_within_a_page(
-    untied_model: Path, world: World, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the files as in the buffer, in every file; headers stay multiples of eight bytes."""
-    monkeypatch.setattr("prime_rl.trainer.model_files.FILE_BYTES", 60_000)
-    staging = Staging(make_policy(untied_model), world, torch.bfloat16)
-    assert len(staging.files) > 3
-    assert all(len(header) % 8 == 0 for header in staging.headers.values())
-    for rows in staging.files.values():
-        for row in rows:
-            assert (row.offset - row.start) % mmap.PAGESIZE == 0
+    found = joined(ranges)
+    assert places(found) == places(ranges)
+    assert len(found) <= -(-len(sizes) // gap_every)
 
 
 def test_large_weights_lie_in_several_files_written_at_once(
@@ -104,7 +78,7 @@ def test_large_weights_lie_in_several_files_written_at_once(
     """Every file but one of a single large tensor keeps to the limit; the index names the file of every tensor; all read the same weights."""
     policy, source = make_policy(untied_model), find_model(str(untied_model))
     export(policy, source, world, tmp_path / "step_1", torch.float32)
-    monkeypatch.setattr("prime_rl.trainer.model_files.FILE_BYTES", 60_000)
+    monkeypatch.setattr("prime_rl.trainer.weight_files.FILE_BYTES", 60_000)
     export(policy, source, world, tmp_path / "step_2", torch.float32, version=2)
 
     files = sorted(path.name for path in (tmp_path / "step_2").glob("*.safetensors"))
@@ -198,16 +172,16 @@ def versions(
     tmp_path: Path,
     tmpfs: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[], Versions]]:
+) -> Iterator[Callable[[], WeightPublisher]]:
     """One life of a trainer each call, all on the same run directory; `two`: as beside a GPU. However versions get to those who read them, the
     same holds."""
-    monkeypatch.setattr("prime_rl.trainer.weights.Staging", partial(Staging, shared=request.param == "two"))
+    monkeypatch.setattr(RowCopies, "affords_two", lambda _: request.param == "two")
     policy, source = make_policy(tied_model), find_model(str(tied_model))
     made = []
-    memory = InTmpfs(tmpfs, 9, "of this test") if request.param == "tmpfs" else None
+    place = Tmpfs(tmpfs, 9, "of this test") if request.param == "tmpfs" else None
 
-    def make() -> Versions:
-        made.append(Versions(tmp_path, policy, source, world, torch.float32, timeout=60, memory=memory))
+    def make() -> WeightPublisher:
+        made.append(WeightPublisher(tmp_path, policy, source, world, torch.float32, timeout=60, tmpfs=place))
         return made[-1]
 
     yield make
@@ -215,33 +189,38 @@ def versions(
         life.close()
 
 
-def test_life_and_resume(versions: Callable[[], Versions], tmp_path: Path) -> None:
+def buffers(life: WeightPublisher) -> int:
+    assert isinstance(life._copies, RowCopies)
+    return life._copies.count
+
+
+def test_life_and_resume(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """Version 0 is the base by reference; a resumed life retires later versions and is told apart by its incarnation."""
     first = versions()
     first.open(0)
     base = verify_weights(tmp_path / "weights" / "step_0")
     assert base.base is not None
     for version in (1, 2, 3):
-        first.commit(version)
+        first.publish(version)
     first.settle()
     second = versions()
     second.open(1)
     assert list_steps(tmp_path / "weights") == [0, 1]
-    second.commit(2)
+    second.publish(2)
     second.settle()
     manifests = [verify_weights(tmp_path / "weights" / f"step_{v}") for v in (1, 2)]
     assert [m.incarnation for m in manifests] == [0, 1]
     assert manifests[0].hash == base.hash  # nothing was trained here
 
 
-def test_resume_brings_back_a_pruned_version(versions: Callable[[], Versions], tmp_path: Path) -> None:
+def test_resume_brings_back_a_pruned_version(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """The version that a resumed trainer starts from is committed again when it is gone."""
     versions().open(4)
     assert list_steps(tmp_path / "weights") == [0, 4]
 
 
 def test_another_base_is_refused(
-    versions: Callable[[], Versions],
+    versions: Callable[[], WeightPublisher],
     world: World,
     make_policy: Callable[..., Policy],
     untied_model: Path,
@@ -249,17 +228,17 @@ def test_another_base_is_refused(
 ) -> None:
     """A run directory belongs to one base model."""
     versions().open(0)
-    other = Versions(tmp_path, make_policy(untied_model), find_model(str(untied_model)), world, torch.float32)
+    other = WeightPublisher(tmp_path, make_policy(untied_model), find_model(str(untied_model)), world, torch.float32)
     with closing(other), pytest.raises(UserError, match="another base model"):
         other.open(0)
 
 
-def test_prune(versions: Callable[[], Versions], tmp_path: Path) -> None:
+def test_prune(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
     life = versions()
     life.open(0)
     for version in range(1, 7):
-        life.commit(version)
+        life.publish(version)
     life.prune(1, None, list)
     life.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
@@ -277,18 +256,18 @@ def test_prune(versions: Callable[[], Versions], tmp_path: Path) -> None:
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 5, 6]
 
 
-def test_weights_may_change_meanwhile(versions: Callable[[], Versions], tmp_path: Path) -> None:
-    """What is committed are the weights at the time of `commit`, whatever becomes of them until they are written; as many versions are under way as
+def test_weights_may_change_meanwhile(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
+    """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written; as many versions are under way as
     there are buffers."""
     life = versions()
     life.open(0)
-    parameter = life._staging.tensors[0].parameter
-    assert life._staging.own.count == (2 if life._staging.own.shared else 1)
-    name, at_the_time = life._staging.tensors[0].name, {}
-    go_on, under_way = threading.Event(), range(1, life._staging.own.count + 1)
+    parameter = life._copies.tensors[0].parameter
+    assert buffers(life) in (1, 2)
+    name, at_the_time = life._copies.tensors[0].name, {}
+    go_on, under_way = threading.Event(), range(1, buffers(life) + 1)
     for version in under_way:
         at_the_time[version] = parameter.full_tensor().detach().clone()
-        life.commit(version, lambda: go_on.wait(10))
+        life.publish(version, lambda: go_on.wait(10))
         with torch.no_grad():
             parameter.to_local().add_(1.0)
     assert list_steps(tmp_path / "weights") == [0]
@@ -300,7 +279,7 @@ def test_weights_may_change_meanwhile(versions: Callable[[], Versions], tmp_path
         assert torch.equal(load_file(files / "model.safetensors")[name], at_the_time[version])
 
 
-def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Path) -> None:
+def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """A version that its check refuses is not committed, and none after it, until a call has said why."""
     told: list[int] = []
     life = versions()
@@ -310,20 +289,20 @@ def test_a_failure_is_heard_once(versions: Callable[[], Versions], tmp_path: Pat
     def refuse() -> None:
         raise UserError("not finite")
 
-    life.commit(1, refuse)
-    if life._staging.own.count == 2:
-        life.commit(2)
+    life.publish(1, refuse)
+    if buffers(life) == 2:
+        life.publish(2)
     with pytest.raises(UserError, match="not finite"):
-        life.commit(3)
+        life.publish(3)
     life.settle()
-    life.commit(4)
+    life.publish(4)
     life.settle()
     assert list_steps(tmp_path / "weights") == [0, 4]
     assert told == [4]
     assert [path.name for path in (tmp_path / "weights").glob(".*")] == []
 
 
-def test_every_version_has_the_time_out_for_itself(versions: Callable[[], Versions], tmp_path: Path) -> None:
+def test_every_version_has_the_time_out_for_itself(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """What is under way together may take longer than one may; what was committed is told, though the next one failed."""
     told: list[int] = []
     life = versions()
@@ -331,46 +310,48 @@ def test_every_version_has_the_time_out_for_itself(versions: Callable[[], Versio
     life.open(0)
     life.settle()
     life._timeout = 5.0
-    for version in range(1, life._staging.own.count + 1):
-        life.commit(version, lambda: time.sleep(3))
+    for version in range(1, buffers(life) + 1):
+        life.publish(version, lambda: time.sleep(3))
     life.settle()
-    assert told == [*range(1, life._staging.own.count + 1)]
+    assert told == [*range(1, buffers(life) + 1)]
 
     def refuse() -> None:
         raise UserError("not finite")
 
-    life.commit(5)
-    life.commit(6, refuse)
+    life.publish(5)
+    life.publish(6, refuse)
     with pytest.raises(UserError, match="not finite"):
         life.settle()
     assert told[-1] == 5
 
 
-def test_a_failed_copy_takes_no_buffer(versions: Callable[[], Versions], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_copy_takes_no_buffer(
+    versions: Callable[[], WeightPublisher], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next one goes where nothing is read from."""
     life = versions()
     life.open(0)
     life.settle()
-    first = life._staging.copy().buffer
+    first = life._copies.copy().buffer
     with monkeypatch.context() as patch:
-        patch.setattr(Staging, "_local", lambda *_: [].pop())
+        patch.setattr(RowCopies, "_local", lambda *_: [].pop())
         with pytest.raises(IndexError):
-            life._staging.copy()
-    assert life._staging.copy().buffer == (first + 1) % life._staging.own.count
+            life._copies.copy()
+    assert life._copies.copy().buffer == (first + 1) % buffers(life)
 
 
-def test_a_version_that_takes_too_long(versions: Callable[[], Versions], tmp_path: Path) -> None:
+def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
     life = versions()
     life.open(0)
     life.settle()
-    go_on, under_way = threading.Event(), range(1, life._staging.own.count + 1)
+    go_on, under_way = threading.Event(), range(1, buffers(life) + 1)
     for version in under_way:
-        life.commit(version, lambda: go_on.wait(10))
+        life.publish(version, lambda: go_on.wait(10))
     life._timeout = 0.05
     for _ in range(2):
-        with pytest.raises(UserError, match="no weights/step_1 from the thread that writes it"):
-            life.commit(under_way.stop)
+        with pytest.raises(UserError, match="no weights/step_1 from the thread that commits it"):
+            life.publish(under_way.stop)
     go_on.set()
     life._timeout = 60
     life.settle()
@@ -378,12 +359,13 @@ def test_a_version_that_takes_too_long(versions: Callable[[], Versions], tmp_pat
 
 
 def test_a_second_buffer_only_where_memory_is_plentiful(
-    versions: Callable[[], Versions], monkeypatch: pytest.MonkeyPatch
+    world: World, make_policy: Callable[..., Policy], tied_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that has little is left what it has."""
-    life = versions()
-    both = 2 * life._staging.own.stride
-    monkeypatch.setattr("prime_rl.trainer.staging.available_bytes", lambda: 4 * both - 1)
-    assert not life._staging.affords_two()
-    monkeypatch.setattr("prime_rl.trainer.staging.available_bytes", lambda: 4 * both)
-    assert life._staging.affords_two() == life._staging.own.shared
+    copies = RowCopies(make_policy(tied_model), world, torch.float32)
+    copies.world = replace(world, device=torch.device("cuda"))
+    both = 2 * copies.file_bytes
+    monkeypatch.setattr("prime_rl.trainer.weight_copy.available_bytes", lambda: 4 * both - 1)
+    assert not copies.affords_two()
+    monkeypatch.setattr("prime_rl.trainer.weight_copy.available_bytes", lambda: 4 * both)
+    assert copies.affords_two()

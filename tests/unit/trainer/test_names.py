@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.errors import UserError
-from prime_rl.trainer.export import write_version
 from prime_rl.trainer.loading import load_weights, randomize
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import named_parameters, stored_tensors
 from prime_rl.trainer.parallel import REPLICATE, SHARD, World
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.staging import Staging
+from prime_rl.trainer.weight_copy import RowCopies
+from prime_rl.trainer.weight_publisher import write_version
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
 
@@ -41,7 +41,7 @@ def test_files_of_experts(moe_model: Path, world: World, make_policy: Callable[.
     """A model with experts is exported under the names it was published with, byte for byte; transformers computes the same with either."""
     policy = make_policy(moe_model)
     final = tmp_path / "step_1"
-    staging = Staging(policy, world, torch.float32)
+    staging = RowCopies(policy, world, torch.float32)
     write_version(staging, staging.copy(), find_model(str(moe_model)), world, final, version=1, incarnation=0)
     verify_weights(final)
     published, exported = (load_file(directory / "model.safetensors") for directory in (moe_model, final))

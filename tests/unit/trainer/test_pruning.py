@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from prime_rl.errors import UserError
-from prime_rl.trainer import weights
+from prime_rl.trainer import weight_publisher
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
-from prime_rl.trainer.weights import Versions
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport.commit import list_steps, prune
 from prime_rl.wait import wait
 from support import trainer as support
@@ -22,18 +22,22 @@ world, make_policy, tied_model = support.world, support.make_policy, support.tie
 
 
 @pytest.fixture
-def life(world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path) -> Iterator[Versions]:
+def life(
+    world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
+) -> Iterator[WeightPublisher]:
     """A life with four versions beside the base; two of them are superfluous."""
-    made = Versions(tmp_path, make_policy(tied_model), find_model(str(tied_model)), world, torch.float32, timeout=60)
+    made = WeightPublisher(
+        tmp_path, make_policy(tied_model), find_model(str(tied_model)), world, torch.float32, timeout=60
+    )
     with closing(made):
         made.open(0)
         for version in range(1, 5):
-            made.commit(version)
+            made.publish(version)
         made.settle()
         yield made
 
 
-def prune_old(life: Versions) -> None:
+def prune_old(life: WeightPublisher) -> None:
     life.prune(1, 0, list)
 
 
@@ -42,7 +46,7 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.may = threading.Event(), threading.Event()
-        monkeypatch.setattr(weights, "prune", self)
+        monkeypatch.setattr(weight_publisher, "prune", self)
 
     def __call__(self, directory: Path) -> None:
         self.began.set()
@@ -57,11 +61,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.may.set()
 
 
-def test_the_next_version_does_not_wait(life: Versions, slow: Slow, tmp_path: Path) -> None:
+def test_the_next_version_does_not_wait(life: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
     """While old versions are being removed the next one is committed; the one after it begins when that is over."""
     prune_old(life)
     assert slow.began.wait(60)
-    life.commit(5)
+    life.publish(5)
     wait(
         lambda: 5 in list_steps(tmp_path / "weights"),
         subject="weights/step_5",
@@ -74,15 +78,15 @@ def test_the_next_version_does_not_wait(life: Versions, slow: Slow, tmp_path: Pa
     life._timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no end of removing old versions from the thread that removes them"):
-            life.commit(6)
+            life.publish(6)
     life._timeout = 60
     slow.may.set()
-    life.commit(6)
+    life.publish(6)
     life.settle()
     assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
 
 
-def test_settling_waits(life: Versions, slow: Slow, tmp_path: Path) -> None:
+def test_settling_waits(life: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
     """`settle` ends when the old versions are gone."""
     prune_old(life)
     assert slow.began.wait(60)
@@ -95,9 +99,9 @@ def test_settling_waits(life: Versions, slow: Slow, tmp_path: Path) -> None:
     assert list_steps(tmp_path / "weights") == [0, 3, 4]
 
 
-@pytest.mark.parametrize("hear", [lambda life: life.commit(5), lambda life: life.settle()], ids=["commit", "settle"])
+@pytest.mark.parametrize("hear", [lambda life: life.publish(5), lambda life: life.settle()], ids=["publish", "settle"])
 def test_a_failure_is_heard(
-    hear: Callable[[Versions], None], life: Versions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hear: Callable[[WeightPublisher], None], life: WeightPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By whoever comes next, once; what comes after goes on."""
 
@@ -105,25 +109,25 @@ def test_a_failure_is_heard(
         raise UserError(f"the file system fails at {directory}")
 
     with monkeypatch.context() as context:
-        context.setattr(weights, "prune", failing)
+        context.setattr(weight_publisher, "prune", failing)
         prune_old(life)
         (failed,) = life._prunes
         assert failed.exception(timeout=60) is not None
     with pytest.raises(UserError, match="the file system fails at .*step_1"):
         hear(life)
-    life.commit(5)
+    life.publish(5)
     prune_old(life)
     life.settle()
     assert list_steps(tmp_path / "weights") == [0, 4, 5]
 
 
-def test_nothing_is_removed_for_a_version_that_failed(life: Versions, tmp_path: Path) -> None:
+def test_nothing_is_removed_for_a_version_that_failed(life: WeightPublisher, tmp_path: Path) -> None:
     """What the version under way would make superfluous stays where it is not committed."""
 
     def refuse() -> None:
         raise UserError("not finite")
 
-    life.commit(5, refuse)
+    life.publish(5, refuse)
     prune_old(life)
     with pytest.raises(UserError, match="not finite"):
         life.settle()

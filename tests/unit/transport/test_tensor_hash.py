@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from prime_rl.inference.blocks import cut, lay_out
 from prime_rl.inference.staging import Staging
-from prime_rl.trainer.row_files import Held, Holding, Range, Row, hash_ranges, hash_rows, write_held_rows, write_rows
+from prime_rl.trainer.weight_files import Range, Slot, hash_files, write_ranges
 from prime_rl.transport import tensor_hash
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_tensors, stretches
@@ -59,8 +59,7 @@ def test_hashes_from_those_of_all_chunks(sizes: list[int]) -> None:
 
 
 def test_writers_and_readers_agree(tmp_path: Path) -> None:
-    """Contract: who writes rows, tells their changes, hashes them in memory or reads them back, and a server that reads the file, all find what
-    `hash_tensor` says."""
+    """Contract: who writes them and reads them back, and a server that reads the file, all find what `hash_tensor` says."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
@@ -80,17 +79,14 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
     read.wait(60.0)
     assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors()} == want
 
-    data = (directory / "model.safetensors").read_bytes()[part.offset :]
-    rows = [Row(piece.name, piece.start, piece.end - piece.start, part.offset + piece.start) for piece in part.pieces]
-    files, there = {"model.safetensors": rows}, memoryview(data)
-    assert write_rows(there, directory, files, lambda end: None, hashing=True) == want
-    assert hash_rows(there, rows, lambda end: None) == want
-    ranges = [Range(row.tensor, "model.safetensors", row.offset, row.size) for row in rows]
-    assert hash_ranges(directory, ranges) == want
-    held = Held()
-    for since in (None, "1"):
-        how = Holding("1", since, 1)
-        assert write_held_rows(there, directory, files, lambda end: None, held, how) == want
+    data = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(bytes(len(data)))
+    write_ranges(memoryview(data), directory, {"model.safetensors": [Range(0, len(data), 0)]})
+    slots = {
+        piece.name: Slot("model.safetensors", [], part.offset + piece.start, piece.end - piece.start)
+        for piece in part.pieces
+    }
+    assert hash_files(directory, slots) == want
 
 
 def test_hashes_that_are_made_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
-from prime_rl.trainer.versions import anchor_every, in_tmpfs, lent_bytes, make_versions
+from prime_rl.trainer.weight_publisher import make_publisher, published_bytes, tmpfs_of_config, transport_of
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
@@ -75,9 +75,14 @@ def run(
         checkpoints.check_model(source)
     tokenizer = agree(world, lambda: load_tokenizer(source) if fake is None and world.is_main else None)
     check_host_memory(config, source, world, config.seq_len, SMALL_RL)
-    lent = lent_bytes(config, source, world) if fake is None else 0
     policy = build_policy(
-        source, config.model, world, config.seed, tokens=config.seq_len, optim=config.optim, lent=lent
+        source,
+        config.model,
+        world,
+        config.seed,
+        tokens=config.seq_len,
+        optim=config.optim,
+        published=partial(published_bytes, config, source, world),
     )
     check_head(policy, source, world)
     optimizer = build_optimizer(policy, config.optim)
@@ -89,8 +94,7 @@ def run(
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     ends.callback(data.close)
     served = fake is None  # else nobody reads the versions
-    transport = config.weights.transport
-    versions = make_versions(
+    versions = make_publisher(
         config,
         policy,
         source,
@@ -98,9 +102,9 @@ def run(
         report.more_metrics,
         overlapping=served,
         canary=served and config.weights.canary,
-        memory=in_tmpfs(config),
-        anchor_every=anchor_every(config),
-        transport=transport if served and transport.type == "process-group" else None,
+        memory=transport_of(config, world),
+        tmpfs=tmpfs_of_config(config),
+        save_interval=config.weights.save_interval,
     )
     ends.callback(versions.close)
     report.open(given)
@@ -151,11 +155,8 @@ def run(
         rows.put(Row(outcome, named, known, batch.tokens, ideal))
 
         if fake is None:
-            # What is in tmpfs is there for the next life; what is sent ends with this one.
-            sent = transport.type == "process-group"
-            needed = checkpoints.will_need(step + 1, config.async_level, recovery=sent)
-            lasting = needed or step + 1 == config.max_steps
-            versions.commit(step + 1, outcome.read, lasting=lasting)
+            durable = checkpoints.will_need(step + 1, config.async_level) or step + 1 == config.max_steps
+            versions.publish(step + 1, outcome.read, durable=durable)
             versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
         if kind := checkpoints.due(step + 1):
             rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
@@ -174,9 +175,9 @@ def run(
         versions.settle()
         checkpoints.finish(progress)
         if step > 0:
-            versions.ensure(step)  # on fake data it is the only one
+            versions.ensure(step, durable=True)  # on fake data it is the only one
         versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
-        versions.leave_memory(config.async_level, config.weights.keep, checkpoints.needed)
+        versions.leave_tmpfs(config.async_level, config.weights.keep, checkpoints.needed)
     if config.bench and world.is_main:  # it alone keeps the rows
         peer = perf.peer_flops(matmul, source.config, 1, config.seq_len)
         report.text(bench_table(report.history, world, peer))

@@ -28,7 +28,7 @@ from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model, stop_ids
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
-from prime_rl.trainer.versions import make_versions
+from prime_rl.trainer.weight_publisher import make_publisher
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.weights import version_dir
 
@@ -72,7 +72,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
     ends.callback(data.close)
-    versions = make_versions(config, policy, source, world, report.more_metrics, overlapping=False)
+    versions = make_publisher(config, policy, source, world, report.more_metrics, overlapping=False)
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:
@@ -124,7 +124,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
             rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
             report.phase("saving weights and checkpoint" if saves else "saving weights")
             with rows.saving():
-                versions.commit(step + 1, outcome.read)
+                versions.publish(step + 1, outcome.read)
                 versions.settle()
                 if saves:
                     checkpoints.save(progress)

@@ -1,0 +1,272 @@
+"""Versions from the trainer's memory: bit by bit or not at all, whoever dies, hangs, lies or comes too late."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from prime_rl.transport import exchange
+from prime_rl.transport.checksum import ALIGNMENT, checksums
+from prime_rl.transport.commit import CommitError
+from prime_rl.transport.exchange import Channel, ExchangeError, Publisher, Subscriber, layout, tensor_views
+from prime_rl.transport.weights import TensorEntry, WeightsManifest
+
+TENSORS = {
+    "embedding": TensorEntry("", "BF16", [300, 64], ""),
+    "bias": TensorEntry("", "F32", [7], ""),
+    "none": TensorEntry("", "F32", [0, 4], ""),
+    "head": TensorEntry("", "BF16", [64, 33], ""),
+}
+PLACES, SIZE = layout(TENSORS)
+SECONDS = 1.0
+
+
+def filled(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    buffer = torch.zeros(SIZE, dtype=torch.uint8)
+    for start, size in PLACES.values():
+        buffer[start : start + size] = torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
+    return buffer
+
+
+@pytest.fixture
+def buffer() -> Tensor:
+    return filled(0)
+
+
+@pytest.fixture
+def publisher(buffer: Tensor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Publisher]:
+    """It holds version 3, in blocks of which there are many."""
+    monkeypatch.setattr(exchange, "BLOCK_BYTES", 5000)
+    made = Publisher(buffer, host="127.0.0.1", port=0, timeout=SECONDS)
+    made.offer(3, 0, "hash", SIZE)
+    yield made
+    made.close()
+
+
+def manifest(publisher: Publisher, version: int = 3) -> WeightsManifest:
+    address = publisher.address(fallback=False)
+    return WeightsManifest(version, 0, "hash", TENSORS, None, Path("weights"), publisher=address)
+
+
+def receive(asked: WeightsManifest, subscriber: Subscriber | None = None) -> Tensor:
+    into = torch.zeros(SIZE, dtype=torch.uint8)
+    assert (subscriber or Subscriber()).receive(asked, into) == "tcp"
+    return into
+
+
+def test_many_workers_get_every_version_bit_by_bit(publisher: Publisher, buffer: Tensor) -> None:
+    """Contract: several at a time, each version over the same connection."""
+    subscribers = [Subscriber() for _ in range(4)]
+    for version in (3, 4, 5):
+        if version > 3:
+            publisher.withdraw()
+            buffer.copy_(filled(version))
+            publisher.offer(version, 0, "hash", SIZE)
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(partial(receive, manifest(publisher, version)), subscribers))
+        assert len(found) == 4
+        assert all(torch.equal(one, buffer) for one in found)
+        views = dict(tensor_views(found[0], TENSORS))
+        assert {name: list(view.shape) for name, view in views.items()} == {n: e.shape for n, e in TENSORS.items()}
+
+
+def test_a_version_that_is_superseded_is_refused_by_name(publisher: Publisher, buffer: Tensor) -> None:
+    """Contract: and the connection serves the next question."""
+    subscriber = Subscriber()
+    with pytest.raises(ExchangeError, match="version 2 of incarnation 0 is superseded: the trainer holds version 3"):
+        receive(manifest(publisher, 2), subscriber)
+    assert torch.equal(receive(manifest(publisher), subscriber), buffer)
+    publisher.withdraw()
+    with pytest.raises(ExchangeError, match="holds none"):
+        receive(manifest(publisher), subscriber)
+
+
+def test_who_does_not_know_the_token_gets_nothing(publisher: Publisher) -> None:
+    """Contract: another run's server, or a stranger."""
+    asked = manifest(publisher)
+    assert asked.publisher is not None
+    with pytest.raises(ExchangeError, match="does not know this token: another run's trainer"):
+        receive(replace(asked, publisher=replace(asked.publisher, token="another")))
+    assert asked.publisher.token not in repr(asked)
+
+
+def test_a_publisher_that_is_gone_is_named_with_both_addresses(publisher: Publisher) -> None:
+    asked = manifest(publisher)
+    assert asked.publisher is not None
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        port = unused.getsockname()[1]
+    message = f"{socket.gethostname()} does not reach the trainer's publisher at 127.0.0.1:{port}"
+    with pytest.raises(ExchangeError, match=message):
+        receive(replace(asked, publisher=replace(asked.publisher, port=port)))
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x04\x00\x00\x00[1] ", b"\xff\xff\xff\xff"]
+)
+def test_a_stranger_that_answers_ends_the_wait(answer: bytes, publisher: Publisher) -> None:
+    """Contract: silence ends at the deadline, anything else at once; each is an error of one line."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        connections = []
+
+        def accept() -> None:
+            connection = stranger.accept()[0]
+            connections.append(connection)
+            connection.sendall(answer)
+
+        thread = threading.Thread(target=accept)
+        thread.start()
+        asked = manifest(publisher)
+        assert asked.publisher is not None
+        with pytest.raises(ExchangeError, match=r"^[^\n]+$"):
+            receive(replace(asked, publisher=replace(asked.publisher, port=stranger.getsockname()[1])))
+        thread.join(30)
+        connections[0].close()
+
+
+@pytest.mark.parametrize("garbage", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100, b"\x02\x00\x00\x00[]"])
+def test_what_strangers_say_disturbs_nobody(garbage: bytes, publisher: Publisher, buffer: Tensor) -> None:
+    """Contract: neither what they say nor that they hang keeps a worker from its version."""
+    with socket.create_connection(("127.0.0.1", publisher.address(fallback=False).port)) as stranger:
+        stranger.sendall(garbage)
+        assert torch.equal(receive(manifest(publisher)), buffer)
+
+
+class Slow:
+    """A worker that stops in the middle of a version until it may go on."""
+
+    def __init__(self, asked: WeightsManifest) -> None:
+        self.began, self.may = threading.Event(), threading.Event()
+        self.failure: ExchangeError | None = None
+        self._asked, self._thread = asked, threading.Thread(target=self._run)
+        self._thread.start()
+        assert self.began.wait(30)
+
+    def _run(self) -> None:
+        try:
+            Subscriber().receive(self._asked, torch.zeros(SIZE, dtype=torch.uint8), self._progress)
+        except ExchangeError as error:
+            self.failure = error
+
+    def _progress(self) -> None:
+        self.began.set()
+        self.may.wait(30)
+
+    def end(self) -> None:
+        self.may.set()
+        self._thread.join(30)
+
+
+def test_a_version_is_not_withdrawn_from_who_reads_it(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the buffer stays as it is until the reader is done."""
+    held = threading.Event()
+    sent = Channel.send_bytes
+
+    def slowly(channel: Channel, data: memoryview) -> None:
+        if len(data) == 5000:
+            held.wait(30)
+        sent(channel, data)
+
+    monkeypatch.setattr(Channel, "send_bytes", slowly)
+    reader = Slow(manifest(publisher))
+    reader.may.set()
+    withdrawn = threading.Event()
+    thread = threading.Thread(target=lambda: (publisher.withdraw(), withdrawn.set()))
+    thread.start()
+    time.sleep(0.1)
+    assert not withdrawn.is_set()
+    held.set()
+    reader.end()
+    thread.join(30)
+    assert withdrawn.is_set()
+    assert reader.failure is None
+
+
+def test_a_reader_that_hangs_is_cut_off(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the trainer goes on after the deadline, the reader never takes what it has for a version, and the next one can be had."""
+    held = threading.Event()
+    sent = Channel.send_bytes
+
+    def hanging(channel: Channel, data: memoryview) -> None:
+        if len(data) == 5000:
+            held.wait(30)
+        sent(channel, data)
+
+    monkeypatch.setattr(Channel, "send_bytes", hanging)
+    reader = Slow(manifest(publisher))
+    reader.may.set()
+    publisher.withdraw()  # ends: it has a deadline
+    held.set()
+    reader.end()
+    assert reader.failure is not None
+    monkeypatch.setattr(Channel, "send_bytes", sent)
+    publisher.offer(4, 0, "hash", SIZE)
+    receive(manifest(publisher, 4))
+
+
+def test_a_worker_that_ends_in_the_middle_disturbs_nobody(publisher: Publisher, buffer: Tensor) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop() -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        Subscriber().receive(manifest(publisher), torch.zeros(SIZE, dtype=torch.uint8), stop)
+    assert torch.equal(receive(manifest(publisher)), buffer)
+    publisher.withdraw()
+
+
+@pytest.mark.parametrize(("dtype", "shape"), [("Q4", [2]), ("F32", [-1])])
+def test_a_tensor_that_cannot_be_is_refused(dtype: str, shape: list[int]) -> None:
+    with pytest.raises(CommitError, match="cannot be loaded"):
+        layout({"a": TensorEntry("", dtype, shape, "")})
+
+
+# ---- checksums
+
+
+@given(st.lists(st.integers(0, 3 * ALIGNMENT), min_size=1, max_size=6), st.data())
+@settings(max_examples=60)
+def test_a_changed_byte_changes_its_tensors_checksum_alone(sizes: list[int], data: st.DataObject) -> None:
+    """Contract: and a checksum does not depend on where in the buffer its tensor lies."""
+    places, at = {}, 0
+    for number, size in enumerate(sizes):
+        places[str(number)] = at, size
+        at += -(-size // ALIGNMENT) * ALIGNMENT
+    buffer = torch.zeros(at, dtype=torch.uint8)
+    for start, size in places.values():
+        buffer[start : start + size] = torch.randint(0, 256, (size,), dtype=torch.uint8)
+    before = checksums(buffer, places)
+    moved = checksums(torch.cat([torch.zeros(ALIGNMENT, dtype=torch.uint8), buffer]), {n: (s + ALIGNMENT, c) for n, (s, c) in places.items()})  # fmt: skip
+    assert moved == before
+    name = data.draw(st.sampled_from([name for name, (_, size) in places.items() if size] or [None]))
+    if name is None:
+        return
+    start, size = places[name]
+    buffer[start + data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    after = checksums(buffer, places)
+    assert {other for other in places if after[other] != before[other]} == {name}
+
+
+def test_exchanged_rows_and_tensors_are_seen() -> None:
+    """Contract: what sums of bytes would miss."""
+    buffer = torch.randint(0, 256, (8 * ALIGNMENT,), dtype=torch.uint8)
+    places = {"a": (0, 4 * ALIGNMENT), "b": (4 * ALIGNMENT, 4 * ALIGNMENT)}
+    before = checksums(buffer, places)
+    rows = buffer.view(8, ALIGNMENT)
+    for order in ([1, 0, 2, 3, 4, 5, 6, 7], [4, 5, 6, 7, 0, 1, 2, 3]):
+        assert checksums(rows[order].reshape(-1), places) != before
+    words = buffer.view(torch.int64).clone()
+    words[[3, 4]] = words[[4, 3]]
+    assert checksums(words.view(torch.uint8), places)["a"] != before["a"]
