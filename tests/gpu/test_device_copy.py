@@ -1,31 +1,29 @@
-"""A trainer's copy of its weights on its GPU: what is hashed there, what the host gets later, and what goes on meanwhile, are one version."""
+"""A trainer's published copy of its weights on its GPU: the checksums, what a server receives, and what is written later are one version."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from prime_rl.config.process_group import ProcessGroupTransport
-from prime_rl.trainer.export import write_staged, write_version
-from prime_rl.trainer.staging import Staging
 from safetensors.torch import load_file
 
 from conftest import make_tiny_model
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.errors import UserError
+from prime_rl.inference.staging import Staging
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source, find_model
-from prime_rl.transport import device_hash, device_memory
-from prime_rl.transport.tensor_hash import hash_tensor
+from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
+from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import verify_weights, version_dir, weights_manifest
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 pytestmark = pytest.mark.gpu
 
+SECONDS = 60.0
 Made = tuple[World, Source, Policy]
 
 
@@ -37,64 +35,46 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
     close_world()
 
 
-def hashes(policy: Policy) -> dict[str, str]:
-    """Of the weights as they are now, in the exported type, by way of the host."""
-    found = {}
-    for stored in stored_tensors(policy):
-        tensor = stored.parameter.to_local().detach().bfloat16().cpu()
-        found[stored.name] = hash_tensor(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-    return found
+def weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """As they are now, in the exported dtype."""
+    return {
+        stored.name: stored.parameter.to_local().detach().bfloat16().cpu().view(stored.shape)
+        for stored in stored_tensors(policy)
+    }
 
 
-@pytest.mark.parametrize("backend", ["cuda-ipc", "nccl"])
-@pytest.mark.parametrize("works", [True, False], ids=["hashed there", "hashed on the host"])
-def test_a_version_is_what_was_copied(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, works: bool
-) -> None:
-    """Contract: the manifest's hashes are those of the weights when they were copied, though they change at once and the host gets them later."""
-    if not works:
-        monkeypatch.setattr(device_hash, "works_on", lambda device: False)
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
+
+
+def test_a_version_is_what_was_copied(made: Made, tmp_path: Path) -> None:
+    """Contract: a version is the weights at the time they were copied, though they change at once: for a server that receives it, and for files that
+    are written beside the next version."""
     world, source, policy = made
-    moment: Callable[[Staging], torch.cuda.Event] = Staging._moment
-
-    def slow(staging: Staging) -> torch.cuda.Event:
-        torch.cuda._sleep(100_000_000)  # cycles: some 0.05 s between casting and copying
-        return moment(staging)
-
-    monkeypatch.setattr(Staging, "_moment", slow)
-    with closing(Staging(policy, world, torch.bfloat16, sent=True, on_device=True)) as staging:
-        staging.open_sender(ProcessGroupTransport(backend=backend, host="127.0.0.1", device_copy=True))
+    memory, expected = MemoryTransport(host="127.0.0.1"), {}
+    root = tmp_path / "weights"
+    with (
+        closing(Subscriber()) as subscriber,
+        closing(
+            WeightPublisher(tmp_path, policy, source, world, torch.bfloat16, timeout=60, memory=memory)
+        ) as publisher,
+    ):
+        publisher.open(0)
         for version in range(1, 4):
-            expected = hashes(policy)
-            staging.retire()
-            copied = staging.copy()
-            copied.before_update()
+            expected[version] = weights(policy)
+            torch.cuda._sleep(100_000_000)  # cycles: the copy is enqueued some 0.05 s before it happens
+            publisher.publish(version, durable=version == 2)
+            publisher.before_update()
             with torch.no_grad():
                 torch._foreach_mul_(list(policy.parameters()), 1.01)
-            directory = version_dir(tmp_path, version)
-            write_version(staging, copied, source, world, directory, version=version, incarnation=0, send=True)
-            manifest = weights_manifest(directory)
-            assert {name: entry.xxh3 for name, entry in manifest.tensors.items()} == expected
-            assert hashes(policy) != expected
-            copied.finish()
-            lasting = tmp_path / f"lasting-{version}"
-            lasting.mkdir()
-            write_staged(staging, copied, lasting)
-            held = {name: tensor for file in lasting.glob("*.safetensors") for name, tensor in _read(file).items()}
-            assert {name: hash_tensor(data) for name, data in held.items()} == expected
-        written = version_dir(tmp_path, 9)
-        write_version(staging, staging.copy(), source, world, written, version=9, incarnation=0)
-        verify_weights(written)
-        assert {name: entry.xxh3 for name, entry in weights_manifest(written).tensors.items()} == hashes(policy)
-
-
-def _read(path: Path) -> dict[str, bytes]:
-    return {name: x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for name, x in load_file(path).items()}
-
-
-def test_a_gpu_without_room() -> None:
-    """Contract: one line with how much was asked for."""
-    total = torch.cuda.mem_get_info(0)[1]
-    with pytest.raises(UserError, match="there are no .* GiB of the GPU for the weights that servers read there"):
-        device_memory.DeviceCopy(2 * total, torch.device("cuda:0"))
-    assert torch.ones(1, device="cuda:0").item() == 1.0
+            publisher._settle(versions=0, prunes=0)  # committed; files may still be written
+            directory = version_dir(root, version)
+            staging = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"), subscriber)
+            staging.wait(SECONDS)
+            assert_equal(dict(staging.tensors()), expected[version])
+        publisher.settle()
+        verify_weights(version_dir(root, 2))
+        assert weights_manifest(version_dir(root, 3)).publisher is not None
+    written = [load_file(path) for path in version_dir(root, 2).glob("*.safetensors")]
+    assert_equal({name: tensor for file in written for name, tensor in file.items()}, expected[2])

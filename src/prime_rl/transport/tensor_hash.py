@@ -4,13 +4,12 @@ xxh3 goes from the first byte to the last, so that a large tensor, an embedding 
 311 MB of Qwen3-0.6B's 1,192. Imports no more than xxhash: a process that starts in a moment uses it, too.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 
 import xxhash
 
 CHUNK_BYTES = 8 << 20
-"""Part of every manifest: other chunks give other hashes. Small enough for a GPU, which hashes all of them at once (`transport/device_hash.py`)."""
-_CHUNKS = 4  # that a thread takes together
+"""Part of every manifest: other chunks give other hashes."""
 
 
 def chunks(size: int) -> list[tuple[int, int]]:
@@ -18,27 +17,9 @@ def chunks(size: int) -> list[tuple[int, int]]:
     return [(start, min(start + CHUNK_BYTES, size)) for start in range(0, size, CHUNK_BYTES)] or [(0, 0)]
 
 
-def stretches(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Pieces of these sizes in groups of some chunks, each for a thread: where each begins and ends among them."""
-    groups, first, taken = [], 0, 0
-    for index, size in enumerate(sizes):
-        if taken and taken + size > _CHUNKS * CHUNK_BYTES:
-            groups.append((first, index))
-            first, taken = index, 0
-        taken += size
-    return [*groups, (first, len(sizes))] if sizes else groups
-
-
 def of_chunks(digests: Sequence[bytes]) -> str:
     """The hash of a tensor, as hex, from its chunks' xxh3-128."""
     return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
-
-
-def of_tensors(sizes: Iterable[int], digests: Iterable[bytes]) -> Iterator[str]:
-    """The hashes of tensors of these sizes from those of all their chunks."""
-    remaining = iter(digests)
-    for size in sizes:
-        yield of_chunks([next(remaining) for _ in chunks(size)])
 
 
 def hash_tensor(data: memoryview | bytes) -> str:

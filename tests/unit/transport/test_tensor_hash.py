@@ -1,6 +1,5 @@
 """The hash of a tensor: the same whoever makes it, in whatever pieces."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from prime_rl.inference.blocks import cut, lay_out
-from prime_rl.inference.staging import Staging
+from prime_rl.inference.staging import Staging, stored_tensors
 from prime_rl.trainer.weight_files import Range, Slot, hash_files, write_ranges
 from prime_rl.transport import tensor_hash
 from prime_rl.transport.commit import CommitError, stage
-from prime_rl.transport.tensor_hash import chunks, hash_tensor, of_tensors, stretches
+from prime_rl.transport.exchange import Subscriber
+from prime_rl.transport.tensor_hash import hash_tensor
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
 
 CHUNK = 1000
@@ -43,21 +42,6 @@ def test_value(data: bytes) -> None:
     assert hash_tensor(data) == by_hand(data)
 
 
-@given(st.lists(st.integers(0, 6 * CHUNK), max_size=30))
-def test_stretches_are_all_pieces_once(sizes: list[int]) -> None:
-    """And no stretch is longer than four chunks, but one of a single piece."""
-    groups = stretches(sizes)
-    assert [index for first, last in groups for index in range(first, last)] == list(range(len(sizes)))
-    assert all(last - first == 1 or sum(sizes[first:last]) <= 4 * CHUNK or sum(sizes[first : last - 1]) == 0 for first, last in groups)  # fmt: skip
-
-
-@given(st.lists(st.integers(0, 3 * CHUNK), max_size=10))
-def test_hashes_from_those_of_all_chunks(sizes: list[int]) -> None:
-    data = [os.urandom(size) for size in sizes]
-    digests = [xxhash.xxh3_128_digest(one[start:end]) for one in data for start, end in chunks(len(one))]
-    assert list(of_tensors(sizes, digests)) == [hash_tensor(one) for one in data]
-
-
 def test_writers_and_readers_agree(tmp_path: Path) -> None:
     """Contract: who writes them and reads them back, and a server that reads the file, all find what `hash_tensor` says."""
     generator = torch.Generator().manual_seed(0)
@@ -73,9 +57,7 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
     want = {name: by_hand(tensor.numpy().tobytes()) for name, tensor in tensors.items()}
     assert {name: entry.xxh3 for name, entry in hash_directory(directory).items()} == want
 
-    (part,) = lay_out(directory)
-    assert len(cut(part)) > 4  # several threads read one tensor
-    read = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"))
+    read = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"), Subscriber())
     read.wait(60.0)
     assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors()} == want
 
@@ -83,8 +65,8 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
     (directory / "model.safetensors").write_bytes(bytes(len(data)))
     write_ranges(memoryview(data), directory, {"model.safetensors": [Range(0, len(data), 0)]})
     slots = {
-        piece.name: Slot("model.safetensors", [], part.offset + piece.start, piece.end - piece.start)
-        for piece in part.pieces
+        name: Slot("model.safetensors", [], stored.offset, tensors[name].nbytes)
+        for name, stored in stored_tensors(directory).items()
     }
     assert hash_files(directory, slots) == want
 
