@@ -12,16 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from prime_rl.transport.device_memory import DeviceMemory, size_of
-from prime_rl.transport.line import PairError
-from prime_rl.transport.pairs import Pair
 
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
-<<<<<<< HEAD
-=======
 from prime_rl.transport.exchange import ExchangeError, Subscriber
->>>>>>> serve
 from prime_rl.transport.weights import weights_manifest
 from support.publishing import PublishingTrainer
 

@@ -255,13 +255,9 @@ class PolicyEngine(FakeEngine):
     def _receive(self, manifest: WeightsManifest) -> str | None:
         """As the real one does. Returns why it was not given, if it was not."""
         import torch  # takes a second, which only this needs
-        from prime_rl.transport.line import PairError
 
         from prime_rl.inference.staging import Staging
-<<<<<<< HEAD
-=======
         from prime_rl.transport.exchange import ExchangeError, Subscriber
->>>>>>> serve
 
         self._subscriber = self._subscriber or Subscriber()
         staging = Staging(manifest.directory, manifest.hash, torch.device("cpu"), self._subscriber)

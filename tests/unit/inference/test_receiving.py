@@ -192,9 +192,7 @@ def at_block(monkeypatch: pytest.MonkeyPatch, number: int, act: Callable[[], obj
     monkeypatch.setattr(Staging, "_progress", counting)
 
 
-def test_a_dropped_version(
-    trainer: PublishingTrainer, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_version(trainer: PublishingTrainer, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: dropping ends the transfer, and a connection that is within it is not used for the next."""
     directory = trainer.publish(1, tensors(1))
     with monkeypatch.context() as patch:

@@ -336,7 +336,10 @@ async def test_what_the_publisher_does_not_give_may_be_asked_for_again(base: Pat
     directory = commit_published(root, 1)
     unpublished = {"state": "failed", "why": "version 1 is superseded", "retry": True}
     engine.staging = [unpublished]
-    with pytest.raises(Rejected, match=f"by {gethostname()} from the trainer at 10.0.0.1:4242, the previous weights go on: version 1 is superseded") as error:
+    with pytest.raises(
+        Rejected,
+        match=f"by {gethostname()} from the trainer at 10.0.0.1:4242, the previous weights go on: version 1 is superseded",
+    ) as error:
         await service.update(str(directory), 1)
     assert error.value.status == 424
     assert engine.calls == ["prime_stage", "prime_unstage"]

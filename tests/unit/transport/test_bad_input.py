@@ -106,7 +106,11 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     directory = publish(tmp_path / "step_3", 3)
     (directory / MANIFEST).rename(tmp_path / "whole")
     for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
-        for name, read in ((MANIFEST, read_manifest), ("x.safetensors", hash_directory), ("x.safetensors", stored_tensors)):
+        for name, read in (
+            (MANIFEST, read_manifest),
+            ("x.safetensors", hash_directory),
+            ("x.safetensors", stored_tensors),
+        ):
             make(directory / name)
             with pytest.raises(CommitError, match=f"step_3/{name} cannot be read: it is not a regular file"):
                 read(directory)

@@ -10,9 +10,9 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from prime_rl.inference.blocks import cut, lay_out
 from safetensors.torch import save_file
 
-from prime_rl.inference.blocks import cut, lay_out
 from prime_rl.inference.staging import Staging
 from prime_rl.trainer.weight_files import Range, Slot, hash_files, write_ranges
 from prime_rl.transport import tensor_hash
