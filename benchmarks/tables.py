@@ -85,7 +85,7 @@ def part_cells(case: Case, row: Row) -> list[str]:
     return [
         case.name,
         *(_number(parts[name], ",.1f") for name in ("data", "forward_backward", "optimizer", "export_wait")),
-        " / ".join(_number(export[name], ",.0f") for name in ("cast", "copy", "write", "hash", "commit")),
+        " / ".join(_number(export.get(name, 0.0), ",.0f") for name in ("cast", "copy", "write", "hash", "commit")),
         _number(row["compile_s"], ".1f"),
         _number(row["host_syncs"], ".0f"),
     ]
@@ -176,7 +176,7 @@ def markdown(table: Table) -> str:
 
 def readme() -> str:
     """`README.md` with the part between the markers written again."""
-    parts = [*_trainer_part(), *_profile_part(), *_neutrality_part(), *_mismatch_part(), *_sync_part(), *_delta_part()]
+    parts = [*_trainer_part(), *_profile_part(), *_neutrality_part(), *_mismatch_part(), *_sync_part()]
     before, begin, rest = README.read_text().partition("<!-- trainer: begin -->")
     _, end, after = rest.partition("<!-- trainer: end -->")
     assert end, f"{README} has lost its markers"
@@ -232,7 +232,7 @@ def sync_lines(rows: Mapping[str, Row]) -> Table:
 
 def _sync_cells(name: str, row: Row) -> list[str]:
     def ms(*parts: str) -> str:
-        return " / ".join(format(1e3 * row["median"][part], ",.0f") for part in parts)
+        return " / ".join(format(1e3 * row["median"].get(part, 0.0), ",.0f") for part in parts)
 
     return [
         name,
@@ -257,18 +257,6 @@ def _sync_part() -> list[str]:
         parts.append(f"`weight_sync.py`, `{name}`. {_machines(rows)}")
         parts += [markdown(sync_lines(rows))] if rows else []
     return parts
-
-
-def _delta_part() -> list[str]:
-    found = _read("weight_delta_cpu.json")
-    if not found:
-        return []
-    lines = [["weights, learning rate", "MB", "words that change", "bytes told", "encode CPU s/GB", "apply CPU s/GB"]]
-    for name, row in found["rows"].items():
-        seconds = (f"{row[f'{part}_seconds_per_gb']:.2f}" for part in ("encode", "apply"))
-        lines.append([name, f"{row['bytes'] / 1e6:.2f}", f"{row['changed']:.2%}", f"{row['told']:.2%}", *seconds])
-    steps = f"medians of {found['steps']} AdamW steps from the start, bf16, one thread"
-    return [f"`weight_delta.py`, {steps}. Measured: {_machine(found)}, {found['cpu']}.", markdown(lines)]
 
 
 _TITLES = {

@@ -33,13 +33,12 @@ from package import plugin_path
 from steps import model_source
 from tables import sync_lines, text_table
 
-from prime_rl.config.process_group import ProcessGroupTransport
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_publisher import write_version
+from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher, write_version
 from prime_rl.transport.commit import prune
 from prime_rl.transport.weights import version_dir
 
@@ -57,19 +56,17 @@ AFTER_SECONDS = 1.0  # after each, in which the first tokens of the new weights 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`, or `0.6B by=nccl`: sent (shared-memory, cuda-ipc, nccl, gloo), not by files."""
+    """One row: `0.6B layers=4 on=tmpfs stage=false in_flight=64 syncs=5`. `on` is disk, tmpfs, or memory: from the trainer's, not by files."""
 
     name: str
     model: str
     layers: int | None = None
     on: str = "disk"
     stage: bool = True
-    by: str = "files"
     in_flight: int = 64
     watched: int = 4  # of these, token by token
     tokens: int = 384  # of a request, at most
     syncs: int = 5
-    there: bool = False  # hashed and sent from a copy on the trainer's GPU (by=nccl)
     priority: int = 0  # of the prompt that proves what is served (-1: before what waits)
 
 
@@ -77,23 +74,17 @@ def parse_case(text: str) -> Case:
     """Raises ValueError for what is none."""
     model, *rest = text.split()
     given = dict(part.split("=", 1) for part in rest)
-    stage, there = ({"true": True, "false": False}[given.pop(name, plain)] for name, plain in (("stage", "true"), ("there", "false")))  # fmt: skip
-    on, by = given.pop("on", "disk"), given.pop("by", "files")
-    if (
-        on not in ("disk", "tmpfs")
-        or by not in ("files", "shared-memory", "cuda-ipc", "gloo", "nccl")
-        or given.keys() - {"layers", "in_flight", "watched", "tokens", "syncs", "priority"}
-    ):
+    stage, on = {"true": True, "false": False}[given.pop("stage", "true")], given.pop("on", "disk")
+    known = {"layers", "in_flight", "watched", "tokens", "syncs", "priority"}
+    if on not in ("disk", "tmpfs", "memory") or given.keys() - known:
         raise ValueError(
-            f"{text!r}: on is disk or tmpfs, by is files, shared-memory, cuda-ipc, gloo or nccl; there is true or false; the others are layers, stage, in_flight, watched, tokens, syncs, priority"
+            f"{text!r}: on is disk, tmpfs or memory; stage is true or false; the others are {', '.join(sorted(known))}"
         )
     return Case(
         " ".join(part for part in text.split() if not part.startswith("syncs=")),  # how often is not what
         model,
         on=on,
         stage=stage,
-        by=by,
-        there=there or by == "cuda-ipc",
         **{name: int(value) for name, value in given.items()},
     )
 
@@ -137,19 +128,27 @@ class Writer:
         config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none")
         self.policy: Policy = build_policy(self.source, config, self.world)
         self.source.config.architectures = [type(self.policy.lm).__name__]  # a made-up shape does not say it; vLLM asks
-        self.staging = Staging(
-            self.policy,
-            self.world,
-            torch.bfloat16,
-            sent=case.by != "files",
-            on_device=case.there,
-        )
-        self._sends = case.by != "files"
-        if self._sends:
-            if not case.there:
-                self.staging.double()
-            self.staging.open_sender(ProcessGroupTransport(backend=case.by, host="127.0.0.1", device_copy=case.there))
+        self._memory = MemoryTransport(host="127.0.0.1") if case.on == "memory" else None
+        self._publisher: WeightPublisher | None = None
+        self._times: dict[str, float] = {}
         self._factor = 1.03125
+
+    def write_base(self, directory: Path) -> None:
+        """The model that the server starts with."""
+        copies = RowCopies(self.policy, self.world, torch.bfloat16)
+        write_version(copies, copies.copy(), self.source, self.world, directory, version=0, incarnation=0)
+        self.bytes = copies.file_bytes
+        copies.close()
+
+    def open(self, root: Path) -> None:
+        """Publish in `root/weights` from now on."""
+        self.bytes = sum(parameter.numel() * 2 for parameter in self.policy.parameters())
+        self._publisher = WeightPublisher(
+            root, self.policy, self.source, self.world, torch.bfloat16, memory=self._memory,
+            on_committed=lambda version, times: self._times.update(times),
+        )  # fmt: skip
+        self._publisher.open(0)
+        self._publisher.settle()
 
     def step(self) -> float:
         """Change every weight. Returns when that was done."""
@@ -160,24 +159,17 @@ class Writer:
             torch.cuda.synchronize(self.world.device)
         return time.monotonic()
 
-    def commit(self, directory: Path, version: int) -> dict[str, float]:
-        """As the trainer's thread does. Returns the seconds of its parts; `write` also where it is sent."""
-        self.staging.retire()
-        copied = self.staging.copy()
-        times = write_version(
-            self.staging, copied, self.source, self.world, directory, version=version, incarnation=0,
-            send=self._sends and version > 0,  # the server starts with version 0
-        )  # fmt: skip
-        self._copied = copied
-        return {"write": times.pop("send", 0.0), **times}
-
-    def finish(self) -> dict[str, float]:
-        """The seconds of what may go on after that, as the trainer waits for it: casting, and copying to the host."""
-        cast, copy = self._copied.finish()
-        return {"cast": cast, "copy": copy}
+    def publish(self, version: int) -> dict[str, float]:
+        """As the trainer does, and wait for it. Returns the seconds of its parts: copy, write or checksum, hash, commit."""
+        assert self._publisher is not None
+        self._publisher.publish(version)
+        self._publisher.settle()
+        parts = {name.removeprefix("time/export_"): seconds for name, seconds in self._times.items() if "_" in name}
+        return {"write": parts.pop("checksum", 0.0), **parts}
 
     def close(self) -> None:
-        self.staging.close()
+        if self._publisher is not None:
+            self._publisher.close()
         close_world()
 
 
@@ -189,7 +181,7 @@ def measure_together(cases: Sequence[Case], device: str, scratch: Path) -> Itera
         for number, case in enumerate(cases):
             with closing(Writer(case, device)) as writer:
                 if running is None:
-                    writer.commit(model, 0)
+                    writer.write_base(model)
                     for path in TOKENIZER.glob("tokenizer*"):  # vLLM wants one, although ids go in and out
                         shutil.copy(path, model)
                     running = stack.enter_context(server(case, device, model, scratch))
@@ -200,6 +192,7 @@ def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path,
     """All of a case: its row. Its versions are numbered from `first` on."""
     root = Path(tempfile.mkdtemp(prefix="weight_sync-", dir=MEMORY if case.on == "tmpfs" else scratch))
     try:
+        writer.open(root)
         with load(case, running, scratch / "arrivals.npz") as arrived:
             with httpx.Client(
                 base_url=running.root, timeout=120, trust_env=False
@@ -212,24 +205,23 @@ def measure(case: Case, writer: Writer, running: InferenceServer, scratch: Path,
         syncs = [describe(moment, arrivals, case.in_flight) for moment in moments[1:]]  # the first one allocates
     finally:
         shutil.rmtree(root, ignore_errors=True)
-    return {**asdict(case), "bytes": writer.staging.file_bytes, "median": medians(syncs), "syncs": syncs}
+    return {**asdict(case), "bytes": writer.bytes, "median": medians(syncs), "syncs": syncs}
 
 
 def sync(case: Case, writer: Writer, client: httpx.Client, root: Path, version: int) -> dict[str, Any]:
     """From a step to what is served."""
     time.sleep(AFTER_SECONDS + QUIET_SECONDS)
     stepped = writer.step()
-    directory = version_dir(root, version)
-    parts = writer.commit(directory, version)
+    directory = version_dir(root / "weights", version)
+    parts = writer.publish(version)
     committed = time.monotonic()
     answer = client.post("/update_weights", json={"weight_dir": str(directory), "version": version})
     served = time.monotonic()
     answer.raise_for_status()
     client.post("/inference/v1/generate", json=CANARY | {"priority": case.priority}).raise_for_status()
     proven = time.monotonic()
-    parts |= writer.finish()
-    for old in root.glob("step_*"):
-        if old not in (directory, version_dir(root, version - 1)):
+    for old in (root / "weights").glob("step_*"):
+        if old not in (directory, version_dir(root / "weights", version - 1), version_dir(root / "weights", 0)):
             prune(old)
     told = answer.json()
     return {
@@ -343,8 +335,6 @@ def main() -> None:
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="directory on a disk")
     parser.add_argument("--json", type=Path, help="file for the figures; rows of other cases in it stay")
     options = parser.parse_args()
-    if any(case.there for case in options.case[:-1]):
-        parser.error("a copy on the trainer's GPU goes with the process: such a case comes last")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended and removed
     rows: dict[str, Any] = {}
     if options.json is not None and options.json.exists():
@@ -352,10 +342,7 @@ def main() -> None:
     machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
     for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.stage, case.priority)):
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
-            # By files first: what a sender came together with stays in the server's GPU.
-            for row in measure_together(
-                sorted(cases, key=lambda case: case.by != "files"), options.device, Path(scratch)
-            ):
+            for row in measure_together([*cases], options.device, Path(scratch)):
                 rows[row["name"]] = {**row, "measured": machine}
                 print(text_table(sync_lines(rows)), flush=True)
                 if options.json is not None:

@@ -58,8 +58,8 @@ for part in $parts; do
             ;;
         mismatch) run mismatch 400 "$here/mismatch.py" --layers 8 --json "$out/mismatch.json" --log "$out/suite.log" ;;
         sync) # needs vLLM beside torch, as mismatch does, and a second GPU for NCCL
-            run sync 500 "$here/weight_sync.py" --device cuda --case "0.6B on=tmpfs" --case "0.6B by=shared-memory" --case "0.6B by=nccl" \
-                --case "4B on=tmpfs" --case "4B by=nccl" --json "$out/weight_sync.json"
+            run sync 500 "$here/weight_sync.py" --device cuda --case "0.6B on=tmpfs" --case "0.6B on=memory" \
+                --case "4B on=tmpfs" --case "4B on=memory" --json "$out/weight_sync.json"
             ;;
         bench) # the trainer's own command, without any option, beside the same case of `bars`
             run bench 120 -m prime_rl.entrypoints.trainer --bench --output-dir "$(mktemp -d)" --seq-len 16384 \

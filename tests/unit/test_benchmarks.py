@@ -148,7 +148,7 @@ def test_cases_of_weight_sync(modules: dict[str, ModuleType]) -> None:
         64,
     )
     assert case.name == "0.6B layers=4 on=tmpfs stage=false"
-    for wrong in ("0.6B on=paper", "0.6B by=post", "0.6B color=red"):
+    for wrong in ("0.6B on=paper", "0.6B by=nccl", "0.6B color=red"):
         with pytest.raises(ValueError):
             modules["sync"].parse_case(wrong)
 

@@ -94,7 +94,7 @@ class InferenceConfig(BaseConfig):
     )
     stage_on_device: bool = Field(
         default=True,
-        description="Whether that may be the GPU's memory (`rl --share-gpus` says no, but for cuda-ipc), or the host's only.",
+        description="Whether that may be the GPU's memory (`rl --share-gpus` says no where weights come by files), or the host's only.",
     )
     device: Device = Field(default="auto", description="Where to serve (auto: CUDA where there is a GPU).")
     max_model_len: PositiveInt | None = Field(

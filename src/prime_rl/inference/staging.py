@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -191,22 +191,19 @@ class Staging:
             entry, found = manifest.tensors.get(name), stored.get(name)
             if entry is None or found is None or (found.path.name, found.dtype, found.shape) != (entry.file, entry.dtype, entry.shape):  # fmt: skip
                 raise _other_tensor(manifest, name)
-        with ExitStack() as files, _threads() as threads:
-            opened = {path: files.enter_context(open_file(path)) for path in {found.path for found in stored.values()}}
-            hashing = {
-                name: [
-                    threads.submit(
-                        self._read_chunk,
-                        opened[stored[name].path],
-                        stored[name].offset + first,
-                        last - first,
-                        None if buffer is None else buffer[start + first : start + last],
-                    )
-                    for first, last in chunks(size)
-                ]
-                for name, (start, size) in ranges.items()
-            }
-            for name, digests in hashing.items():
+        with ExitStack() as stack:
+            opened = {path: stack.enter_context(open_file(path)) for path in {found.path for found in stored.values()}}
+            threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
+            # bounded: once the version is dropped, each thread stops at its next chunk
+            stack.callback(threads.shutdown, cancel_futures=True)
+
+            def read(name: str, first: int, last: int) -> "Future[bytes]":
+                start, place = ranges[name][0], stored[name]
+                target = None if buffer is None else buffer[start + first : start + last]
+                return threads.submit(self._read_chunk, opened[place.path], place.offset + first, last - first, target)
+
+            reading = {name: [read(name, *chunk) for chunk in chunks(size)] for name, (_, size) in ranges.items()}
+            for name, digests in reading.items():
                 # bounded: nothing ends a read that hangs; the service gives up on the version after seconds without progress
                 if of_chunks([digest.result() for digest in digests]) != manifest.tensors[name].xxh3:
                     raise _other_tensor(manifest, name)
@@ -280,18 +277,6 @@ def empty_on_host(size: int) -> np.ndarray:
 
 def _other_tensor(manifest: WeightsManifest, name: str) -> CommitError:
     return CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
-
-
-@contextmanager
-def _threads() -> Iterator[ThreadPoolExecutor]:
-    """Threads that read. When the block fails, what has not begun is not begun."""
-    threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
-    try:
-        yield threads
-    finally:
-        threads.shutdown(
-            cancel_futures=True
-        )  # bounded: whoever waits drops the version in the end, and each thread stops at its next chunk
 
 
 @contextmanager
