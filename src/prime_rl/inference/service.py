@@ -44,21 +44,14 @@ class EngineClient(Protocol):
     """The part of vLLM's client that is used here."""
 
     async def pause_generation(self, *, mode: PauseMode, clear_cache: bool) -> None: ...
-
     async def resume_generation(self) -> None: ...
-
-    async def collective_rpc(
-        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
-    ) -> list[Any]: ...
+    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Served:
-    """The policy version in the engine. `hash` is the manifest's; `weight_dir` is None for the weights it started with.
-
-    `boot` names this life of the server: one that was started again between two questions, and was given the same version again, served its
-    base in between.
-    """
+    """The policy version in the engine. `hash` is the manifest's; `weight_dir` is None for the weights it started with; `boot` names the server's
+    incarnation: one that was started again between two questions, and given the same version again, served its base in between."""
 
     version: int
     hash: str
@@ -101,13 +94,12 @@ class WeightService:
         base: The directory of the base model.
         roots: Where updates may come from.
         label: Called with the version after a change, before generation goes on.
-        tied: Whether the model's output head shares the embedding: a checkpoint may then hold it or not.
-        status: Told of a change under way, which keeps the engine from answering, and of its deadline.
-        stage: Whether the workers may keep new weights in memory before the engine pauses.
-        on_device: Whether that may be the device's.
-        servers_on_host: How many servers do so on this host, at the same time; of one with several engines each of these counts.
+        tied: The model's output head shares the embedding: a checkpoint may then hold it or not.
+        status: Shows a change under way, which keeps the engine from answering, with its deadline.
+        stage: The workers may keep new weights in memory before the engine pauses, `on_device` or in the host's.
+        servers_on_host: Servers that do so on this host at the same time; of one with several engines each of these counts.
         engines: Data-parallel engines behind this server. `engine` answers for all of them.
-        fixed: Why this server keeps the weights that it started with; None for one that can be given others.
+        fixed: Why this server's weights cannot be changed; None where they can.
     """
 
     def __init__(
@@ -132,7 +124,7 @@ class WeightService:
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_alone` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
-        self.boot = secrets.token_hex(8)  # names this life of the server
+        self.boot = secrets.token_hex(8)  # names this incarnation of the server
         self._paused_by_client = False
         self._broken: str | None = None
         self._standing: str | None = None  # why the engine, which is to go on, may not do so
@@ -157,10 +149,7 @@ class WeightService:
         return Served(base=str(self._base), boot=self.boot, **answers[0])
 
     async def update(self, weight_dir: str, version: int, parts: Parts | None = None) -> Served:
-        """Serve the committed directory `weight_dir`, which must hold `version`. Requests in flight go on with it.
-
-        Args:
-            parts: Filled with what the change took.
+        """Serve the committed directory `weight_dir`, which must hold `version`. Requests in flight go on with it. `parts` is filled.
 
         Raises:
             Rejected: 4xx and the old weights serve on; 500 if they could not be restored.
@@ -168,24 +157,28 @@ class WeightService:
         return await self._alone(lambda: self._update(weight_dir, version, parts or Parts()), changes_weights=True)
 
     async def reload(self, parts: Parts | None = None) -> Served:
-        """Serve the base weights again.
-
-        Raises:
-            Rejected: as for `update`.
-        """
+        """Serve the base weights again; as `update`."""
         return await self._alone(lambda: self._reload(parts or Parts()), changes_weights=True)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop generating; requests wait. Weight updates are still possible and do not end the pause."""
-        await self._alone(lambda: self._pause(mode, clear_cache))
+
+        async def pause() -> None:
+            self._check_usable()  # one that lets requests end would have them go on
+            await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
+            self._paused_by_client = True
+
+        await self._alone(pause)
 
     async def resume(self) -> None:
-        """Go on generating.
+        """Go on generating. Rejected (500) where the weights are unusable: the first forward pass would kill the engine."""
 
-        Raises:
-            Rejected: the weights are unusable (500): the first forward pass would kill the engine.
-        """
-        await self._alone(self._resume)
+        async def resume() -> None:
+            self._check_usable()
+            self._paused_by_client = False
+            await self._go_on()
+
+        await self._alone(resume)
 
     def stop(self) -> None:
         """End all changes under way: the engine ends, too, and whoever waits for them is answered."""
@@ -338,16 +331,6 @@ class WeightService:
             logger.error("{}", self._broken)
             raise Rejected(500, self._broken) from error
         self._broken = None  # a load before this one may have left it so
-
-    async def _pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        self._check_usable()  # one that lets requests end would have them go on
-        await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
-        self._paused_by_client = True
-
-    async def _resume(self) -> None:
-        self._check_usable()
-        self._paused_by_client = False
-        await self._go_on()
 
     async def _stop(self, mode: PauseMode, clear_cache: bool, seconds: float) -> None:
         try:

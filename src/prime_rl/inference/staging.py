@@ -188,11 +188,11 @@ class Staging:
         """
         stored = stored_tensors(manifest.files)
         for name in sorted(manifest.tensors.keys() | stored.keys()):
-            entry, found = manifest.tensors.get(name), stored.get(name)
-            if entry is None or found is None or (found.path.name, found.dtype, found.shape) != (entry.file, entry.dtype, entry.shape):  # fmt: skip
+            entry, place = manifest.tensors.get(name), stored.get(name)
+            if entry is None or place is None or (place.path.name, place.dtype, place.shape) != (entry.file, entry.dtype, entry.shape):  # fmt: skip
                 raise _other_tensor(manifest, name)
         with ExitStack() as stack:
-            opened = {path: stack.enter_context(open_file(path)) for path in {found.path for found in stored.values()}}
+            opened = {path: stack.enter_context(open_file(path)) for path in {place.path for place in stored.values()}}
             threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
             # bounded: once the version is dropped, each thread stops at its next chunk
             stack.callback(threads.shutdown, cancel_futures=True)
@@ -204,8 +204,10 @@ class Staging:
 
             reading = {name: [read(name, *chunk) for chunk in chunks(size)] for name, (_, size) in ranges.items()}
             for name, digests in reading.items():
-                # bounded: nothing ends a read that hangs; the service gives up on the version after seconds without progress
-                if of_chunks([digest.result() for digest in digests]) != manifest.tensors[name].xxh3:
+                found = of_chunks(
+                    [digest.result() for digest in digests]
+                )  # bounded: the service gives up on a read that hangs
+                if found != manifest.tensors[name].xxh3:
                     raise _other_tensor(manifest, name)
 
     def _read_chunk(self, file: BinaryIO, offset: int, size: int, target: Tensor | None) -> bytes:

@@ -45,27 +45,18 @@ class WeightsExtension:
     prime_whole = True  # no reload of vLLM's has ended before its end: only another one mends what it leaves behind
 
     def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> dict[str, Any]:  # fmt: skip
-        """Begin to stage a committed version that must have this hash, in a thread, beside generation. Returns the progress, as `prime_staged` does, after a
-        moment that is shorter than a step.
+        """Begin to stage a committed version that must have this hash (see `Staging`). Returns the progress after a moment that is shorter than a step.
 
-        Args:
-            keep: Keep it in memory, where there is room.
-            on_device: The device's memory may be used.
-            servers_on_host: How many engines do so at the same time: vLLM tells those of a dense model nothing of each other.
+        `servers_on_host`: engines that do so at the same time; vLLM tells those of a dense model nothing of each other.
         """
         self.prime_unstage()
         if self.prime_subscriber is None:
             self.prime_subscriber = Subscriber()
+        sharing = servers_on_host * self.vllm_config.parallel_config.world_size
         self.prime_staging = Staging(
-            Path(directory),
-            digest,
-            self.device,
-            self.prime_subscriber,
-            keep=keep,
-            on_device=on_device,
-            verify=self.rank == 0,
-            sharing=servers_on_host * self.vllm_config.parallel_config.world_size,
-        )
+            Path(directory), digest, self.device, self.prime_subscriber,
+            keep=keep, on_device=on_device, verify=self.rank == 0, sharing=sharing,
+        )  # fmt: skip
         return self.prime_staging.answer(AT_ONCE_SECONDS)
 
     def prime_staged(self) -> dict[str, Any]:
@@ -85,8 +76,7 @@ class WeightsExtension:
     def prime_load(self, directory: str, identity: Identity, base: str) -> None:
         """Load what was staged, or the base model's files where nothing was. A failure leaves the model unusable: `prime_restore` must follow.
 
-        Args:
-            base: Where the weights lie that this worker was started with: vLLM itself knows them by a name, and does not look for its revision again.
+        `base`: where the weights lie that this worker was started with; vLLM itself knows them by a name, and does not look for its revision again.
 
         Raises:
             Exception: what staging failed with, or whatever vLLM's loader raises for weights that do not fit.
@@ -141,7 +131,7 @@ class WeightsExtension:
         return self.prime_plain
 
     def prime_served(self) -> Identity | None:
-        """What this rank serves; None for the weights it was started with."""
+        """The weights that this rank serves; None for those it was started with."""
         return self.prime_identity
 
     def prime_follow(self, server: int) -> bool:
@@ -204,11 +194,8 @@ def files_of(directory: Path, identity: Identity | None) -> Path:
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """CPU: make the reload pack the experts again.
-
-    vLLM packs them only while their method has no kernel, that is at the first load; later ones would leave the old experts
-    in use, silently (0.24 nats on a small Qwen3-MoE).
-    """
+    """CPU: make the reload pack the experts again. vLLM packs them only while their method has no kernel, that is at the first load; later ones would
+    leave the old experts in use, silently (0.24 nats on a small Qwen3-MoE)."""
     for module in model.modules():
         # vLLM's layers carry their method as an attribute; most modules have none.
         method = getattr(module, "quant_method", None)
@@ -217,11 +204,8 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """CPU: pack again every linear layer that kept its plain weight beside a packed copy.
-
-    That is the output head of a model with tied embeddings: no tensor of the checkpoint is loaded into it, so the reload
-    leaves it with a copy packed from the old embedding, silently (0.20 nats on a small Qwen3).
-    """
+    """CPU: pack again every linear layer that kept its plain weight beside a packed copy: the output head of a model with tied embeddings. No tensor of
+    the checkpoint is loaded into it, so that the reload leaves it with a copy of the old embedding, silently (0.20 nats on a small Qwen3)."""
     for module in model.modules():
         weight, method = getattr(module, "weight", None), getattr(module, "quant_method", None)
         packed = "cpu_linear" in vars(module)
