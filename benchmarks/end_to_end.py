@@ -3,7 +3,7 @@
     uv run --group cpu python benchmarks/end_to_end.py cpu --json benchmarks/results/end_to_end.json
     python benchmarks/end_to_end.py shared-128 shared-512 two-512 --json benchmarks/results/end_to_end.json     # one GPU; `two-…`: two
     python benchmarks/end_to_end.py shared-128 two-512 --dry-run --layers 1                                     # that the settings fit, no GPU
-    python benchmarks/end_to_end.py --table benchmarks/results/end_to_end.json                                  # the tables of the README
+    python benchmarks/end_to_end.py --tables                                                                    # of results/, into README.md
 
 | case | |
 |---|---|
@@ -38,10 +38,25 @@ from transformers import AutoModelForCausalLM
 from prime_rl.monitor.limits import limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path, read_metrics
 
-TOKENIZER = Path(__file__).parent.parent / "assets" / "tiny-reverse"
+HERE = Path(__file__).parent
+README, RESULTS = HERE / "README.md", HERE / "results" / "end_to_end.json"
+TOKENIZER = HERE.parent / "assets" / "tiny-reverse"
 CASES = {"cpu": None, "shared-128": (128, 128), "shared-512": (256, 512), "two-128": (128, 128), "two-512": (256, 512)}
 WARM = 5  # steps that compile, or follow a start
 HANGING = 2  # last steps, ahead of which nothing is sampled any more
+PARTS = {  # column: whose, and which of its `time/…`
+    "engines: step": ("orchestrator", "step"),
+    "nothing in flight": ("orchestrator", "idle"),
+    "version staged": ("orchestrator", "update_stage"),
+    "paused for it": ("orchestrator", "update_pause"),
+    "trainer: step": ("trainer", "step"),
+    "waits for a batch": ("trainer", "wait_for_batch"),
+    "of it reads it": ("trainer", "read_batch"),
+    "forward, backward": ("trainer", "forward_backward"),
+    "optimizer": ("trainer", "optimizer"),
+    "waits to publish": ("trainer", "export"),
+    "save_ckpt": ("trainer", "save_ckpt"),
+}
 EVAL = "eval/reverse-text/reward/mean"
 
 
@@ -100,6 +115,7 @@ def measure(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, An
         return {}
     row = {
         "case": case,
+        "random": case != "cpu",
         "machine": describe_machine() | {"gpus": describe_gpus() if on_gpus else []},
         "note": given.note,
     }
@@ -137,7 +153,7 @@ def summarize(output_dir: Path, began: float, ended: float) -> dict[str, Any]:
         "seconds": {
             "step": took / len(making),
             "train": mean(row["time/step"] - row["time/wait_for_batch"] for row in training),
-            "update_weights": mean(row["time/update_weights"] for row in making),
+            "update_weights": mean(row.get("time/update_weights", 0.0) for row in making),
         },
         "parts": {"orchestrator": parts(making), "trainer": parts(training)},
     }
@@ -189,6 +205,7 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
         ratio = f"**{row['sampled_tokens_per_second'] / max(peers):.2f}**" if peers else ""
         reward = "{:.3f} → {:.3f}".format(*row["reward"]) if row.get("reward") and not row.get("random") else ""
         limit = (row.get("limit") or "").removeprefix("limited by ")
+        first = f"{row['until_first_step']:.0f} s" if row["until_first_step"] else ""
         step = (
             f"{row['median_step']:.2f} s ({row['slowest_over_median']:.1f} ×)"
             if "median_step" in row
@@ -197,21 +214,20 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
         machine = row["machine"]
         where = ", ".join(machine.get("gpus") or [f"{machine['cores']} cores of {machine['cpu']}"])
         lines.append(
-            f"| {name} | {row['until_first_step']:.0f} s | {step} | {row['sampled_tokens_per_second']:,.0f} | {ratio} | "
+            f"| {name} | {first} | {step} | {row['sampled_tokens_per_second']:,.0f} | {ratio} | "
             f"{reward} | {limit} | {where}, {machine['date']}{'; ' + row['note'] if row.get('note') else ''} |"
         )
-    for name, row in rows.items():
-        if "parts" in row:
-            lines += ["", f"`{name}`, seconds a step (most): {_text(row['parts'])}"]
+    timed = {name: row["parts"] for name, row in rows.items() if "parts" in row}
+    if timed:
+        lines += ["", f"| seconds a step, mean (most) | {' | '.join(PARTS)} |", "|---" * (len(PARTS) + 1) + "|"]
+    for name, each in timed.items():
+        cells = (_cell(each[process].get(part)) for process, part in PARTS.values())
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _text(timed: dict[str, dict[str, list[float]]]) -> str:
-    shown = (
-        f"{process} " + ", ".join(f"{name} {usual:.2f} ({most:.2f})" for name, (usual, most) in each.items())
-        for process, each in timed.items()
-    )
-    return "; ".join(shown)
+def _cell(timed: list[float] | None) -> str:
+    return "" if timed is None else f"{timed[0]:.2f} ({timed[1]:.2f})"
 
 
 def main() -> None:
@@ -227,13 +243,15 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each run")
     parser.add_argument("--note", default="", help="what else is to be known of the rows")
     parser.add_argument("--dry-run", action="store_true", help="only validate the settings and print the plans")
-    parser.add_argument("--table", type=Path, help="print the tables of this file, and measure nothing")
+    parser.add_argument("--tables", action="store_true", help="write those of results/end_to_end.json into README.md, and measure nothing")  # fmt: skip
     parser.add_argument("--json", type=Path)
     ours, _, more = " ".join(map(shlex.quote, sys.argv[1:])).partition(" -- ")
     given = parser.parse_args(shlex.split(ours))
     given.more = shlex.split(more)
-    if given.table:
-        print(show(json.loads(given.table.read_text())))
+    if given.tables:
+        before, begin, rest = README.read_text().partition("<!-- runs: begin -->")
+        after = rest.partition("<!-- runs: end -->")[2]
+        README.write_text(f"{before}{begin}\n{show(json.loads(RESULTS.read_text()))}\n<!-- runs: end -->{after}")
         return
     if not given.cases or (unknown := set(given.cases) - CASES.keys()):
         parser.error(f"name cases of {', '.join(CASES)}" + (f", not {', '.join(unknown)}" if given.cases else ""))

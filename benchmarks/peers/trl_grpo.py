@@ -7,7 +7,7 @@
 
 The same model files, prompts, reward, rollouts, groups and tokens; AdamW on float32 masters, bfloat16 compute, one optimizer step a batch, no KL
 term. TRL is not changed. Its variants differ in what TRL leaves to the user: activation checkpointing and the size of a micro-batch. Each is a process
-of its own; the row that counts is the fastest one's (`end_to_end.py --table` divides by it).
+of its own; the row that counts is the fastest one's (`end_to_end.py --tables` divides by it).
 """
 
 import argparse

@@ -143,7 +143,7 @@ def step_line(
 ) -> str:
     """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done.
 
-    What does not fit into `LINE_COLUMNS` is left to the log: first the entropy, then the loss, the mismatch KL and the throughput.
+    What does not fit into `LINE_COLUMNS` is left to the trainer's log: first the loss, then throughput, entropy and mismatch KL.
     """
     parts = {
         "step": f"Step {step} [{step + 1}/{max_steps}]" if max_steps else f"Step {step} [{step + 1}]",
@@ -156,7 +156,7 @@ def step_line(
         "limit": "" if limit is None else f"limited by {limit.name}",
         "eta": "" if remaining is None else f"ETA {minutes(remaining)}",
     }
-    for dispensable in ("", "entropy", "loss", "mismatch", "throughput"):
+    for dispensable in ("", "loss", "throughput", "entropy", "mismatch"):
         parts.pop(dispensable, None)
         line = " | ".join(filter(None, parts.values()))
         if len(line) <= LINE_COLUMNS - _CLOCK_COLUMNS:

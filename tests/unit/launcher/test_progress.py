@@ -86,9 +86,9 @@ def test_a_step_has_one_line_of_at_most_120_columns(
 
 def test_a_usual_line_keeps_the_mismatch() -> None:
     """Contract: what is left out first is what the trainer's log has and a person needs least."""
-    line = step_line(3, 20, {"reward/mean": 0.25}, TRAINER, 3600.0, Limit(LimitName.WEIGHT_SYNC, 0.5, "because"))
+    line = step_line(3, 20, {"reward/mean": 0.25}, TRAINER, 60.0, Limit(LimitName.WEIGHT_SYNC, 0.5, "because"))
     assert line == (
-        "Step 3 [4/20] | reward 0.2500 | KL 1.25e-04 | 12,346 tokens/s | 3.21 s | limited by weight sync | ETA 1:00:00"
+        "Step 3 [4/20] | reward 0.2500 | entropy 2.5000 | KL 1.25e-04 | 3.21 s | limited by weight sync | ETA 1:00"
     )
 
 
