@@ -10,7 +10,7 @@ from typing import TypeVar
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.bench import BENCH_STEPS
-from prime_rl.config.shared import EnvConfig
+from prime_rl.config.shared import EnvConfig, how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
@@ -116,6 +116,9 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     began = time.time()
     names = ", ".join(process.name for process in plan.processes)
     console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
+    for server in plan.servers:
+        if server.port is None:
+            console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
     supervisor = Supervisor(
         plan.processes,
         plan.servers,
