@@ -145,6 +145,15 @@ def is_own_host(host: str) -> bool:
     return address.is_loopback or address.is_unspecified
 
 
+def how_to_start(root: str) -> str:
+    """What brings up a server at this address, in words that follow `; `; of an API of others what may be wrong."""
+    parts = urlsplit(root)
+    if parts.scheme == "https":
+        return "is client.base_url right?"
+    where = "" if is_own_host(parts.hostname or "") else f" on {parts.hostname}"
+    return f"`uv run inference --model.name MODEL --server.port {parts.port or 80}` starts one{where}"
+
+
 class ClientConfig(Section):
     """The inference servers to talk to."""
 

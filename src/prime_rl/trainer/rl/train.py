@@ -127,8 +127,9 @@ def run(
         started = time.perf_counter()
         if not data.wait(step, stop):
             break
+        arrived = time.perf_counter()
         batch = data.read(step)
-        waited = time.perf_counter() - started
+        waited, reading = time.perf_counter() - started, time.perf_counter() - arrived
         report.phase("training")
         perf.reset_peak_memory(world.device)
 
@@ -147,6 +148,7 @@ def run(
             "perf/peak_allocated": perf.peak_allocated_gib(world.device),
             **syncs.take(),
             "time/wait_for_batch": waited,
+            "time/read_batch": reading,  # of the wait
             "progress/total_tokens": progress.tokens,
             "progress/total_samples": progress.samples,
         }
