@@ -296,9 +296,11 @@ class EnvConfig(Section):
         default_factory=list,
         description="Packages of a Python environment of its own, which uv makes and keeps, such as wordle==0.3 or ./my_env.",
     )
-    workers: PositiveInt = Field(default=1, description="Worker processes, at least.")
+    workers: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="Worker processes (auto: as many as their load calls for and idle cores allow)."
+    )
     max_workers: PositiveInt | None = Field(
-        default=None, description="Worker processes, at most: more start when all are full (None: workers)."
+        default=None, description="Most worker processes of workers = auto (None: one for each core)."
     )
     max_concurrent: PositiveInt = Field(default=256, description="Most episodes that one worker runs at a time.")
     recycle_episodes: PositiveInt | None = Field(
@@ -341,8 +343,12 @@ class EnvConfig(Section):
             raise Problem(
                 "python names an interpreter and requirements make one: give one of them", "python", "requirements"
             )
-        if self.max_workers is not None and self.max_workers < self.workers:
-            raise Problem(f"max_workers {self.max_workers} is below workers {self.workers}", "max_workers", "workers")
+        if self.max_workers is not None and self.workers != "auto":
+            raise Problem(
+                f"max_workers has no effect with workers = {self.workers}: leave one of them out",
+                "max_workers",
+                "workers",
+            )
         return self
 
     @model_validator(mode="after")
