@@ -241,7 +241,7 @@ class Orchestrator:
     def _launch(self) -> bool:
         """Start what may start, but not too much at once. Returns whether more may."""
         for _ in range(_LAUNCHED_AT_ONCE):
-            if self.serving.recovering or self.stopping or (start := self.core.next_start()) is None:
+            if self.serving.recovering or self.stopping or (start := self.core.next_start(time.monotonic())) is None:
                 return False
             replica = self.fleet.place(start.group, again=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
@@ -354,11 +354,14 @@ class Orchestrator:
     # -- waiting -------------------------------------------------------------------------------------------------------------
 
     async def _next_event(self) -> None:
-        """Sleep until an episode ends or new weights are served; wakes up now and then to look around."""
+        """Sleep until an episode ends, new weights are served or a group is due; wakes up now and then to look around."""
         began = time.monotonic()
         gated = not self._running
+        due = (
+            self.core.opens_at or 0.0
+        )  # one that has passed is of a launch before: what holds a group back now is something else
         try:
-            async with asyncio.timeout(_WAKE_SECONDS):
+            async with asyncio.timeout(min(_WAKE_SECONDS, due - began if due > began else _WAKE_SECONDS)):
                 await self._wake.wait()
         except TimeoutError:
             pass
