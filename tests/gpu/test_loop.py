@@ -214,7 +214,7 @@ def test_diverged_step_is_not_committed(run_training: Run, model: Path, tmp_path
     with pytest.raises(UserError, match="step 2: the gradient norm is (nan|inf)"):
         run_training(config(tmp_path, model, **settings))
     assert list_steps(tmp_path / "weights") == [0, 1, 2]
-    assert list_steps(tmp_path / "checkpoints") == []
+    assert not list(tmp_path.glob("checkpoints/step_*/trainer"))
     assert [row["step"] for row in rows(tmp_path)] == [0, 1]
 
 

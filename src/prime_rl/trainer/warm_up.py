@@ -27,7 +27,7 @@ def warm_up(
     vocabulary: int,
     multiple_of: int,
 ) -> None:
-    """Compile blocks, loss, update and the scoring of versions. Every rank calls it; does nothing where nothing is compiled.
+    """Compile blocks, loss, update and the scoring of versions. Every rank calls it, where anything is compiled.
 
     Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest micro-batch, then, since another number
     of tokens follows, once for any: those that the run packs later compile nothing. Both are as long as `seq_len` allows, so that what does not fit
@@ -36,8 +36,6 @@ def warm_up(
     Args:
         multiple_of: Micro-batches are padded to a multiple of so many tokens.
     """
-    if not policy.compiled:
-        return
     longest = -(-config.seq_len // multiple_of) * multiple_of
     batches = [_batch(tokens, vocabulary) for tokens in (longest, max(longest - multiple_of, 2))]
     with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):

@@ -260,7 +260,7 @@ def test_diverged_step_is_not_committed(
     with pytest.raises(UserError, match=f"step {steps - 1}: the gradient norm is (nan|inf)"):
         run_training(support.make_config(tmp_path, tied_model, max_steps=3, async_level=5, ckpt={"interval": steps}))
     assert list_steps(tmp_path / "weights") == list(range(steps))
-    assert list_steps(tmp_path / "checkpoints") == []
+    assert not list(tmp_path.glob("checkpoints/step_*/trainer"))
     assert [row["step"] for row in metrics(tmp_path)] == list(range(steps - 1))
 
 

@@ -115,8 +115,8 @@ def run(
     rows = ends.enter_context(Rows(report, world.device))
     syncs = ends.enter_context(HostSyncs(world.device, count=config.bench))
     ends.enter_context(watched(policy.memory, world.device))
-    if fake is None:
-        report.phase("compiling")  # the servers are loading meanwhile
+    if fake is None and policy.compiled:  # the servers are loading meanwhile
+        report.phase("compiling")
         warm_up(policy, loss, config, world, source.config.get_text_config().vocab_size, pads_to(world))
     weights = config.output_dir / "weights" if fake is None else None
     step, saving = start, 0.0
