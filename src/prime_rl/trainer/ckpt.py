@@ -112,11 +112,9 @@ class Checkpoints:
         self._reservation: Future[None] | None = None
         self._closing = self._said_waiting = False
         self._scheduled: int | None = None  # the next recovery checkpoint by the clock
-        self._saved_at, self._held_up, self._writing = (
-            0.0,
-            0.0,
-            0.0,
-        )  # of the last save: when, for how long the loop, the thread
+        self._saved_at = self._held_up = self._writing = (
+            0.0  # of the last save: when; seconds of the loop, of the thread
+        )
         if recovery_interval is not None or (self.config is not None and self.config.save_async):
             self._background = background_world(world, config.dist_timeout)
             self._copy = dcp.HostCopy(self._background)
