@@ -71,7 +71,8 @@ class CkptConfig(Section):
         default=None, description="Checkpoints whose step is a multiple of this are kept for good (None: none)."
     )
     save_async: bool = Field(
-        default=False, description="Write in the background: a step waits for the copy to host memory only."
+        default=True,
+        description="Copy to host memory and write in the background (false: the loop waits for the disk).",
     )
     resume_step: int | None = Field(
         default=None, ge=-1, description="Go on from this step; -1: from the newest (None: start anew)."

@@ -68,12 +68,6 @@ def now(device: torch.device) -> Moment:
     return event
 
 
-def passed(moment: Moment) -> None:
-    """Wait until the device has passed `moment`."""
-    if isinstance(moment, torch.cuda.Event):
-        moment.synchronize()
-
-
 def seconds(start: Moment, end: Moment) -> float:
     """Seconds between two moments of one device, which has passed both."""
     if isinstance(start, float) and isinstance(end, float):
