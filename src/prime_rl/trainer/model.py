@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model under FSDP2, with our attention and our head.
+"""The policy: a Hugging Face causal language model under FSDP2 (or, on a single rank, a SingleRankUnit), with our attention and our head.
 
 Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → memory → each rank loads its own rows.
 Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU.

@@ -1,7 +1,4 @@
-"""The weights of a single rank that keeps them gathered, without FSDP: its hooks and copies at every layer would hold up the host.
-
-On documents of 512 tokens a GPU is done with a layer sooner than the host has called FSDP's hooks for it.
-"""
+"""The weights of a single rank that keeps them gathered, without FSDP: its hooks and copies at every layer would hold up the host."""
 
 from collections.abc import Collection
 from functools import partial
@@ -11,6 +8,8 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+
+from prime_rl.trainer.optim_states import local_part
 
 
 class SingleRankUnit:
@@ -72,8 +71,7 @@ class SingleRankUnit:
         for module in self._model.modules():
             for name, master in module.named_parameters(recurse=False):
                 if master not in copies:
-                    assert isinstance(master, DTensor)
-                    rows = master.to_local().detach()
+                    rows = local_part(master)
                     dtype = rows.dtype if master in self._exact else self._dtype
                     copies[master] = copy = nn.Parameter(rows.to(dtype), requires_grad=master.requires_grad)
                     if copy.dtype != rows.dtype:
@@ -86,6 +84,7 @@ class SingleRankUnit:
     def _add(self, master: nn.Parameter, copy: Tensor) -> None:
         grad, copy.grad = copy.grad, None
         assert grad is not None
+        assert isinstance(master, DTensor)
         if not self._in_backward:
             self._in_backward = True
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -93,7 +92,7 @@ class SingleRankUnit:
             # What `DTensor.from_local` does, without its checks: they would take longer than the addition.
             master.grad = DTensor(grad.float(), master._spec, requires_grad=False)
         else:
-            master.grad.to_local().add_(grad)
+            local_part(master.grad).add_(grad)
 
     def _end_backward(self) -> None:
         self._in_backward = False

@@ -100,7 +100,7 @@ def test_the_same_bits_as_torch(
                 for masters in (kept_masters, freed_masters):
                     assert torch.equal(gradients(masters)[name], gradient), name
         for policy in policies:
-            for parameter in policy.parameters():
+            for parameter in policy.parameters():  # masters again, since the step's last backward
                 parameter.to_local().detach().mul_(1.01)
 
 
