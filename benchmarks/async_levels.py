@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace, level: int, reply: int, steps: int, serve
         "steps_per_second": 1 / seconds,
         "step": seconds,
         "training": mean(row["time/step"] - row["time/wait_for_batch"] for row in trainer),
-        "generation": mean(row["time/step"] - row["time/wait_for_weights"] for row in orchestrator),
+        "generation": mean(row["time/step"] - row["time/idle"] for row in orchestrator),
         "update": mean(row["time/update_weights"] for row in orchestrator),
         "update_parts": {
             name.removeprefix("time/update_"): mean(row.get(name, 0.0) for row in orchestrator)

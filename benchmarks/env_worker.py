@@ -47,8 +47,8 @@ async def measure(pool: EnvPool, rollouts: int, concurrency: int) -> None:
         return result.ok
 
     await asyncio.gather(*(one(i) for i in range(16)))  # first use builds clients and caches
-    (life,) = pool._lives.values()
-    pid = life.process.pid
+    (process,) = pool._processes.values()
+    pid = process.pid
     own, worker, begin = time.process_time(), cpu_seconds(pid), time.perf_counter()
     done = await asyncio.gather(*(one(i) for i in range(rollouts)))
     wall, cpu = time.perf_counter() - begin, cpu_seconds(pid) - worker

@@ -194,8 +194,7 @@ def table(found: dict[str, Any], load: Load) -> list[list[str]]:
 
 def label(given: argparse.Namespace) -> str:
     """What was chosen on our side."""
-    counts = ((given.api_servers, "API server"), (given.workers, "worker"))
-    return ", ".join(f"{count} {name}{'s' * (count > 1)}" for count, name in counts)
+    return f"API servers: {given.api_servers}, workers: {given.workers}"
 
 
 def _shares(rate: float, both: list[float | None]) -> list[str]:
@@ -213,7 +212,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--group", type=int, default=16, help="attempts at one prompt (16)")
     parser.add_argument("--batch", type=int, default=1024, help=f"rollouts of a step, of which there are {ORCHESTRATOR_STEPS} (1024)")  # fmt: skip
     parser.add_argument("--api-servers", type=int, default=1, help="processes of the server that answer HTTP (1)")
-    parser.add_argument("--workers", type=int, default=4, help="environment workers (4)")
+    parser.add_argument("--workers", default="auto", help="environment workers (auto)")
     parser.add_argument("--port", type=int, default=8430)
     parser.add_argument(
         "--limit", type=float, default=RUN_SECONDS, help="seconds for each side, without its start (420)"

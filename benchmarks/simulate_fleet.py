@@ -159,10 +159,11 @@ class Simulation:
             landing = self.flying[0][0] + self.stood if self.flying else np.inf
             version = self.core.version
             trained = self.trained_at[version] if version < len(self.trained_at) else np.inf
-            self._go_to(min(landing, trained, end))
-            if trained <= min(landing, end):
+            due = np.inf if self.core.opens_at is None else self.core.opens_at
+            self._go_to(min(landing, trained, due, end))
+            if trained <= min(landing, due, end):
                 self._update(version + 1)
-            elif landing <= end:
+            elif landing <= min(due, end):
                 self._land(*heapq.heappop(self.flying)[1:])
             self._ship()
 
@@ -208,7 +209,7 @@ class Simulation:
         self.now = moment
 
     def _launch(self) -> None:
-        while (start := self.meter.of("what may start", self.core.next_start)) is not None:
+        while (start := self.meter.of("what may start", self.core.next_start, self.now)) is not None:
             length = next(self._lengths)
             end = self.now - self.stood + length / self.fleet.rate
             heapq.heappush(self.flying, (end, start.episode, length))

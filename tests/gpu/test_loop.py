@@ -146,11 +146,10 @@ def test_the_host_does_not_wait(whole: tuple[Path, Watch]) -> None:
 
 
 def test_nothing_is_compiled_again(whole: tuple[Path, Watch]) -> None:
-    """Whatever comes after the first two steps: one document, forty, a few tokens, a full micro-batch."""
+    """All is compiled before the first step: one document, forty, a few tokens, a full micro-batch."""
     graphs = whole[1].graphs
-    assert len(graphs) == STEPS
-    assert graphs[2] > 0, "nothing was compiled"
-    assert graphs[2:] == [graphs[2]] * (STEPS - 2)
+    assert graphs[0] > 0, "nothing was compiled"
+    assert graphs == [graphs[0]] * STEPS
 
 
 def test_versions_are_what_was_trained(whole: tuple[Path, Watch]) -> None:
@@ -215,7 +214,7 @@ def test_diverged_step_is_not_committed(run_training: Run, model: Path, tmp_path
     with pytest.raises(UserError, match="step 2: the gradient norm is (nan|inf)"):
         run_training(config(tmp_path, model, **settings))
     assert list_steps(tmp_path / "weights") == [0, 1, 2]
-    assert list_steps(tmp_path / "checkpoints") == []
+    assert not list(tmp_path.glob("checkpoints/step_*/trainer"))
     assert [row["step"] for row in rows(tmp_path)] == [0, 1]
 
 

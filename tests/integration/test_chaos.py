@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from faults import audit as finished_run
-from prime_rl.envs import crew as crew_module
 from prime_rl.envs import pool as pool_module
+from prime_rl.envs import worker_pool as worker_pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.audit import audit
@@ -52,7 +52,7 @@ def environments(directory: Path, seed: int) -> list[dict[str, Any]]:
     shares = {"crashes": (CRASHES, 0.15), "hangs": (HANGS, 0.1), "rubbish": (RUBBISH, 0.35)}
     return [
         {
-            "id": "stub", "name": name, "python": str(stub_python(directory)), "workers": 1, "max_workers": 2, "max_concurrent": 4,
+            "id": "stub", "name": name, "python": str(stub_python(directory)), "max_workers": 2, "max_concurrent": 4,
             "recycle_episodes": 25, "recycle_mib": 400,
             "args": {"deeds": deeds, "chance": chance, "seed": seed, "seconds": 0.05, "directory": str(directory)},
         }
@@ -64,9 +64,9 @@ async def strike(pool: EnvPool, chance: random.Random, pause: float) -> None:
     """SIGKILL and SIGSTOP to workers, ready or not."""
     while True:
         await asyncio.sleep(chance.uniform(0.5, 1.5) * pause)
-        if lives := list(pool._lives.values()):
+        if processes := list(pool._processes.values()):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(chance.choice(lives).process.pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
+                os.kill(chance.choice(processes).pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
 
 
 async def train(world: World, steps: int) -> None:
@@ -77,8 +77,8 @@ async def train(world: World, steps: int) -> None:
 
 async def endure(directory: Path, monkeypatch: pytest.MonkeyPatch, *, steps: int, seed: int, pause: float) -> Witness:
     """One run of so many steps."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 8.0)
-    monkeypatch.setattr(crew_module, "MAX_DEATHS", 20)  # of which two thirds are ours
+    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 8.0)
+    monkeypatch.setattr(worker_pool_module, "MAX_DEATHS", 20)  # of which two thirds are ours
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 2.0)
     world = World(
         directory / "run", environment=None, environments=environments(directory, seed), batch_size=12, rollouts_per_example=2, async_level=1,
@@ -117,7 +117,7 @@ def check(directory: Path, pool: Witness, steps: int) -> None:
     print(
         total,
         dict(pool.outcomes),
-        f"{pool.restarts} restarts, {sum(crew.recycled for crew in pool._envs.values())} recycled",
+        f"{pool.restarts} restarts, {sum(one.recycled for one in pool._envs.values())} recycled",
     )
     assert (total.in_flight, total.finished, total.batched) == (0, 0, 0)
     assert total.issued == total.trained + sum(total.dropped.values())
@@ -164,4 +164,4 @@ async def test_a_long_run_survives_its_environments(tmp_path: Path, monkeypatch:
     """Contract: the same for forty steps."""
     pool = await endure(tmp_path, monkeypatch, steps=40, seed=seed, pause=3.0)
     check(tmp_path, pool, 40)
-    assert sum(crew.recycled for crew in pool._envs.values()) >= 1
+    assert sum(one.recycled for one in pool._envs.values()) >= 1

@@ -24,8 +24,8 @@ from fake_engine import FakeEngine, make_tokenizer
 
 from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs import crew as crew_module
 from prime_rl.envs import pool as pool_module
+from prime_rl.envs import worker_pool as worker_pool_module
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
@@ -81,12 +81,12 @@ async def _run_until_it_fails(pool: EnvPool, env: str) -> None:
 
 
 def pids(pool: EnvPool) -> list[int]:
-    return [life.process.pid for life in pool._lives.values()]
+    return [process.pid for process in pool._processes.values()]
 
 
 def pid(pool: EnvPool, env: str) -> int:
     """The process of an environment's only worker, 0 while it is not ready."""
-    return next((life.process.pid for life in pool._envs[env].lives if life is not None and life.tasks), 0)
+    return next((process.pid for process in pool._envs[env].processes if process is not None and process.tasks), 0)
 
 
 def alive(pid: int) -> bool:
@@ -166,7 +166,7 @@ async def test_every_fault_of_a_worker_is_an_outcome(
 ) -> None:
     """Killed or stopped with an episode or with its result in hand; a result lost, doubled or failed: each costs its own
     episode at most, is counted once, and the next episode runs."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 12.0)
+    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 12.0)
     monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.2)
     run_point, result_point = "run:env-good", "result:env-good"
     plan_faults(
@@ -187,8 +187,8 @@ async def test_every_fault_of_a_worker_is_an_outcome(
         assert (await run(pool, "env-good")).outcome is Outcome.ERRORED
         assert (await run(pool, "env-good")).ok
         assert pid(pool, "env-good") == worker
-        (life,) = pool._lives.values()
-        assert life.finished == 3  # not the one that was lost, and the doubled one once
+        (process,) = pool._processes.values()
+        assert process.finished == 3  # not the one that was lost, and the doubled one once
     assert pool.restarts == 4
 
 
@@ -215,7 +215,7 @@ async def test_a_worker_killed_before_it_is_ready(model: Path) -> None:
 
 
 async def test_garbage_from_a_worker(model: Path, tmp_path: Path) -> None:
-    """A broken frame costs the worker that sent it its life and its episodes; one from a stranger is ignored."""
+    """A broken frame costs the worker that sent it its process and its episodes; one from a stranger is ignored."""
     source = f"""
 import pathlib
 import prime_rl.envs.worker as worker
@@ -262,7 +262,7 @@ async def test_a_worker_gets_the_secrets_that_it_was_promised(
 
 async def test_crash_loop_ends_the_pool(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that keeps dying without finishing an episode is an error of the run, which quotes the log."""
-    monkeypatch.setattr(crew_module, "MAX_DEATHS", 2)
+    monkeypatch.setattr(worker_pool_module, "MAX_DEATHS", 2)
     async with serving(model, environment("env-exits")) as (pool, _):
         result = await run(pool, "env-exits")
         assert (result.outcome, "its worker exited with status 3" in result.message) == (Outcome.ERRORED, True)
@@ -336,7 +336,7 @@ async def main():
     asyncio.create_task(pool.run(env="env-blocking", task_index=0, sampling={{"max_tokens": 4}}, policy_version=0,
                                  episode_id="e", deadline=time.monotonic() + 600))
     await asyncio.sleep(0.1)
-    print([life.process.pid for life in pool._lives.values()][0], flush=True)
+    print([process.pid for process in pool._processes.values()][0], flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs import crew as crew_module
 from prime_rl.envs import output as output_module
+from prime_rl.envs import pool as pool_module
+from prime_rl.envs import worker_pool as worker_pool_module
+from prime_rl.envs.autoscaling import IdleCores
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
@@ -26,7 +28,8 @@ SECONDS = 120.0  # until something that should happen counts as not happening
 
 
 def stub(directory: Path, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
-    settings = {"id": "stub", "max_concurrent": 4, "python": str(stub_python(directory)), **settings}
+    few = {} if "max_workers" in settings else {"workers": 1}
+    settings = {"id": "stub", "max_concurrent": 4, **few, "python": str(stub_python(directory)), **settings}
     return EnvConfig(args={"directory": str(directory), **(args or {})}, **settings)
 
 
@@ -48,7 +51,7 @@ async def run(pool: EnvPool, task: int = 0, name: str = "0.0.0", seconds: float 
 
 
 def pids(pool: EnvPool) -> set[int]:
-    return {life.process.pid for life in pool._lives.values()}
+    return {process.pid for process in pool._processes.values()}
 
 
 def alive(pid: int) -> bool:
@@ -72,21 +75,51 @@ async def test_workers_are_added_while_episodes_wait(tmp_path: Path) -> None:
     """As many as fit are run by the workers there are; more than that start others, up to `max_workers`, which get what waits."""
     env = stub(tmp_path, {"slow": 1000.0}, max_concurrent=2, max_workers=3)
     async with serving(tmp_path, env) as pool:
-        crew = pool._envs["stub"]
+        stubs = pool._envs["stub"]
         filling = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2)]
-        await until(lambda: sum(len(life.pending) for life in crew.lives) == 2)
-        await asyncio.sleep(3 * crew_module.WATCH_SECONDS)
-        assert len(crew.seats) == 1
+        await until(lambda: sum(len(process.pending) for process in stubs.processes) == 2)
+        await asyncio.sleep(3 * worker_pool_module.WATCH_SECONDS)
+        assert len(stubs.workers) == 1
         more = [asyncio.create_task(run(pool, TASKS - 1, str(number))) for number in range(2, 9)]
-        await until(lambda: sum(len(life.pending) for life in crew.lives) == 6)
-        assert len(crew.seats) == 3
-        assert sorted(len(life.pending) for life in crew.lives) == [2, 2, 2]
+        await until(lambda: sum(len(process.pending) for process in stubs.processes) == 6)
+        assert len(stubs.workers) == 3
+        assert sorted(len(process.pending) for process in stubs.processes) == [2, 2, 2]
         for task in (*filling, *more):
             task.cancel()
         await asyncio.wait([*filling, *more], timeout=SECONDS)
         assert (await run(pool)).ok
-        assert len(crew.seats) == 3
+        assert len(stubs.workers) == 3
         assert pool.restarts == 0
+
+
+async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the workers are busy and cores idle, more start, though slots are free; what is not needed any more ends, its episodes first."""
+    monkeypatch.setattr(IdleCores, "measure", lambda _: 4.0)
+    monkeypatch.setattr(worker_pool_module, "IDLE_SECONDS", 1.0)
+    env = stub(tmp_path, {"blocks": 0.02, "slow": 10.0}, max_concurrent=64, max_workers=3)
+    async with serving(tmp_path, env) as pool:
+        stubs = pool._envs["stub"]
+        slow = [asyncio.create_task(run(pool, TASKS - 1, f"slow-{number}")) for number in range(6)]
+        async with asyncio.timeout(SECONDS):
+            while sum(worker.ready for worker in stubs.workers) < 3:
+                assert all(result.ok for result in await asyncio.gather(*(run(pool, 0, str(i)) for i in range(30))))
+        assert all([(await task).ok for task in slow])
+        await until(lambda: len(stubs.workers) == 1)
+        assert (await run(pool)).ok
+        assert pool.restarts == 0
+
+
+async def test_no_worker_without_an_idle_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine another one would only take the processor from the others."""
+    monkeypatch.setattr(IdleCores, "measure", lambda _: 0.9)
+    env = stub(tmp_path, {"blocks": 0.02}, max_concurrent=64, max_workers=3)
+    async with serving(tmp_path, env) as pool:
+        (process,) = pool._processes.values()
+        async with asyncio.timeout(SECONDS):
+            while process.use < 0.7:
+                assert all(result.ok for result in await asyncio.gather(*(run(pool, 0, str(i)) for i in range(30))))
+        await asyncio.sleep(2 * pool_module.AUTOSCALE_SECONDS)
+        assert len(pool._envs["stub"].workers) == 1
 
 
 async def test_the_room_of_an_episode_goes_to_who_waits_longest(tmp_path: Path) -> None:
@@ -106,7 +139,7 @@ async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None
     """Neither those who wait for a worker nor those who have one wait for their deadline."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
         has_one, waits = (asyncio.create_task(run(pool, TASKS - 1, name)) for name in "ab")
-        await until(lambda: any(life.pending for life in pool._lives.values()))
+        await until(lambda: any(process.pending for process in pool._processes.values()))
     async with asyncio.timeout(SECONDS / 2):
         assert (await has_one).outcome is Outcome.WORKER_DIED
         with pytest.raises(UserError, match="closed"):
@@ -116,7 +149,7 @@ async def test_who_waits_is_told_that_the_pool_is_closed(tmp_path: Path) -> None
 
 
 async def test_a_deadline_that_passes_while_all_are_full(tmp_path: Path) -> None:
-    """It is a timeout that says so, and leaves no seat taken."""
+    """It is a timeout that says so, and leaves no slot taken."""
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0}, max_concurrent=1)) as pool:
         blocker = asyncio.create_task(run(pool, TASKS - 1))
         await asyncio.sleep(0)
@@ -141,11 +174,11 @@ async def test_a_worker_is_replaced_after_so_many_episodes(tmp_path: Path) -> No
     """Successors take over without an episode lost or doubled; the old ones finish what they have, and end."""
     env = stub(tmp_path, {"seconds": 0.02, "slow": 3.0}, recycle_episodes=5)
     async with serving(tmp_path, env) as pool:
-        crew, first = pool._envs["stub"], pids(pool)
+        stubs, first = pool._envs["stub"], pids(pool)
         slow = asyncio.create_task(run(pool, TASKS - 1, "slow"))
         number = 0
         async with asyncio.timeout(SECONDS):
-            while crew.recycled < 3 or first & pids(pool):
+            while stubs.recycled < 3 or first & pids(pool):
                 results = await asyncio.gather(*(run(pool, i, f"{number}.{i}") for i in range(3)))
                 assert [result.episode_id for result in results] == [f"{number}.{i}" for i in range(3)]
                 assert all(result.ok for result in results)
@@ -159,9 +192,9 @@ async def test_a_worker_that_leaks_is_replaced(tmp_path: Path) -> None:
     """By the memory of all that it has started, itself included."""
     env = stub(tmp_path, {"seconds": 0.1, "leak_mib": 16}, recycle_mib=200)
     async with serving(tmp_path, env) as pool:
-        crew = pool._envs["stub"]
+        stubs = pool._envs["stub"]
         async with asyncio.timeout(SECONDS):
-            while crew.recycled < 2:
+            while stubs.recycled < 2:
                 assert (await run(pool)).ok
         assert pool.restarts == 0
 
@@ -193,7 +226,7 @@ async def test_a_successor_that_cannot_start(tmp_path: Path) -> None:
 
 async def test_a_package_that_is_gone_when_its_worker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a few attempts the pool ends, names what is missing and where, and asks what has changed."""
-    monkeypatch.setattr(crew_module, "MAX_DEATHS", 2)
+    monkeypatch.setattr(worker_pool_module, "MAX_DEATHS", 2)
     async with serving(tmp_path, stub(tmp_path)) as pool:
         (tmp_path / "stub.gone").touch()
         tell(tmp_path, "stub", "kill")
@@ -245,7 +278,7 @@ DEADLY = {
 async def two(pool: EnvPool, directory: Path, deed: str) -> tuple[EpisodeResult, EpisodeResult]:
     """An episode that does it, and one that runs meanwhile in the same worker."""
     neighbour = asyncio.create_task(run(pool, TASKS - 1, "neighbour"))
-    await until(lambda: any(life.pending for life in pool._lives.values()))
+    await until(lambda: any(process.pending for process in pool._processes.values()))
     tell(directory, "stub", deed)
     culprit = await run(pool, 0, "culprit")
     return culprit, await neighbour
@@ -290,7 +323,7 @@ async def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
 
 async def test_an_extension_that_holds_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No heartbeat comes any more: the worker is replaced, and the episode in whose code it is, is named."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 8.0)
+    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 8.0)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
         culprit, neighbour = await two(pool, tmp_path, "hold")
         assert (culprit.outcome, neighbour.outcome) == (Outcome.ERRORED, Outcome.WORKER_DIED)
@@ -300,7 +333,7 @@ async def test_an_extension_that_holds_the_interpreter(tmp_path: Path, monkeypat
 
 async def test_a_stopped_worker_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP comes from outside: all of its episodes may be tried again."""
-    monkeypatch.setattr(crew_module, "BEAT_TIMEOUT", 8.0)
+    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 8.0)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
         culprit, neighbour = await two(pool, tmp_path, "stop")
         assert (culprit.outcome, neighbour.outcome) == (Outcome.WORKER_DIED, Outcome.WORKER_DIED)

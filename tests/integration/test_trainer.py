@@ -249,6 +249,24 @@ def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_two_ranks_save_by_the_clock(tied_model: Path, tmp_path: Path) -> None:
+    """They agree when; a short run that is killed has saved its third step, from which one rank goes on."""
+    support.write_rollouts(tmp_path, 4)
+    config = write_config(tmp_path, tied_model, recovery_interval="auto")
+    with torchrun(2, config, tmp_path / "log") as command:
+        wait_until(lambda: waits_for_step(tmp_path, 4), f"the wait for the fifth batch\n{command.tail()}")
+        wait_until(lambda: list_steps(tmp_path / "recovery") == [3], "the recovery checkpoint of step 3")
+        os.kill(read_status(tmp_path)["trainer"].pid, signal.SIGKILL)
+        assert command.wait(SECONDS) != 0
+    assert verify(tmp_path / "recovery" / "step_3").extra["ranks"] == 2
+    config = write_config(tmp_path, tied_model, max_steps=4)
+    with Command("trainer", "@", config, "--recover", log=tmp_path / "log") as command:
+        command.succeed(SECONDS)
+    assert read_lives(tmp_path) == {0: 0, 1: 3}
+    assert list_steps(tmp_path / "weights")[-1] == 4
+
+
+@pytest.mark.slow
 def test_disk_full_in_the_background_of_two_ranks(tied_model: Path, tmp_path: Path) -> None:
     """Both ranks end at the same step with the one line that says why."""
     support.write_rollouts(tmp_path, 40)

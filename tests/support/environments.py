@@ -135,5 +135,5 @@ def write_environments(directory: Path) -> Path:
 
 
 def environment(env_id: str, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
-    """An environment's settings, with room for few episodes."""
-    return EnvConfig(id=env_id, args=args or {}, **{"max_concurrent": 64, **settings})
+    """An environment's settings: one worker, with slots for few episodes."""
+    return EnvConfig(id=env_id, args=args or {}, **{"max_concurrent": 64, "workers": 1, **settings})

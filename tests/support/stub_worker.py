@@ -29,11 +29,11 @@ DEEDS = (
     "nan", "types", "misaligned", "unknown-field", "bytes", "stranger", "flood", "twice", "giant", "unsendable", "other-episode", "positive", "nested",
 )  # fmt: skip
 _leaked: list[bytearray] = []
-_serving: list[worker.Worker] = []
+_serving: list[worker.WorkerServer] = []
 
 
 class StubEnv:
-    """Every episode takes `seconds`, those of the last task `slow`; its reward is a draw over its name."""
+    """Every episode takes `seconds`, those of the last task `slow`, and blocks for `blocks`; its reward is a draw over its name."""
 
     renderer, stream = "none", ""
 
@@ -57,6 +57,7 @@ class StubEnv:
         draw = random.Random(f"{self.setup.name}/{episode_id}/{self.setup.args.get('seed', 0)}")
         usual = self.setup.args.get("seconds", 0.01)
         await asyncio.sleep(self.setup.args.get("slow", usual) if task_index == TASKS - 1 else usual)
+        time.sleep(self.setup.args.get("blocks", 0.0))
         if (leak := self.setup.args.get("leak_mib", 0)) > 0:
             _leaked.append(bytearray(os.urandom(1024) * (leak << 10)))
         result = self.result(task_index, episode_id, draw)
@@ -194,12 +195,12 @@ def stub_python(directory: Path) -> Path:
     return python
 
 
-async def _serve(self: worker.Worker, serve: Any = worker.Worker.serve) -> None:
+async def _serve(self: worker.WorkerServer, serve: Any = worker.WorkerServer.serve) -> None:
     _serving.append(self)  # the deeds above find it
     await serve(self)
 
 
 if __name__ == "__main__":
     worker.load = StubEnv
-    worker.Worker.serve = _serve
+    worker.WorkerServer.serve = _serve
     worker.main()

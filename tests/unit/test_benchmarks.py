@@ -1,5 +1,6 @@
 """The trainer's benchmark: it runs where there is no GPU, its figures add up, and the page shows what the files hold."""
 
+import argparse
 import importlib.metadata
 import json
 import math
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 from conftest import free_port
+from prime_rl.config import RLConfig, parse
+from prime_rl.config.shared import EnvConfig
+from prime_rl.monitor.monitor import metrics_path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -24,6 +28,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
     sys.path.insert(0, str(BENCHMARKS))
     try:
         import async_levels
+        import end_to_end
         import package
         import rollout_parts
         import simulate_fleet
@@ -37,7 +42,7 @@ def modules() -> Iterator[dict[str, ModuleType]]:
         yield {
             "steps": steps, "suites": suites, "tables": tables, "trainer": trainer, "profile": trainer_profile,
             "fleet": simulate_fleet, "rollout_parts": rollout_parts, "package": package, "sync": weight_sync,
-            "async_levels": async_levels,
+            "async_levels": async_levels, "end_to_end": end_to_end,
         }  # fmt: skip
     finally:
         sys.path[:] = before
@@ -122,6 +127,47 @@ def test_what_running_ahead_is_worth(modules: dict[str, ModuleType], capsys: pyt
     assert "1.80 times as fast as level 0; these two times allow 2.00" in capsys.readouterr().out
     assert not modules["async_levels"].report([apart | {"training": 0.3}, together])["matched"]
     assert "not matched" in capsys.readouterr().out
+
+
+def test_cases_of_whole_runs_are_settings_of_rl(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Contract: each case is a configuration that `rl` takes, and differs from its defaults in the work alone."""
+    end_to_end = modules["end_to_end"]
+    for case in end_to_end.CASES:
+        options, more = end_to_end.settings(case, argparse.Namespace(device="cuda", steps=20), tmp_path)
+        argv = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        config = parse(RLConfig, [*argv, *more], {})
+        assert config.share_gpus == case.startswith("shared")
+        assert config.orchestrator.environments[0].workers == EnvConfig(id="x").workers
+
+
+def test_a_whole_run_is_summed_up(modules: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Contract: steps that compile and those at the end are not counted; every time that is measured is shown; the peer's best is divided by."""
+    (tmp_path / "metrics").mkdir()
+    slow = {0: 30.0, 7: 4.0}
+    for process, row in {
+        "orchestrator": {"perf/throughput": 100.0, "progress/tokens": 50.0, "off_policy/mean": 1.0, "time/idle": 0.5},
+        "trainer": {"loss/mean": 0.0, "mismatch_kl/mean": 1e-3, "time/wait_for_batch": 0.25},
+    }.items():
+        rows = [
+            {"step": step, "time": 110.0 + step, "time/step": slow.get(step, 1.0), "reward/mean": step / 10, **row}
+            for step in range(10)
+        ]
+        path = metrics_path(tmp_path, process)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    end_to_end = modules["end_to_end"]
+    found = end_to_end.summarize(tmp_path, began=100.0, ended=130.0)
+    assert (found["until_first_step"], found["whole_seconds"], found["steps"]) == (10.0, 30.0, 3)
+    assert (found["median_step"], found["slowest_over_median"]) == (1.0, 4.0)
+    assert found["sampled_tokens_per_second"] == pytest.approx(100.0)
+    assert found["sampled_tokens_per_step"] == pytest.approx(200.0)
+    assert found["reward"] == [pytest.approx(0.2), pytest.approx(0.7)]
+    assert found["parts"]["trainer"]["step"] == [pytest.approx(2.0), 4.0]
+    assert found["limit"].startswith("limited by training")
+    machine = {"machine": {"date": "today", "cores": 2, "cpu": "x"}}
+    peers = {name: {**found, **machine, "sampled_tokens_per_second": rate, "peer_of": "ours"} for name, rate in (("a", 125.0), ("b", 50.0))}  # fmt: skip
+    table = end_to_end.show({"ours": {**found, **machine}, **peers})
+    assert "| ours | 10 s | 1.00 s (4.0 ×) | 100 | **0.80** |" in table
+    assert end_to_end.show(json.loads(end_to_end.RESULTS.read_text())) in end_to_end.README.read_text()
 
 
 def test_gaps_between_tokens(modules: dict[str, ModuleType]) -> None:

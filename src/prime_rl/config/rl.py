@@ -1,6 +1,6 @@
 """Settings of `rl`: a whole run, its processes, and what they share."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
@@ -64,9 +64,9 @@ class RLConfig(BaseConfig):
     restart_backoff: PositiveFloat = Field(
         default=1.0, description="Seconds before the first restart of a process; doubled with each further one."
     )
-    recovery_interval: PositiveInt | None = Field(
-        default=10,
-        description="Steps between two recovery checkpoints of the trainer; the newest is kept (None: none).",
+    recovery_interval: PositiveInt | Literal["auto"] | None = Field(
+        default="auto",
+        description="Steps between two recovery checkpoints of the trainer; the newest is kept (auto: as often as 1 % of the run's time allows; None: none).",
     )
     heartbeat_timeout: PositiveFloat = Field(
         default=60.0, description="Seconds without a sign of life after which a process is started again."

@@ -71,7 +71,8 @@ class CkptConfig(Section):
         default=None, description="Checkpoints whose step is a multiple of this are kept for good (None: none)."
     )
     save_async: bool = Field(
-        default=False, description="Write in the background: a step waits for the copy to host memory only."
+        default=True,
+        description="Copy to host memory and write in the background (false: the loop waits for the disk).",
     )
     resume_step: int | None = Field(
         default=None, ge=-1, description="Go on from this step; -1: from the newest (None: start anew)."
@@ -143,6 +144,15 @@ def is_own_host(host: str) -> bool:
     except ValueError:
         return host == "localhost"
     return address.is_loopback or address.is_unspecified
+
+
+def how_to_start(root: str) -> str:
+    """What brings up a server at this address, in words that follow `; `; of an API of others what may be wrong."""
+    parts = urlsplit(root)
+    if parts.scheme == "https":
+        return "is client.base_url right?"
+    where = "" if is_own_host(parts.hostname or "") else f" on {parts.hostname}"
+    return f"`uv run inference --model.name MODEL --server.port {parts.port or 80}` starts one{where}"
 
 
 class ClientConfig(Section):
@@ -287,9 +297,11 @@ class EnvConfig(Section):
         default_factory=list,
         description="Packages of a Python environment of its own, which uv makes and keeps, such as wordle==0.3 or ./my_env.",
     )
-    workers: PositiveInt = Field(default=1, description="Worker processes, at least.")
+    workers: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="Worker processes (auto: as many as their load calls for and idle cores allow)."
+    )
     max_workers: PositiveInt | None = Field(
-        default=None, description="Worker processes, at most: more start when all are full (None: workers)."
+        default=None, description="Most worker processes of workers = auto (None: one for each core)."
     )
     max_concurrent: PositiveInt = Field(default=256, description="Most episodes that one worker runs at a time.")
     recycle_episodes: PositiveInt | None = Field(
@@ -332,8 +344,12 @@ class EnvConfig(Section):
             raise Problem(
                 "python names an interpreter and requirements make one: give one of them", "python", "requirements"
             )
-        if self.max_workers is not None and self.max_workers < self.workers:
-            raise Problem(f"max_workers {self.max_workers} is below workers {self.workers}", "max_workers", "workers")
+        if self.max_workers is not None and self.workers != "auto":
+            raise Problem(
+                f"max_workers has no effect with workers = {self.workers}: leave one of them out",
+                "max_workers",
+                "workers",
+            )
         return self
 
     @model_validator(mode="after")

@@ -205,8 +205,9 @@ class TrainerConfig(TrainingConfig):
         json_schema_extra={"one_time": True},
         description="Go on from the newest state committed in output_dir: a recovery checkpoint, a checkpoint, or the start.",
     )
-    recovery_interval: PositiveInt | None = Field(
-        default=None, description="Steps between two recovery checkpoints, of which the newest is kept (None: none)."
+    recovery_interval: PositiveInt | Literal["auto"] | None = Field(
+        default=None,
+        description="Steps between two recovery checkpoints, of which the newest is kept (auto: as often as 1 % of the run's time allows; None: none).",
     )
     rollout_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a batch of rollouts.")
     log_samples_interval: PositiveInt | None = Field(

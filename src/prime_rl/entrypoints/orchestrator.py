@@ -54,7 +54,7 @@ def run(config: OrchestratorConfig) -> None:
         path = dry_path(config.output_dir, "orchestrator")
     if config.dry_run:
         write_toml(config, path)
-        names = ", ".join(f"{env.name} ({env.workers} worker{'s' * (env.workers > 1)})" for env in config.environments)
+        names = ", ".join(f"{env.name} (workers: {env.workers})" for env in config.environments)
         print(f"orchestrator: {names}; {config.batch_size} rollouts a step from {config.client.servers}")
         print(f"batches to {config.output_dir / 'rollouts'}, weights from {config.output_dir / 'weights'}")
         print(f"config: {path}")

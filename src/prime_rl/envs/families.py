@@ -66,6 +66,12 @@ def resident(processes: Mapping[int, Process], worker: int) -> int:
     return sum(processes[pid].resident for pid in family(processes, worker))
 
 
+def resident_alone(pid: int) -> int:
+    """Bytes of memory that one process holds; 0 if it has ended."""
+    process = _read(pid)
+    return 0 if process is None else process.resident
+
+
 def marked(mark: str, pids: Iterable[int]) -> set[int]:
     """Those that bear a mark in the environment they were started with."""
     wanted = f"{MARK_VAR}={mark}".encode()

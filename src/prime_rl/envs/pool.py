@@ -1,6 +1,6 @@
 """Orchestrator side of the environment workers: start them, send episodes, survive what they do.
 
-The wire and the pool's callers are here; the workers of each environment are its `crew`'s. An environment's faults are outcomes of its
+The wire and the pool's callers are here; the workers of each environment are a `WorkerPool`'s. An environment's faults are outcomes of its
 episodes, never exceptions here. A dead or hung worker fails the episodes it had with `worker_died` and is started again; one that keeps dying
 while its environment finishes no episode ends the pool with a UserError that quotes its log.
 """
@@ -22,10 +22,9 @@ import zmq.asyncio
 from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs import process
-from prime_rl.envs.crew import BEAT_TIMEOUT, Crew, WorkerGone
+from prime_rl.envs import worker_process
+from prime_rl.envs.autoscaling import IdleCores
 from prime_rl.envs.output import Log
-from prime_rl.envs.process import Life
 from prime_rl.envs.protocol import (
     MOST_BYTES,
     MOST_TASKS_BYTES,
@@ -51,11 +50,14 @@ from prime_rl.envs.protocol import (
 )
 from prime_rl.envs.variables import check_promised, passed_on, worker_variables
 from prime_rl.envs.vetting import vetted
+from prime_rl.envs.worker_pool import HEARTBEAT_TIMEOUT, WorkerGone, WorkerPool
+from prime_rl.envs.worker_process import WorkerProcess
 from prime_rl.errors import UserError
 from prime_rl.lifeline import Lifeline
 from prime_rl.wait import LEAST_POLL_SECONDS, wait_async
 
-CLOSE_SECONDS = 3 * process.TERM_SECONDS
+CLOSE_SECONDS = 3 * worker_process.TERM_SECONDS
+AUTOSCALE_SECONDS = 1.0
 GRACE_SECONDS = 5.0  # a worker enforces the deadline itself; this much later it is taken to be blocked
 
 
@@ -115,7 +117,7 @@ class EnvPool:
             check_promised(config.name, config.secrets)
         self._configs = {config.name: config for config in envs}
         self._logs = {name: Log(logs / f"{name.replace('/', '--')}.log") for name in names}
-        self._envs: dict[str, Crew] = {}
+        self._envs: dict[str, WorkerPool] = {}
         self._model = model
         self._base_urls = [_v1(url) for url in ([base_url] if isinstance(base_url, str) else base_url)]
         self._api_key = api_key
@@ -126,8 +128,8 @@ class EnvPool:
         self.start_timeout = 0.0
         self._token = secrets.token_urlsafe(16)
         self._pages = itertools.count()
-        self._lives: dict[str, Life] = {}
-        self._crews: dict[str, Crew] = {}  # by the identities of their lives
+        self._processes: dict[str, WorkerProcess] = {}
+        self._pools: dict[str, WorkerPool] = {}  # by the identities of their processes
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: set[asyncio.Task[None]] = set()
         self.failure: UserError | None = None
@@ -151,13 +153,14 @@ class EnvPool:
         self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_TASKS_BYTES)
         self._socket.bind(self._address)
         self.start_task(self._receive())
-        self._envs = {name: Crew(config, self._logs[name], self) for name, config in self._configs.items()}
-        for crew in self._envs.values():
-            crew.start()
+        self.start_task(self._autoscale())
+        self._envs = {name: WorkerPool(config, self._logs[name], self) for name, config in self._configs.items()}
+        for pool in self._envs.values():
+            pool.start()
         try:
-            for crew in self._envs.values():
-                await self._await_ready(crew)
-                await crew.check_limit()
+            for pool in self._envs.values():
+                await self._await_ready(pool)
+                await pool.check_limit()
         except BaseException:
             await self.close()
             raise
@@ -194,44 +197,44 @@ class EnvPool:
         `server`: the address of the one that samples it, with or without /v1.
         Cancelling the call cancels the episode and its engine requests. Raises UserError once the pool has failed.
         """
-        crew = self._envs[env]
-        task = crew.tasks[task_index]
+        pool = self._envs[env]
+        task = pool.tasks[task_index]
 
         def failed(outcome: Outcome, message: str) -> EpisodeResult:
             return EpisodeResult(episode_id, env, task.task_id, outcome, message)
 
         timeout = max(0.0, deadline - time.monotonic())
-        if (placed := await crew.place(timeout)) is None:
-            if crew.someone_serves:
+        if (placed := await pool.place(timeout)) is None:
+            if pool.any_serves:
                 return failed(
                     Outcome.TIMEOUT, f"all workers of {env!r} were full for {timeout:.0f} s, and no episode ended"
                 )
             return failed(Outcome.WORKER_DIED, f"no worker of {env!r} became ready before the deadline")
-        life, request = placed
+        process, request = placed
         sampler = self._samplers.get(env)
         base_url = _v1(sampler.base_url) if sampler else self._base_urls[0] if server is None else _v1(server)
         try:
             async with asyncio.timeout(timeout + GRACE_SECONDS):
                 await self._send(
-                    life,
+                    process,
                     Run(request, episode_id, task_index, task.task_id, sampling, policy_version, base_url, timeout),
                 )
-                # Owed by the worker; its crew fails it when the worker is gone.
-                result = await life.pending[request]
+                # Owed by the worker; its pool fails it when the worker is gone.
+                result = await process.pending[request]
             tokens = self._chat_timeout is None
             return vetted(result, episode_id=episode_id, env=env, task_id=task.task_id, tokens=tokens)
         except WorkerGone as gone:
             return failed(gone.outcome, str(gone))
         except TimeoutError:
-            await self._send(life, Cancel(request))
-            if life.stuck and life.culprit() != request:
+            await self._send(process, Cancel(request))
+            if process.stuck and process.offending_request() != request:
                 return failed(Outcome.WORKER_DIED, "its worker is stuck, and not in this episode's code")
             return failed(Outcome.TIMEOUT, f"no answer from the worker {GRACE_SECONDS:.0f} s after the deadline")
         except asyncio.CancelledError:
-            await self._send(life, Cancel(request))
+            await self._send(process, Cancel(request))
             raise
         finally:
-            crew.leave(life, request)
+            pool.leave(process, request)
 
     async def close(self) -> None:
         """End every worker (SIGTERM, then SIGKILL) and remove what was created. Bounded; may be called twice."""
@@ -253,10 +256,10 @@ class EnvPool:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    # ---- what the crews need: see `crew.Employer`
+    # ---- what the worker pools need: see `WorkerHost`
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """A task that the pool cannot do without: should it fail, the pool fails, and says so."""
+        """Run a task whose failure is the pool's."""
 
         def ended(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -269,24 +272,24 @@ class EnvPool:
         task.add_done_callback(ended)
 
     def fail(self, error: UserError) -> None:
-        """The pool cannot go on: every caller, waiting or coming, gets this error."""
+        """End the pool: every caller, waiting or coming, gets this error."""
         if self.failure is None:
             self.failure = error
-            for crew in self._envs.values():
-                crew.fail(error)
+            for pool in self._envs.values():
+                pool.fail(error)
 
-    def forget(self, life: Life) -> None:
-        """It is over: what still comes from it is ignored."""
-        self._lives.pop(life.identity, None)
-        self._crews.pop(life.identity, None)
+    def forget(self, process: WorkerProcess) -> None:
+        """Ignore what still comes from a process."""
+        self._processes.pop(process.identity, None)
+        self._pools.pop(process.identity, None)
 
-    def end(self, life: Life, deaf: bool) -> "asyncio.Task[None]":
-        """See `process.end`. The task is not cancelled when the pool is closed, but awaited."""
+    def end(self, process: WorkerProcess, deaf: bool) -> "asyncio.Task[None]":
+        """See `worker_process.end`. The task is awaited, not cancelled, when the pool is closed."""
 
         async def end() -> None:
-            if strays := await process.end(life, deaf):
+            if strays := await worker_process.end(process, deaf):
                 logger.warning(
-                    "worker {} had left {} processes outside its group; they are ended", life.identity, strays
+                    "worker {} had left {} processes outside its group; they are ended", process.identity, strays
                 )
 
         task = asyncio.create_task(end())
@@ -294,23 +297,23 @@ class EnvPool:
         task.add_done_callback(self._endings.discard)
         return task
 
-    async def hire(self, crew: Crew, identity: str) -> Life:
-        """A new worker process. Raises OSError."""
+    async def spawn(self, pool: WorkerPool, identity: str) -> WorkerProcess:
+        """Start a worker process. Raises OSError."""
         assert self._lifeline is not None
         assert self._directory is not None
-        crew.log.begin()
-        life = await process.spawn(
+        pool.log.begin()
+        process = await worker_process.spawn(
             identity,
             self._address,
-            crew.config.python,
-            self._variables(crew),
+            pool.config.python,
+            self._variables(pool),
             pass_fds=self._lifeline.pass_fds,
-            log=crew.log,
+            log=pool.log,
             page=self._directory / f"{next(self._pages)}.page",
             hang_timeout=self.hang_timeout,
         )
-        self._crews[identity], self._lives[identity] = crew, life
-        return life
+        self._pools[identity], self._processes[identity] = pool, process
+        return process
 
     def _setup(self, config: EnvConfig) -> Setup:
         sampler, shown = self._samplers.get(config.name), self._demonstrations.get(config.name)
@@ -334,15 +337,15 @@ class EnvPool:
             request_timeout=self._chat_timeout or 0.0,
         )
 
-    def _variables(self, crew: Crew) -> dict[str, str]:
+    def _variables(self, pool: WorkerPool) -> dict[str, str]:
         assert self._lifeline is not None
         assert self._directory is not None
-        passed, withheld = passed_on(os.environ, crew.config.secrets)
-        if withheld and withheld != crew.withheld:
-            crew.log.note(f"variables withheld from this environment (`secrets` passes them): {', '.join(withheld)}")
-        crew.withheld = withheld
-        sampler = self._samplers.get(crew.config.name)
-        own_python = crew.config.python is not None
+        passed, withheld = passed_on(os.environ, pool.config.secrets)
+        if withheld and withheld != pool.withheld:
+            pool.log.note(f"variables withheld from this environment (`secrets` passes them): {', '.join(withheld)}")
+        pool.withheld = withheld
+        sampler = self._samplers.get(pool.config.name)
+        own_python = pool.config.python is not None
         # Others' servers are reached as the user's proxy has it.
         servers = [] if self._chat_timeout is not None else self._base_urls
         return worker_variables(
@@ -351,7 +354,7 @@ class EnvPool:
             token=self._token,
             base_urls=servers if sampler is None else [_v1(sampler.base_url)],
             api_key=self._api_key if sampler is None else sampler.api_key,
-            path=process.expose_package(self._directory / "path") if own_python else None,
+            path=worker_process.expose_package(self._directory / "path") if own_python else None,
         )
 
     # ---- messages
@@ -360,44 +363,44 @@ class EnvPool:
         while True:
             frames = await self._socket.recv_multipart()  # bounded: owed by no one; `_watch` judges who sends nothing
             identity, frame = frames[0], frames[-1]
-            life = self._lives.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
-            if life is None or life.lost.done():
-                continue  # of a life that is over
-            if len(frame) > (MOST_BYTES if life.tasks is not None else MOST_TASKS_BYTES):
-                life.lose(f"sent a message of {len(frame) >> 20} MiB")
+            process = self._processes.get(identity.decode(errors="replace").removesuffix("#heartbeat"))
+            if process is None or process.lost.done():
+                continue  # it has ended
+            if len(frame) > (MOST_BYTES if process.tasks is not None else MOST_TASKS_BYTES):
+                process.lose(f"sent a message of {len(frame) >> 20} MiB")
                 continue
             try:
                 message = decode(frame)
             except ProtocolError as error:
-                life.lose(f"sent a broken message: {error}")
+                process.lose(f"sent a broken message: {error}")
                 continue
-            await self._handle(life, message)
+            await self._handle(process, message)
 
-    async def _handle(self, life: Life, message: Message) -> None:
-        life.heard = time.monotonic()
+    async def _handle(self, process: WorkerProcess, message: Message) -> None:
+        process.heard = time.monotonic()
         if isinstance(message, Hello):
-            await self._greet(life, message)
+            await self._greet(process, message)
         elif isinstance(message, Heartbeat):
-            life.beat = message
-            self._crews[life.identity].fill()
-        elif not life.hello:
-            life.lose(f"sent {message.kind!r} before its hello")
+            process.hear(message)
+            self._pools[process.identity].fill()
+        elif not process.hello:
+            process.lose(f"sent {message.kind!r} before its hello")
         elif isinstance(message, Result):
-            self._take(life, message)
+            self._take(process, message)
         elif isinstance(message, Ready):
-            life.ready = message
-            await self._send(life, ListTasks())
+            process.ready = message
+            await self._send(process, ListTasks())
         elif isinstance(message, Tasks):
-            self._welcome(life, message)
+            self._welcome(process, message)
         elif isinstance(message, LoadFailed):
-            self._not_loaded(life, message.message)
+            self._not_loaded(process, message.message)
         else:
-            life.lose(f"sent an unexpected {message.kind!r}")
+            process.lose(f"sent an unexpected {message.kind!r}")
 
-    async def _greet(self, life: Life, hello: Hello) -> None:
-        config = self._crews[life.identity].config
+    async def _greet(self, process: WorkerProcess, hello: Hello) -> None:
+        config = self._pools[process.identity].config
         if not secrets.compare_digest(hello.token.encode(), self._token.encode()):
-            life.lose("sent a wrong token")
+            process.lose("sent a wrong token")
         elif hello.version != VERSION:
             self.fail(
                 UserError(
@@ -405,68 +408,77 @@ class EnvPool:
                     f"{VERSION}: its Python environment holds another prime-rl"
                 )
             )
-            life.lose("protocol version")
+            process.lose("protocol version")
         else:
-            life.hello = True
-            await self._send(life, self._setup(config))
+            process.hello = True
+            await self._send(process, self._setup(config))
 
-    def _take(self, life: Life, message: Result) -> None:
-        if not 0 < message.request <= life.requests:
-            life.lose(f"sent a result of request {message.request}, which it never had")
+    def _take(self, process: WorkerProcess, message: Result) -> None:
+        if not 0 < message.request <= process.requests:
+            process.lose(f"sent a result of request {message.request}, which it never had")
             return
-        future = life.pending.get(message.request)
+        future = process.pending.get(message.request)
         if future is not None and not future.done():  # else it comes too late, or twice
-            self._crews[life.identity].finish(life)
+            self._pools[process.identity].finish(process)
             future.set_result(message.episode)
 
-    def _not_loaded(self, life: Life, why: str) -> None:
-        crew = self._crews[life.identity]
-        if (python := crew.config.python) is not None:
+    def _not_loaded(self, process: WorkerProcess, why: str) -> None:
+        pool = self._pools[process.identity]
+        if (python := pool.config.python) is not None:
             why += f"; its Python is {python} (`uv pip install --python {python} …`)"
-        if crew.info is None:  # it never loaded: no use trying again
-            withheld = f"; not passed to it: {', '.join(crew.withheld)} (see its `secrets`)" if crew.withheld else ""
-            self.fail(UserError(f"{why} (log: {crew.log.path}){withheld}"))
-        life.lose(why)
+        if pool.info is None:  # it never loaded: no use trying again
+            withheld = f"; not passed to it: {', '.join(pool.withheld)} (see its `secrets`)" if pool.withheld else ""
+            self.fail(UserError(f"{why} (log: {pool.log.path}){withheld}"))
+        process.lose(why)
 
-    def _welcome(self, life: Life, message: Tasks) -> None:
-        crew = self._crews[life.identity]
-        if life.ready is None or life.tasks is not None:
-            life.lose("sent tasks that it was not asked for")
+    def _welcome(self, process: WorkerProcess, message: Tasks) -> None:
+        pool = self._pools[process.identity]
+        if process.ready is None or process.tasks is not None:
+            process.lose("sent tasks that it was not asked for")
             return
         if wrong := [task_id for task_id in message.task_ids if not isinstance(task_id, str)]:
-            life.lose(f"named a task {wrong[0]!r}, which is no text")
+            process.lose(f"named a task {wrong[0]!r}, which is no text")
             return
-        life.tasks = message.task_ids
-        if crew.info is None:
-            crew.info = life.ready
+        process.tasks = message.task_ids
+        if pool.info is None:
+            pool.info = process.ready
             listed = [TaskInfo(task_id, index) for index, task_id in enumerate(message.task_ids)]
-            crew.tasks = EndlessTasks(message.stream) if message.stream else listed
-        crew.welcome(life)
+            pool.tasks = EndlessTasks(message.stream) if message.stream else listed
+        pool.welcome(process)
 
-    async def _send(self, life: Life, message: Message) -> None:
-        if life.lost.done() or self._socket is None:
+    async def _send(self, process: WorkerProcess, message: Message) -> None:
+        if process.lost.done() or self._socket is None:
             return
         try:
-            frames = [life.identity.encode(), encode(message)]
+            frames = [process.identity.encode(), encode(message)]
             await self._socket.send_multipart(frames)  # bounded: it has room for any number (SNDHWM 0)
         except zmq.ZMQError as error:  # ROUTER_MANDATORY: the peer is gone
-            life.lose(f"unreachable: {error}")
+            process.lose(f"unreachable: {error}")
 
     # ---- waiting
 
-    async def _await_ready(self, crew: Crew) -> None:
-        """All workers of an environment are ready, or the reason why not, which its crew finds first as a rule."""
+    async def _autoscale(self) -> None:
+        """Give the environments the workers that their load calls for; the one with the fewest takes idle cores first."""
+        cores = IdleCores()
+        while True:  # bounded: `close` cancels it
+            await asyncio.sleep(AUTOSCALE_SECONDS)
+            idle = cores.measure()
+            for pool in sorted(self._envs.values(), key=lambda pool: len(pool.workers)):
+                idle -= pool.scale(idle)
+
+    async def _await_ready(self, pool: WorkerPool) -> None:
+        """Wait until all workers of an environment are ready. Raises why they are not, which their pool finds first as a rule."""
 
         def all_ready() -> bool:
             if self.failure is not None:
                 raise self.failure
-            return crew.ready
+            return pool.ready
 
         await wait_async(
             all_ready,
             subject="ready worker",
-            owner=f"environment {crew.config.name!r}",
-            seconds=self.start_timeout + BEAT_TIMEOUT,
+            owner=f"environment {pool.config.name!r}",
+            seconds=self.start_timeout + HEARTBEAT_TIMEOUT,
             poll=LEAST_POLL_SECONDS,
         )
 

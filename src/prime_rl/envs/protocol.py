@@ -21,7 +21,7 @@ from typing import Any, ClassVar, get_origin, get_type_hints
 
 import msgpack
 
-VERSION = 7
+VERSION = 8
 MOST_BYTES = 128 << 20  # of a message but the list of tasks: ten million tokens
 MOST_TASKS_BYTES = 1 << 30
 ROLES = ("", "system", "user", "assistant", "tool")
@@ -243,8 +243,7 @@ class Heartbeat:
     kind: ClassVar[str] = "heartbeat"
     lag: float  # seconds since the worker's event loop last ran
     blocked_at: str  # where the main thread is, when it lags
-    in_flight: int
-    finished: int
+    use: float  # of a core, since the last one: the part of the time in which the process computed or its event loop was blocked
 
 
 Message = Hello | Setup | Ready | LoadFailed | ListTasks | Tasks | Run | Cancel | Result | Heartbeat

@@ -9,7 +9,9 @@ import asyncio
 import contextlib
 import faulthandler
 import logging
+import math
 import os
+import selectors
 import signal
 import sys
 import threading
@@ -59,9 +61,33 @@ LATE_SECONDS = 2.0  # that an episode may block the loop beyond its deadline
 logger = logging.getLogger("prime_rl.envs.worker")
 
 
-class Worker:
-    def __init__(self, address: str, identity: str, token: str, blame: Blame, hang_timeout: float) -> None:
+class _WaitTimer(selectors.DefaultSelector):
+    """Measures for how long the event loop has waited for something to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waited, self._since = 0.0, math.inf  # since when it waits now
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._since = begin = time.monotonic()
+        try:
+            return super().select(timeout)
+        finally:
+            self._since = math.inf
+            self._waited += time.monotonic() - begin
+
+    @property
+    def seconds(self) -> float:
+        """Seconds waited so far. From any thread."""
+        return self._waited + max(0.0, time.monotonic() - self._since)
+
+
+class WorkerServer:
+    def __init__(
+        self, address: str, identity: str, token: str, blame: Blame, hang_timeout: float, timer: _WaitTimer
+    ) -> None:
         self._address = address
+        self._timer = timer
         self._blame, self._hang_timeout = blame, hang_timeout
         self._identity = identity
         self._token = token
@@ -75,7 +101,6 @@ class Worker:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._deadlines: dict[int, float] = {}
         self._threads = Threads()
-        self._finished = 0
 
     async def serve(self) -> None:
         loop = asyncio.get_running_loop()
@@ -174,7 +199,6 @@ class Worker:
             except (*FATAL, Exception) as error:  # noqa: BLE001 - an episode's failure must stay an outcome of that episode
                 traceback.print_exc()
                 result = failed(Outcome.ERRORED, explain(error))
-        self._finished += 1
         fault = faults.point(f"result:{name}")
         if fault == "error":
             result = failed(Outcome.ERRORED, "fault injection")
@@ -204,17 +228,26 @@ class Worker:
         socket.setsockopt(zmq.IDENTITY, f"{self._identity}#heartbeat".encode())
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self._address)
+        before = self._counters()
         while not self._stopped.wait(HEARTBEAT_SECONDS):  # bounded: a daemon thread; `serve` sets it at its end
+            now = self._counters()
+            wall, computed, waited = (new - old for new, old in zip(now, before, strict=True))
+            before = now
+            use = min(1.0, max(computed, wall - waited) / wall)
             lag = time.monotonic() - self._ticked if self._loaded else 0.0
             where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
             if self._loaded:
                 self._blame.interrupt(main_thread)
                 self._threads.interrupt(lambda request: request not in self._running)
             try:
-                socket.send(encode(Heartbeat(lag, where, len(self._running), self._finished)), zmq.NOBLOCK)
+                socket.send(encode(Heartbeat(lag, where, use if self._loaded else 0.0)), zmq.NOBLOCK)
             except zmq.Again:  # the pool does not read: it will judge by what it gets
                 continue
         socket.close()
+
+    def _counters(self) -> tuple[float, float, float]:
+        """Seconds: of the clock, of processor time of all threads, and of the event loop's waits."""
+        return time.monotonic(), time.process_time(), self._timer.seconds
 
 
 def _frame(run: Run, name: str, result: EpisodeResult) -> bytes:
@@ -251,7 +284,9 @@ def main() -> None:
     parser.add_argument("--hang-timeout", type=float, required=True, help="seconds that code may block the event loop")
     args = parser.parse_args()
     token = os.environ.pop(TOKEN_VAR, "")  # not for the programs that an environment starts
-    asyncio.run(_serve(args, token))
+    timer = _WaitTimer()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(timer)) as runner:
+        runner.run(_serve(args, token, timer))
     zmq.asyncio.Context.instance().term()  # the last message leaves: waits for as long as the socket lingers, a second
     # All is closed. Taking the interpreter apart would collect verifiers' whole object graph: seconds on a busy machine.
     logging.shutdown()
@@ -277,8 +312,8 @@ def _set_up_logging(level: str) -> None:
     os.environ.update({f"LOGURU_{name}": value for name, value in lines.items()})
 
 
-async def _serve(args: argparse.Namespace, token: str) -> None:
-    await Worker(args.address, args.identity, token, Blame(Page(args.page)), args.hang_timeout).serve()
+async def _serve(args: argparse.Namespace, token: str, timer: _WaitTimer) -> None:
+    await WorkerServer(args.address, args.identity, token, Blame(Page(args.page)), args.hang_timeout, timer).serve()
 
 
 if __name__ == "__main__":

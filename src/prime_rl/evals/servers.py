@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 from loguru import logger
 
-from prime_rl.config.shared import is_own_host
+from prime_rl.config.shared import how_to_start, is_own_host
 from prime_rl.errors import UserError
 from prime_rl.evals.targets import Target
 from prime_rl.monitor import Status
@@ -82,15 +82,20 @@ async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig
             found.append(response)
 
     await look()
+    root = client.api_roots[0]
     if not found:
         logger.info(
-            "waiting for an inference server at {} (at most {:.0f} s)", client.api_roots[0], client.ready_timeout
+            "waiting for an inference server at {} (at most {:.0f} s); {}",
+            root,
+            client.ready_timeout,
+            how_to_start(root),
         )
     begin = asyncio.get_running_loop().time()
     while not found:  # bounded: by client.ready_timeout
         if asyncio.get_running_loop().time() - begin > client.ready_timeout:
             raise UserError(
-                f"no inference server at {client.api_roots[0]} after {client.ready_timeout:.0f} s ({client.source}, client.ready_timeout): {trouble}"
+                f"no inference server at {root} after {client.ready_timeout:.0f} s ({client.source}, client.ready_timeout): "
+                f"{trouble}; {how_to_start(root)}"
             )
         on_wait("an answer", client.servers, client.ready_timeout)
         await asyncio.sleep(0.25)

@@ -28,7 +28,7 @@ from prime_rl.launcher.diagnosis import (
     is_server,
 )
 from prime_rl.launcher.procs import ProcessId, Tree, boot_id, by_parent, descendants, identify, is_stopped
-from prime_rl.launcher.progress import minutes
+from prime_rl.launcher.progress import limit_line, minutes
 from prime_rl.monitor import read_status
 from prime_rl.monitor.record import as_table, build
 from prime_rl.monitor.status import ProcessStatus
@@ -89,7 +89,7 @@ def collect(run: Path) -> Facts:
         processes=processes,
         workers=() if orchestrator is None or not _here(orchestrator) else _workers(orchestrator.pid, tree),
         free=shutil.disk_usage(run).free,
-        recoverable=rundir.recoverable(run),
+        recoverable=bool(rundir.results(run)),
         heartbeat_timeout=_seconds(settings.get("heartbeat_timeout"), Facts.heartbeat_timeout),
         stall_timeout=_seconds(settings.get("stall_timeout"), Facts.stall_timeout),
     )
@@ -217,6 +217,8 @@ def examination(run: Path, facts: Facts, diagnosis: Diagnosis) -> list[str]:
         )
     lines.append(f"{'committed':<15}{_committed(run)}")
     lines.append(f"{'disk':<15}{facts.free / 2**30:,.1f} GiB free")
+    if (limit := limit_line(run)) is not None:
+        lines.append(f"{'speed':<15}{limit}")
     for name, process in facts.processes.items():
         if diagnosis.verdict.fine or _ended_well(process):
             continue

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from prime_rl.config import RLConfig
 from prime_rl.config.base import BaseConfig
@@ -112,7 +113,7 @@ def trainer_ranks(config: RLConfig, gpus: Sequence[str]) -> int:
     return config.trainer_ranks or max(1, len(gpus))
 
 
-def recovery_interval(config: RLConfig) -> int | None:
+def recovery_interval(config: RLConfig) -> int | Literal["auto"] | None:
     """Steps between the trainer's recovery checkpoints: its own setting, else the run's where processes are started again."""
     if config.trainer.recovery_interval is not None or config.bench or config.max_restarts == 0:
         return config.trainer.recovery_interval

@@ -5,38 +5,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from prime_rl.launcher.split import split, split_lines
-from prime_rl.monitor.monitor import metrics_path, parse_line, read_metrics
+from prime_rl.monitor.limits import Limit, LimitWatch, Row, Shares, Steps, limit_of
+from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.lives import read_lives
 from prime_rl.transport.weights import version_dir, weights_manifest
 
-Row = Mapping[str, float]
-
+LINE_COLUMNS = 120  # of a step's line, with the time before it
+_CLOCK_COLUMNS = len("00:00:00 ")
 _ETA_STEPS = 10  # the remaining time follows the mean of the last steps
 _SUMMARY_STEPS = 5
 _KEPT_STEPS = 100  # more than lie between two recovery checkpoints
 _EVAL_PREFIX, _EVAL_SUFFIX = "eval/", "/reward/mean"
-
-
-class Tail:
-    """Reads the lines that are added to a metrics file, from its present end on. The file may not exist yet."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
-
-    def read(self) -> list[Row]:
-        """The rows of the whole lines added since the last call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            whole = file.read().rpartition(b"\n")[0]
-        if not whole:
-            return []
-        self._offset += len(whole) + 1
-        return [row for line in whole.decode().splitlines() if (row := parse_line(line)) is not None]
 
 
 class Progress:
@@ -54,11 +34,11 @@ class Progress:
             int(row["step"]): row for row in read_metrics(metrics_path(output_dir, "orchestrator")) if is_step(row)
         }
         self._rows: dict[str, dict[int, Row]] = {"orchestrator": dict(earlier), "trainer": {}}
+        self._limits = LimitWatch(output_dir)
         self._max_steps = max_steps
         self._apart = apart or {}
         self._ends: dict[str, list[float]] = {}  # unix times at which steps ended; by process if they are told apart
         self._told: set[int] = set()
-        self._earlier = {*earlier}  # steps whose batch an earlier life made
         self._output_dir = output_dir
         self._lives = _lives(output_dir)
 
@@ -113,10 +93,11 @@ class Progress:
             self._rows[name][step] = row
 
     def _step_line(self, step: int, orchestrator: Row, trainer: Row) -> str:
-        again = step in self._told or step in self._earlier  # what both sides waited for then was not of one time
         self._told.add(step)
         remaining = self._remaining("", step, self._max_steps, trainer["time"])
-        return step_line(step, self._max_steps, orchestrator, trainer, remaining, again)
+        return step_line(
+            step, self._max_steps, orchestrator, trainer, remaining, self._limits.look(self._lives.values())
+        )
 
     def _lines_apart(self, name: str, step: int, row: Row) -> list[str]:
         if _is_late(name, row):
@@ -153,23 +134,40 @@ def is_step(row: Row) -> bool:
 
 
 def step_line(
-    step: int, max_steps: int | None, orchestrator: Row, trainer: Row, remaining: float | None, again: bool = False
+    step: int,
+    max_steps: int | None,
+    orchestrator: Row,
+    trainer: Row,
+    remaining: float | None = None,
+    limit: Limit | None = None,
 ) -> str:
-    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done. `again`: on a batch of an earlier life."""
-    done = f"[{step + 1}/{max_steps}]" if max_steps else f"[{step + 1}]"
-    values = [
-        _named("reward", orchestrator.get("reward/mean"), ".4f"),
-        _named("loss", trainer.get("loss/mean"), ".4f"),
-        _named("entropy", trainer.get("entropy/mean"), ".4f"),
-        _named("mismatch KL", trainer.get("mismatch_kl/mean"), ".2e"),
-        _named("", trainer.get("perf/throughput"), ",.0f", " tokens/s"),
-        _named("", trainer.get("time/step"), ".2f", " s"),
-    ]
-    # The first one's time is the start-up's.
-    found = split([orchestrator], [trainer]) if step > 0 and not again else None
-    limit = [] if found is None else [f"limited by {found.limit}"]
-    eta = [] if remaining is None else [f"ETA {minutes(remaining)}"]
-    return " | ".join([f"Step {step} {done}", *(value for value in values if value), *limit, *eta])
+    """`Step 3 [4/20] | reward 0.312 | …`: the step's number counts from 0, the brackets say how many are done.
+
+    What does not fit into `LINE_COLUMNS` is left to the trainer's log: first the loss, then throughput, entropy and mismatch KL.
+    """
+    parts = {
+        "step": f"Step {step} [{step + 1}/{max_steps}]" if max_steps else f"Step {step} [{step + 1}]",
+        "reward": _named("reward", orchestrator.get("reward/mean"), ".4f"),
+        "loss": _named("loss", trainer.get("loss/mean"), ".4f"),
+        "entropy": _named("entropy", trainer.get("entropy/mean"), ".4f"),
+        "mismatch": _named("KL", trainer.get("mismatch_kl/mean"), ".2e"),
+        "throughput": _named("", trainer.get("perf/throughput"), ",.0f", " tokens/s"),
+        "seconds": _named("", trainer.get("time/step"), ".2f", " s"),
+        "limit": "" if limit is None else f"limited by {limit.name}",
+        "eta": "" if remaining is None else f"ETA {minutes(remaining)}",
+    }
+    for dispensable in ("", "loss", "throughput", "entropy", "mismatch"):
+        parts.pop(dispensable, None)
+        line = " | ".join(filter(None, parts.values()))
+        if len(line) <= LINE_COLUMNS - _CLOCK_COLUMNS:
+            break
+    return line
+
+
+def limit_line(output_dir: Path) -> str | None:
+    """What limits a run, by its last steps; None where too few were made to say."""
+    limit = LimitWatch(output_dir).look(_lives(output_dir).values())
+    return None if limit is None else str(limit)
 
 
 def eval_lines(row: Row) -> list[str]:
@@ -183,11 +181,11 @@ def is_eval(key: str) -> bool:
 
 
 def summary(output_dir: Path, since: float) -> list[str]:
-    """Reward of the first steps and of the last, every evaluation's first and last value, where the weights are.
+    """Reward of the run's first steps and of its last, every evaluation's first and last value, where the time went, where the weights are.
 
-    `since`: unix time at which this life of the run began; what was measured before it is left out.
+    `since`: unix time at which the launcher began: times are of the steps made since, all else is of the whole run.
     """
-    rows = [row for row in read_metrics(metrics_path(output_dir, "orchestrator")) if row["time"] >= since]
+    rows = read_metrics(metrics_path(output_dir, "orchestrator"))
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     lines = []
     if rewards:
@@ -202,23 +200,33 @@ def summary(output_dir: Path, since: float) -> list[str]:
             lines.append(_change(f"eval {name}, first → last", values[0], values[-1]))
         else:
             lines.append(f"eval {name}: {values[0]:.4f}")
-    lines += _time_lines(rows, output_dir, since)
+    lines += _time_lines(output_dir, since)
     if newest := newest_weights(output_dir):
         lines.append(f"weights  {newest}")
     return lines
 
 
-def _time_lines(orchestrator: Sequence[Row], output_dir: Path, since: float) -> list[str]:
-    """Of the steps that both sides made, but the first, whose time is the start-up's."""
-    trainer: dict[int, Row] = {}
-    for row in read_metrics(metrics_path(output_dir, "trainer")):
-        if row["time"] >= since:
-            step = int(row["step"])
-            trainer[step] = {**trainer.get(step, {}), **row}
-    made = {int(row["step"]): row for row in orchestrator if is_step(row)}
-    steps = sorted(made.keys() & trainer.keys())[1:]
-    found = split([made[step] for step in steps], [trainer[step] for step in steps])
-    return [] if found is None else split_lines(found)
+def _time_lines(output_dir: Path, since: float) -> list[str]:
+    """When the first step began, and how long both sides worked and waited in the steps after it."""
+    both = {
+        process: [row for row in read_metrics(metrics_path(output_dir, process)) if row["time"] >= since]
+        for process in ("orchestrator", "trainer")
+    }
+    starts = [row["time"] - row["time/step"] for row in both["orchestrator"] if "time/step" in row]
+    steps = Steps(most=max(map(len, both.values()), default=0) + 1)
+    for process, rows in both.items():
+        steps.add(process, rows)
+    lines = [f"time, start: {max(starts[0] - since, 0.0):.0f} s"] if starts else []
+    if (shares := steps.shares(_lives(output_dir).values())) is not None:
+        lines = [*(f"{line}; {_shares_text(shares)}" for line in lines), str(limit_of(shares))]
+    return lines
+
+
+def _shares_text(shares: Shares) -> str:
+    return (
+        f"trainer: computes {shares.trained:.0%}, waits for batches {shares.waited:.0%}; "
+        f"engines: sample {shares.sampled:.0%}, load weights {shares.paused:.0%}, idle {shares.idle:.0%}"
+    )
 
 
 def newest_weights(output_dir: Path) -> Path | None:

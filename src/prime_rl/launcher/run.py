@@ -10,7 +10,7 @@ from typing import TypeVar
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.bench import BENCH_STEPS
-from prime_rl.config.shared import EnvConfig
+from prime_rl.config.shared import EnvConfig, how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
@@ -24,7 +24,7 @@ from prime_rl.launcher.layout import Machine
 from prime_rl.launcher.plan import Plan, describe, make_plan
 from prime_rl.launcher.progress import bench_table, minutes, summary
 from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
-from prime_rl.monitor.monitor import check_wandb
+from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
@@ -116,6 +116,9 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     began = time.time()
     names = ", ".join(process.name for process in plan.processes)
     console.say(f"starting {names}; logs in {config.output_dir / 'logs'}")
+    for server in plan.servers:
+        if server.port is None:
+            console.say(f"an inference server is expected at {server.url}: {how_to_start(server.url)}")
     supervisor = Supervisor(
         plan.processes,
         plan.servers,
@@ -131,8 +134,9 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     _sum_up(config.output_dir, began, outcome, console, config.bench)
     for line in restarts_summary(supervisor.restarts):
         console.say(line)
-    if outcome is not Outcome.SUCCESS and not config.bench and rundir.recoverable(config.output_dir):
-        console.say(ways_on(config))
+    # Where nothing was made yet the same command starts again by itself.
+    if outcome is not Outcome.SUCCESS and not config.bench and rundir.results(config.output_dir):
+        console.say(ways_on(config, supervisor.to_correct))
     return outcome
 
 
@@ -145,14 +149,15 @@ def drained(config: RLConfig) -> str:
     return f"the current step will be finished; without [ckpt] its training state is not saved, and --recover goes on {_recovery(config)}"
 
 
-def ways_on(config: RLConfig) -> str:
-    """How to go on with a run that ended too early, by what was committed."""
+def ways_on(config: RLConfig, to_correct: bool = False) -> str:
+    """How to go on with a run that ended too early, by what was committed. `to_correct`: it ended by an error that only the user can correct."""
+    go_on = "once the error above is corrected" if to_correct else "to go on"
     again = "the same command without --clean and with" if config.clean else "the same command with"
     root = _checkpoints_root(config)
     if _seen(lambda: checkpoints.complete_steps(root)):
-        return f"to go on: {again} --recover, or from a checkpoint with --ckpt.resume-step -1"
+        return f"{go_on}: {again} --recover, or from a checkpoint with --ckpt.resume-step -1"
     saved = _seen(lambda: checkpoints.steps_with(root, "trainer"))  # a part is enough for --recover
-    return f"to go on: {again} --recover" + ("" if saved else f" ({_recovery(config)})")
+    return f"{go_on}: {again} --recover" + ("" if saved else f" ({_recovery(config)})")
 
 
 def _recovery(config: RLConfig) -> str:
@@ -187,9 +192,10 @@ def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
 
 def _sum_up(output_dir: Path, began: float, outcome: Outcome, console: Console, bench: bool) -> None:
     words = {Outcome.SUCCESS: "done", Outcome.FAILURE: "failed", Outcome.INTERRUPTED: "interrupted"}[outcome]
+    steps, whole = console.progress.steps, len(read_metrics(metrics_path(output_dir, "trainer")))
+    earlier = f" ({whole} of the whole run)" if whole > steps and not bench else ""
     console.say(
-        f"{words}: {console.progress.steps} steps in {minutes(console.seconds)}, "
-        f"peak memory {console.peak_memory / 2**30:.1f} GiB"
+        f"{words}: {steps} steps{earlier} in {minutes(console.seconds)}, peak memory {console.peak_memory / 2**30:.1f} GiB"
     )
     if outcome is not Outcome.FAILURE and not bench:
         for line in summary(output_dir, began):

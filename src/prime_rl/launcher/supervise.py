@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from prime_rl.config.shared import how_to_start
 from prime_rl.errors import FOR_GOOD
 from prime_rl.launcher.child import Child, await_death, ending, interrupted, last_words, spawn, user_error
 from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
@@ -116,6 +117,7 @@ class Supervisor:
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
         self.restarts: list[Restart] = []
+        self.to_correct = False  # a process ended by an error that only the user can correct
 
     def run(self) -> Outcome:
         """Blocks until the run is over. Afterwards no process of it is alive."""
@@ -269,6 +271,7 @@ class Supervisor:
     def _goes_on(self, fall: _Fall) -> bool:
         name, now = fall.child.name, self._clock.now
         beyond_mending = fall.for_good or (fall.for_user is not None and name not in self._was_ready)
+        self.to_correct |= beyond_mending
         grant = None if beyond_mending else self._budget.ask(name, now, marks(self._output_dir))
         if not isinstance(grant, Grant):
             self._report(fall)
@@ -333,7 +336,7 @@ class Supervisor:
             self._was_ready.add(server.name)
             self._say(f"{server.name} ready in {self._clock.now - watch.began:.1f} s ({server.url})")
         elif health is Health.NEVER and server.name not in self._was_ready:
-            hint = "see its log" if watch.own else "start one (`inference @ …`) or give [inference]"
+            hint = "see its log" if watch.own else f"{how_to_start(server.url)}, or give [inference]"
             self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
             self._tell_doctor()
             if child is not None:

@@ -178,6 +178,26 @@ def parse_line(line: str) -> dict[str, float] | None:
     return row if isinstance(row, dict) and "step" in row else None
 
 
+class Tail:
+    """Reads the lines that are added to a metrics file, from its present end on. The file may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def read(self) -> list[dict[str, float]]:
+        """The rows of the whole lines added since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+        if not whole:
+            return []
+        self._offset += len(whole) + 1
+        return [row for line in whole.decode().splitlines() if (row := parse_line(line)) is not None]
+
+
 def read_metrics(path: Path) -> list[dict[str, float]]:
     """One row per step in order of steps. Lines of one step are merged key by key and the later one wins, so that a
     resumed run that repeats a step replaces it, and metrics logged apart (evals) stay with their step."""

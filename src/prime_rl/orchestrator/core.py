@@ -3,7 +3,8 @@
 The orchestrator keeps the engines busy while the trainer works on an older batch. Three questions are answered here:
 
 * *What may start now?* An episode for step n starts only on a policy version >= max(0, n - async_level). With async_level 0 nothing starts
-  before the trainer has caught up (synchronous, on-policy); with k the engines work up to k steps ahead.
+  before the trainer has caught up (synchronous, on-policy); with k the engines work up to k steps ahead. Batches are *staggered*: episodes of one
+  batch start at once, those beyond them at a pace, so that batches complete one after the other (`paced_until`).
 * *What is a batch?* The first `batch_size / group_size` groups that are complete, in the order in which they were opened. A group that can teach
   nothing may be turned away at the gate: another one is opened in its place (dynamic sampling).
 * *What is too old, or sampled by weights that do not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that
@@ -15,7 +16,7 @@ episode's state is told to a `Record`, the ledger. Simulators and property tests
 """
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Generic
@@ -37,6 +38,7 @@ from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_
 __all__ = ["Batch", "Core", "Drop", "Finished", "Group", "Limits", "Record", "Start", "Task", "Unrecorded"]
 
 NO_SIGNAL = "no signal in the whole batch"
+PACE = 0.6  # of a recent step's time between the starts of two batches: well below 1, so that steps soon become as short as they can
 
 
 class Core(Generic[Result]):
@@ -71,6 +73,9 @@ class Core(Generic[Result]):
         self.announced = version
         self.life = life
         self.must_go_back = False  # what the engines serve was given up: nothing starts until `go_back`
+        self.opens_at: float | None = (
+            None  # when a group may be opened that nothing but the pace held back at the last `next_start`
+        )
         self.groups_opened = groups_opened
         self.issued = 0
         self.trained = 0  # in a committed batch
@@ -83,6 +88,9 @@ class Core(Generic[Result]):
         self._startable: list[int] = []  # groups with an episode to start
         self._complete: list[int] = []  # and not looked at by the gate
         self._admitted: list[int] = []  # complete ones that may be trained
+        self._opened: deque[float] = (
+            deque()
+        )  # when groups were opened: of the last `2 * (async_level + 1)` batches, and one more
         self._flying: dict[str, Start] = {}
         self._unproven: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
         self._looked_for_stale = False  # among what has finished, since something in it or the step changed
@@ -100,15 +108,23 @@ class Core(Generic[Result]):
 
     # -- what may start ------------------------------------------------------------------------------------------------------
 
-    def next_start(self) -> Start | None:
-        """The next episode that may start now, or None. Opened groups are continued before a new one is opened."""
+    def next_start(self, now: float = 0.0) -> Start | None:
+        """The next episode that may start now, or None. Opened groups are continued before a new one is opened.
+
+        Args:
+            now: Seconds on the caller's clock. While it stands still there is no pace.
+        """
+        self.opens_at = None
         if self.must_go_back or len(self._flying) >= self.limits.max_concurrent:
             return None
         group = self._first_startable()
         if group is None:
             if not self.may_open():
                 return None
-            group = self._open()
+            if (paced := self.paced_until()) is not None and paced > now:
+                self.opens_at = paced
+                return None
+            group = self._open(now)
         if group.again:
             number, attempt = group.again.pop(0)
         else:
@@ -127,6 +143,23 @@ class Core(Generic[Result]):
         if self.limits.max_steps is not None and step >= self.limits.max_steps:
             return False
         return may_start(step, self.version, self.limits.async_level)
+
+    def paced_until(self) -> float | None:
+        """When the next group may be opened, so that batches complete one after the other; None: at any time.
+
+        With less than a batch in flight a group is opened at once. Beyond that, one is opened no sooner after the group that stands a batch before it
+        than `PACE` of a step's time. Else batches that start together share the engines and complete together; then engines and trainer take turns
+        instead of working at the same time. A step's time follows from when groups were opened: `async_level + 1` batches took so many steps. The
+        shorter one of two such turns counts, as something else may have held one up.
+        """
+        batch, level, opened = self.limits.groups_per_batch, self.limits.async_level, self._opened
+        turn = (level + 1) * batch
+        if len(self._flying) < self.limits.batch_size or len(opened) <= turn:
+            return None
+        took = opened[-1] - opened[-1 - turn]
+        if len(opened) > 2 * turn:
+            took = min(took, opened[-1 - turn] - opened[0])
+        return opened[-batch] + PACE * took / (level + 1)
 
     def allow(self, max_concurrent: int) -> None:
         """So many episodes may be in flight from now on; what is beyond it ends by itself."""
@@ -357,8 +390,11 @@ class Core(Generic[Result]):
         step = self._planned_step(bisect_left(self._numbers, number))
         return self._groups[number] if may_start(step, self.version, self.limits.async_level) else None
 
-    def _open(self) -> Group[Result]:
+    def _open(self, now: float) -> Group[Result]:
         task = next(self._tasks)
+        self._opened.append(now)
+        if len(self._opened) > 2 * (self.limits.async_level + 1) * self.limits.groups_per_batch + 1:
+            self._opened.popleft()
         group: Group[Result] = Group(self.groups_opened, task, [(i, 0) for i in range(self.limits.group_size)])
         self._add(group)
         self.groups_opened += 1

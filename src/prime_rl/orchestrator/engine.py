@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 from loguru import logger
 
+from prime_rl.config.shared import how_to_start
 from prime_rl.errors import UserError
 from prime_rl.transport.weights import WeightsManifest
 
@@ -114,13 +115,14 @@ class Engine:
         """
         start, most = time.monotonic(), self._config.ready_timeout
         said = asyncio.get_running_loop().call_later(
-            _SAY_WAIT_AFTER_SECONDS, logger.info, "waiting for an inference server at {} (at most {:.0f} s)", self.root, most
+            _SAY_WAIT_AFTER_SECONDS, logger.info, "waiting for an inference server at {} (at most {:.0f} s); {}",
+            self.root, most, how_to_start(self.root),
         )  # fmt: skip
         try:
             while trouble := await self._trouble(start + most - time.monotonic()):  # bounded: by the deadline below
                 if time.monotonic() - start > most:
                     raise UserError(
-                        f"no inference server at {self.root} after {most:.0f} s ({self._config.source}, client.ready_timeout): {trouble}"
+                        f"no inference server at {self.root} after {most:.0f} s ({self._config.source}, client.ready_timeout): {trouble}; {how_to_start(self.root)}"
                     )
                 on_wait("a healthy server", f"inference at {self.root}", most)
                 await asyncio.sleep(_POLL_SECONDS)

@@ -20,7 +20,7 @@ class Tally:
     failures: dict[Drop, int] = field(default_factory=dict)
     output_tokens: int = 0
     stale_before: int = 0  # dropped as stale when the counting began
-    seconds_gated: float = 0.0
+    seconds_idle: float = 0.0  # nothing was in flight
 
     @staticmethod
     def since(before: EnvAccount, now: EnvAccount) -> "Tally":
@@ -91,7 +91,7 @@ def step_metrics(
         "perf/throughput": tally.output_tokens / max(seconds, 1e-9),
         "time/step": seconds,
         "time/update_weights": updating,
-        "time/wait_for_weights": tally.seconds_gated,
+        "time/idle": tally.seconds_idle,
     }
     metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}

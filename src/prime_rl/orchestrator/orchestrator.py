@@ -18,6 +18,7 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics
+from prime_rl.monitor.limits import LimitWatch
 from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start
@@ -98,6 +99,7 @@ class Orchestrator:
         )
         self.evaluations = Evaluations(config, pool, monitor, status, self.serving, self.recovery)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
+        self.limits = LimitWatch(config.output_dir)
         self.journal: Journal | None = None
         self.started = self.stopping = False
         self.tally = Tally()
@@ -239,7 +241,7 @@ class Orchestrator:
     def _launch(self) -> bool:
         """Start what may start, but not too much at once. Returns whether more may."""
         for _ in range(_LAUNCHED_AT_ONCE):
-            if self.serving.recovering or self.stopping or (start := self.core.next_start()) is None:
+            if self.serving.recovering or self.stopping or (start := self.core.next_start(time.monotonic())) is None:
                 return False
             replica = self.fleet.place(start.group, again=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
@@ -248,7 +250,7 @@ class Orchestrator:
             task.add_done_callback(partial(self._left, replica))
             task.add_done_callback(self.note_failure)
             if not self._running:
-                self._last_landing = time.monotonic()
+                self._count_idle(time.monotonic())
             self._running[start.episode] = task
         return True
 
@@ -352,11 +354,14 @@ class Orchestrator:
     # -- waiting -------------------------------------------------------------------------------------------------------------
 
     async def _next_event(self) -> None:
-        """Sleep until an episode ends or new weights are served; wakes up now and then to look around."""
+        """Sleep until an episode ends, new weights are served or a group is due; wakes up now and then to look around."""
         began = time.monotonic()
         gated = not self._running
+        due = (
+            self.core.opens_at or 0.0
+        )  # one that has passed is of a launch before: what holds a group back now is something else
         try:
-            async with asyncio.timeout(_WAKE_SECONDS):
+            async with asyncio.timeout(min(_WAKE_SECONDS, due - began if due > began else _WAKE_SECONDS)):
                 await self._wake.wait()
         except TimeoutError:
             pass
@@ -365,7 +370,6 @@ class Orchestrator:
             raise self._failure
         if gated and not self.serving.lock.locked() and not self.serving.recovering:
             # Nothing is in flight and nothing may start: only the trainer can free the run.
-            self.tally.seconds_gated += time.monotonic() - began
             self._gated_since = self._gated_since or began
             subject, seconds = f"weights/step_{self.core.version + 1}", self.config.weights_timeout
             self.status.waiting(subject, "trainer", seconds)
@@ -443,8 +447,15 @@ class Orchestrator:
         self.core.discard(batch, scored.truncated)
         self.admission.empty_batch(batch, set(scored.details.values()))
 
+    def _count_idle(self, now: float) -> None:
+        """Nothing has been in flight since the last episode of this step ended."""
+        self.tally.seconds_idle += now - max(self._last_landing, self._step_began)
+        self._last_landing = now
+
     def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
         now, stale = time.monotonic(), self.core.dropped[Drop.STALE]
+        if not self._running:
+            self._count_idle(now)
         updating, parts = self.serving.take_times()
         metrics = step_metrics(
             batch,
@@ -457,6 +468,8 @@ class Orchestrator:
             several=len(self.config.environments) > 1,
         )
         metrics |= self.admission.take(batch)
+        if (limit := self.limits.look(self.serving.history.lives.values())) is not None:
+            metrics[limit.name.metric] = limit.share
         self._step_began, self.tally = now, Tally(stale_before=stale)
         return metrics
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prime_rl.config.bench import ORCHESTRATOR_STEPS
+from prime_rl.envs.autoscaling import worker_range
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
 from prime_rl.orchestrator.core import Limits
@@ -26,7 +27,7 @@ def limits(config: "OrchestratorConfig") -> Limits:
         group_size=config.rollouts_per_example,
         async_level=level,
         max_off_policy_steps=max(config.max_off_policy_steps, level),
-        max_concurrent=min(given or config.batch_size * (config.async_level + 1), seats(config)),
+        max_concurrent=min(given or config.batch_size * (config.async_level + 1), slots(config)),
         max_steps=ORCHESTRATOR_STEPS if config.bench else config.max_steps,
     )
 
@@ -40,12 +41,12 @@ def steps_ahead(config: "OrchestratorConfig") -> int:
 
 def most_in_flight(config: "OrchestratorConfig") -> int:
     """As many episodes as the steps that may be sampled hold, and the workers run: no number lets more start."""
-    return min(config.batch_size * (steps_ahead(config) + 1), seats(config))
+    return min(config.batch_size * (steps_ahead(config) + 1), slots(config))
 
 
-def seats(config: "OrchestratorConfig") -> int:
-    """Episodes that the workers run at once. More would wait in a worker's queue, growing old and using up their time."""
-    return sum((env.max_workers or env.workers) * env.max_concurrent for env in config.environments)
+def slots(config: "OrchestratorConfig") -> int:
+    """Episodes that the workers run at once, as many workers as there may be. More would wait for a slot and grow old."""
+    return sum(worker_range(env.workers, env.max_workers)[1] * env.max_concurrent for env in config.environments)
 
 
 def eval_environments(config: "OrchestratorConfig") -> "list[EnvConfig]":

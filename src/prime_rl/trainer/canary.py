@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe
@@ -70,7 +69,6 @@ class CanaryScorer:
         multiple_of = 128 if world.device.type == "cuda" else 1  # as `make_data`
         batch = collate([document], 1, multiple_of)
         self._batch = to_device(pinned([batch], world.device)[0], world.device)
-        self._units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
         routers = {
             block.gate.weight for block in moe.sparse_blocks(policy)
         }  # computed in float32, whatever the rest is
@@ -93,7 +91,7 @@ class CanaryScorer:
                 logprobs, _ = self._policy(self._batch)
         finally:
             # Without a backward pass what was gathered would stay: the next forward would use it, and whoever asks for the parameters would get it.
-            for unit in self._units:
+            for unit in self._policy.units:
                 unit.reshard()
         moe.load_sums(self._policy)  # the experts that it went to are no news of the next step
         return Scored(self._tokens, logprobs)

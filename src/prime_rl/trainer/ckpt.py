@@ -5,6 +5,7 @@ is a function of the step), committed by rename. Either can be loaded by another
 """
 
 import secrets
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
@@ -39,13 +40,15 @@ from prime_rl.transport.lives import lost_versions, read_lives, read_versions, r
 from prime_rl.transport.protocol import current_life, spared
 from prime_rl.transport.settings import ways_out
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
-from prime_rl.wait import wait
+from prime_rl.wait import LEAST_POLL_SECONDS, wait
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
 
 PART: checkpoints.Part = "trainer"
 _STATE = "state"
+_FIRST = 3  # updates before the first recovery checkpoint by the clock: a run that is killed early has one
+_HELD_UP, _WRITING, _SELDOM = 0.01, 0.05, 3600.0
 
 
 @dataclass(frozen=True)
@@ -60,16 +63,27 @@ class Progress:
 Kind = Literal["checkpoint", "recovery checkpoint"]
 
 
+def recovery_pause(held_up: float, writing: float) -> float:
+    """Seconds between two recovery checkpoints, of which the last held the loop up and was written for so many.
+
+    They may hold the loop up for 1 % of the run's time, and be written during 5 % of it: writing takes a disk, and now and then the interpreter.
+    At least one an hour is made.
+    """
+    return min(max(held_up / _HELD_UP, writing / _WRITING), _SELDOM)
+
+
 class Checkpoints:
     """Everything between the training state and the disk. Every rank calls every method, at the same point of the run.
 
-    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, and `save` where it is `due`; `finish`; however the run ends, `close`.
-    One save at most is under way; a failure in the background is raised by the next call, on every rank.
+    The order: `choose`, `check_model`, `load`, `begin`; in each step `look`, `before_update`, and `save` where it is `due`; `finish`; however the
+    run ends, `close`. One save at most is under way; a failure in the background is raised by the next call, on every rank.
 
     Args:
         alone: Whether no other process takes part in the checkpoints, so that this one joins them.
         recover: Go on from whatever was committed last; where no run has begun, as the config says.
-        recovery_interval: Steps between two recovery checkpoints; they are always written in the background.
+        recovery_interval: Steps between two recovery checkpoints, which are always written in the background. "auto": as `recovery_pause` says, and
+            never while one is still being written.
+        async_level: Steps that sampling may run ahead: a recovery checkpoint is scheduled that much earlier (`will_need`).
     """
 
     def __init__(
@@ -79,9 +93,11 @@ class Checkpoints:
         *,
         alone: Callable[[], bool],
         recover: bool = False,
-        recovery_interval: int | None = None,
+        recovery_interval: int | Literal["auto"] | None = None,
+        async_level: int = 0,
     ) -> None:
-        self.world, self.alone, self.recover, self.recovery_interval = world, alone, recover, recovery_interval
+        self.world, self.alone, self.recover = world, alone, recover
+        self.recovery_interval, self._async_level = recovery_interval, async_level
         self._recoverable = isinstance(config, TrainerConfig)
         self.output_dir, self.config, self.max_steps = config.output_dir, config.ckpt, config.max_steps
         self.root = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
@@ -93,12 +109,16 @@ class Checkpoints:
         self._timeout = config.dist_timeout
         self._pending: tuple[Path, Future[None]] | None = None
         self._thread: ThreadPoolExecutor | None = None
-        self._looks = 0
         self._reservation: Future[None] | None = None
+        self._closing = self._said_waiting = False
+        self._scheduled: int | None = None  # the next recovery checkpoint by the clock
+        self._saved_at = self._held_up = self._writing = (
+            0.0  # of the last save: when; seconds of the loop, of the thread
+        )
         if recovery_interval is not None or (self.config is not None and self.config.save_async):
             self._background = background_world(world, config.dist_timeout)
             self._copy = dcp.HostCopy(self._background)
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
 
     def choose(self) -> None:
         """Decide what to go on from, before anything is loaded or written. Rank 0 hashes that state's files, within `dist_timeout`.
@@ -134,56 +154,84 @@ class Checkpoints:
         )
         self.run = on_main(self.world, lambda: run_id(self.output_dir))
         on_main(self.world, lambda: self._give_up_after(start))
+        if self._thread is not None:
+            self._reservation = self._thread.submit(self._copy.reserve, _state(self.policy, self.optimizer))
+        self._scheduled = start + max(_FIRST, self._async_level + 1)
 
     def due(self, step: int) -> Kind | None:
         """What is to be saved after `step` updates."""
         interval = None if self.config is None else self.config.interval
         if interval is not None and step % interval == 0:
             return "checkpoint"
+        if self.recovery_interval == "auto":
+            return "recovery checkpoint" if step == self._scheduled else None
         if self.recovery_interval is not None and step % self.recovery_interval == 0:
             return "recovery checkpoint"
         return None
+
+    def holds_up(self, kind: Kind) -> bool:
+        """Whether `save` will wait for a disk: what it waits for must not wait for the loop."""
+        return self._pending is not None or not self._beside(kind)
+
+    def _beside(self, kind: Kind) -> bool:
+        return kind != "checkpoint" or (self.config is not None and self.config.save_async)
 
     def will_need(self, version: int, async_level: int) -> bool:
         """Whether a checkpoint that is due then needs this version (`protocol.prunable`)."""
         return any(self.due(step) == "checkpoint" for step in range(version, version + async_level + 1))
 
-    def save(self, progress: Progress, kind: Kind = "checkpoint") -> None:
-        """Commit the training state, in the background where that is asked for: then this returns once a copy of it is made.
+    def save(self, progress: Progress, kind: Kind = "checkpoint", recorded: Callable[[], bool] = lambda: True) -> None:
+        """Commit the training state. Where that is done beside the loop, this returns once a copy of it is begun.
+
+        Args:
+            recorded: Whether what must not be behind the state is committed (its row, its version). Only then is the state committed, by the thread.
 
         Raises:
             UserError: the disk is full, or an earlier save failed; nothing half-written stands under a final name.
         """
+        began = time.monotonic()
+        self._say_waiting(progress.step)
         self.settle()
-        asynchronous = kind != "checkpoint" or (self.config is not None and self.config.save_async)
-        place = checkpoints.part_dir(self.root, progress.step, PART)
-        final = place if kind == "checkpoint" else checkpoints.step_dir(self.recovery, progress.step)
-        if kind == "checkpoint":
-            on_main(self.world, lambda: self._refuse_another_runs(progress.step))
-        state = _state(self.policy, self.optimizer) | {"rng": {str(self.world.rank): _rng(self.world)}}
-        if not asynchronous:
-            self._write(state, progress, final, self.world)
-            return
-        assert self._thread is not None
-        if self._reservation is not None:  # `take` allocates what is missing, and says why it cannot
-            wait_for_futures([self._reservation], timeout=self._timeout)
-        copy = self._copy.take(state)
-        faults.point(f"saved-copy:step_{progress.step}")
-        self._pending = final, self._thread.submit(self._write, copy, progress, final, self._background)
+        final = self._final(progress.step, kind)
+        if not self._beside(kind):
+            self._write(self._saved_state(), progress, final, self.world, recorded)
+        else:
+            assert self._thread is not None
+            if self._reservation is not None:  # `take` allocates what is missing, and says why it cannot
+                wait_for_futures([self._reservation], timeout=self._timeout)
+            copy = self._copy.take(self._saved_state())
+            faults.point(f"saved-copy:step_{progress.step}")
+            self._pending = final, self._thread.submit(self._write_copy, copy, progress, final, recorded)
+        self._scheduled, self._saved_at = None, time.monotonic()
+        self._held_up = self._saved_at - began
 
-    def look(self) -> None:
-        """At the start of a step: whether the save in the background has ended. Raises what it failed with, on every rank in the same step."""
-        self._looks += 1
-        if self._looks == 2 and self._thread is not None:  # the first update has given the optimizer its states
-            self._reservation = self._thread.submit(self._copy.reserve, _state(self.policy, self.optimizer))
-        if self._pending is None:
+    def before_update(self) -> None:
+        """To be called before the state changes: the device changes it after it is copied. The host does not wait."""
+        if self._thread is not None:
+            self._copy.before_update()
+
+    def look(self, step: int) -> None:
+        """At the start of step `step`: whether the save in the background has ended, and when the next recovery checkpoint is due.
+
+        Raises what a save failed with, on every rank in the same step. The ranks agree on everything here, in one sum.
+        """
+        by_clock = self.recovery_interval == "auto"
+        if self._thread is None or (self._pending is None and not by_clock):
             return
-        saved = self._pending[1]
-        ended = saved.done()
-        failed = ended and saved.exception(timeout=0) is not None
-        all_ended, any_failed = sum_over_ranks(self.world, [ended, failed])
-        if any_failed or all_ended == self.world.size:
+        saved = None if self._pending is None else self._pending[1]
+        ended = saved is None or saved.done()
+        failed = saved is not None and ended and saved.exception(timeout=0) is not None
+        reserved = self._reservation is None or self._reservation.done()
+        passed = time.monotonic() - self._saved_at > recovery_pause(self._held_up, self._writing)
+        late = self.world.is_main and ended and self._scheduled is None and passed
+        all_ended, any_failed, all_reserved, is_late = sum_over_ranks(self.world, [ended, failed, reserved, late])
+        busy = all_ended < self.world.size
+        if any_failed or not busy:
             self.settle()
+        if by_clock and is_late and not busy:
+            self._scheduled = step + 1 + self._async_level
+        if self._scheduled == step + 1 and (busy or all_reserved < self.world.size):
+            self._scheduled += 1  # nobody waits for a recovery checkpoint
 
     def settle(self) -> None:
         """Wait for the save in the background, if there is one, at most `dist_timeout`.
@@ -210,14 +258,13 @@ class Checkpoints:
         if self.config is None or progress.step == 0 or begun:
             return
         if progress.step not in on_main(self.world, self._own):
-            self.save(progress)
-            self.settle()
+            self._write(self._saved_state(), progress, self._final(progress.step, "checkpoint"), self.world)
 
     def close(self) -> None:
         """Let the thread finish what it is at, for at most `dist_timeout`. What becomes of it is said where it fails: nobody asks any more."""
         if self._thread is None:
             return
-        self._copy.closed = True
+        self._copy.closed = self._closing = True
         self._thread.shutdown(wait=False)
         if self._pending is None:
             return
@@ -356,8 +403,48 @@ class Checkpoints:
         if newest is not None and (aside := give_up(checkpoints.step_dir(self.recovery, newest), self.life)):
             logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, aside)
 
-    def _write(self, state: dcp.State, progress: Progress, final: Path, world: World) -> None:
+    def _use_device(self) -> None:
+        """In the thread, first: page-locked memory belongs to a GPU, and torch has to be told which."""
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)
+
+    def _saved_state(self) -> dcp.State:
+        return _state(self.policy, self.optimizer) | {"rng": {str(self.world.rank): _rng(self.world)}}
+
+    def _final(self, step: int, kind: Kind) -> Path:
+        if kind == "checkpoint":
+            return checkpoints.part_dir(self.root, step, PART)
+        return checkpoints.step_dir(self.recovery, step)
+
+    def _say_waiting(self, step: int) -> None:
+        if self._pending is None or self._pending[1].done() or self._said_waiting or not self.world.is_main:
+            return
+        self._said_waiting = True
+        logger.warning(
+            "the state after {} updates waits until {} is written: that takes longer than the steps between two saves, and holds up the loop "
+            "(time/save_ckpt); a longer interval would not",
+            step,
+            subject_of(self._pending[0]),
+        )
+
+    def _write_copy(self, copy: dcp.State, progress: Progress, final: Path, recorded: Callable[[], bool]) -> None:
+        """In the thread."""
+        began = time.monotonic()
+        self._copy.synchronize()
+        self._write(copy, progress, final, self._background, recorded)
+        self._writing = time.monotonic() - began
+
+    def _write(
+        self,
+        state: dcp.State,
+        progress: Progress,
+        final: Path,
+        world: World,
+        recorded: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Write and commit `state`. Rank 0 hashes its files while the others wait, within `dist_timeout`. May run in a thread of its own."""
+        if final.name == PART:
+            on_main(world, lambda: self._refuse_another_runs(progress.step))
         nonce = broadcast(world, secrets.token_hex(8))
         stage = agree(world, lambda: Stage(final, nonce))
         extra = {
@@ -369,12 +456,25 @@ class Checkpoints:
         }
         try:
             dcp.save(state, stage.path / _STATE, world.group)
+            on_main(world, lambda: self._await_record(progress.step, final, recorded))
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
         except BaseException:
             stage.abort()
             raise
         on_main(world, lambda: self._tidy(progress.step, final))
+
+    def _await_record(self, step: int, final: Path, recorded: Callable[[], bool]) -> None:
+        wait(
+            recorded,
+            subject=f"row and version of the state after {step} updates",
+            owner="the training loop",
+            seconds=self._timeout,
+            poll=LEAST_POLL_SECONDS,
+            stop=lambda: self._closing,
+        )
+        if not recorded():
+            raise UserError(f"{subject_of(final)} is not committed: the run ended before what belongs to it was")
 
     def _tidy(self, step: int, final: Path) -> None:
         """After a commit: what it makes superfluous goes."""

@@ -163,12 +163,16 @@ def _tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
 class HostCopy:
     """Copies of the training state in host memory, in buffers that are made once (page-locked for a GPU, so that copying runs at full speed).
 
+    A GPU copies on a stream of its own, beside the forward and backward of the next step: `before_update` must come before the state changes.
+
     Args:
         world: Its mesh lies on the CPU: copies of sharded tensors are sharded over it.
     """
 
     def __init__(self, world: World) -> None:
         self._world, self._buffers = world, dict[str, Tensor]()
+        self._copied: torch.cuda.Event | None = None
+        self._stream = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.closed = False  # nothing more is reserved
 
     def reserve(self, state: State) -> None:
@@ -179,11 +183,25 @@ class HostCopy:
             self._buffer(tensor.to_local() if isinstance(tensor, DTensor) else tensor, place)
 
     def take(self, state: State) -> State:
-        """A copy, always: also of tensors that lie in host memory already. The next call overwrites it."""
-        copied = {key: self._copy(value, f".{key}") for key, value in state.items()}
-        if self._world.device.type == "cuda":
-            torch.cuda.current_stream(self._world.device).synchronize()
+        """Begin a copy, which is whole after `synchronize`: also of tensors that lie in host memory already. The next call overwrites it."""
+        if self._stream is None:
+            return {key: self._copy(value, f".{key}") for key, value in state.items()}
+        self._stream.wait_stream(torch.cuda.current_stream(self._world.device))
+        with torch.cuda.stream(self._stream):
+            copied = {key: self._copy(value, f".{key}") for key, value in state.items()}
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
         return copied
+
+    def before_update(self) -> None:
+        """Let the device change the state only after it is copied. The host does not wait."""
+        if self._copied is not None:
+            torch.cuda.current_stream(self._world.device).wait_event(self._copied)
+
+    def synchronize(self) -> None:
+        """Wait until the copy is whole. Any thread may."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def _copy(self, value: Any, place: str) -> Any:
         if isinstance(value, DTensor):

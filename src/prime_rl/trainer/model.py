@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model under FSDP2, with our attention and our head.
+"""The policy: a Hugging Face causal language model under FSDP2 (or, on a single rank, a SingleRankUnit), with our attention and our head.
 
 Order of construction: meta device → activation checkpointing → per-block compile → fully_shard → memory → each rank loads its own rows.
 Masters are float32; the compute dtype is bfloat16 on CUDA and float32 on CPU.
@@ -25,11 +25,14 @@ from prime_rl.trainer.loss import SequenceLoss
 from prime_rl.trainer.memory import MemoryPlan, plan_memory, use_expandable_segments
 from prime_rl.trainer.offload import offload_layers
 from prime_rl.trainer.parallel import SingleRankReduction, World, agree
+from prime_rl.trainer.single_rank import SingleRankUnit
 from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:
     from prime_rl.config.optim import OptimConfig
     from prime_rl.config.trainer import TrainerModel
+
+Unit = FSDPModule | SingleRankUnit
 
 
 class Policy(nn.Module):
@@ -39,12 +42,13 @@ class Policy(nn.Module):
         super().__init__()
         self.lm, self.memory, self.compiled = lm, memory, compiled
         self.head_chunk, self.frees_weights = memory.settings.head_chunk, memory.settings.reshard
-        self.routers: list[FSDPModule] = []  # units that are gathered here, as blocks read them without their hooks
+        self.units: list[Unit] = []
+        self.hookless: list[Unit] = []  # those that have to be gathered here
 
     def forward(self, batch: MicroBatch, loss: TokenLoss | SequenceLoss | None = None) -> tuple[Tensor, Tensor]:
         """The loss [] and metric sums [M] of `loss` over the loss tokens, or without one their logprob [L] and entropy [L]."""
         in_two_passes = loss is None or isinstance(loss, SequenceLoss)
-        for unit in self.routers:
+        for unit in self.hookless:
             unit.unshard()
         if isinstance(self, FSDPModule) and torch.is_grad_enabled():
             # One pass forms the head's gradients here, and an embedding's need no weight. (It holds for the next backward: one forward, then its own.)
@@ -70,7 +74,7 @@ class Policy(nn.Module):
         Both heads start from the same hidden states, in float32, and see the same rows of the vocabulary: what is compared
         is what the model's own forward does to its logits, which is the same for every row.
         """
-        for unit in self.routers:
+        for unit in self.hookless:
             unit.unshard()
         hidden_1TH = torch.empty(0)
 
@@ -116,9 +120,8 @@ def check_head(policy: Policy, source: Source, world: World) -> None:
     ids = torch.randint(vocabulary, (HEAD_CHECK_TOKENS,), generator=generator).to(world.device)
     with torch.compiler.set_stance("force_eager"):
         error = policy.head_error(ids).item()
-    for module in policy.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # checkpoints and exports read sharded parameters
+    for unit in policy.units:
+        unit.reshard()  # checkpoints and exports read sharded parameters
     moe.load_sums(policy)  # discarded: these tokens are of no step
 
     def refuse() -> None:
@@ -186,32 +189,13 @@ def build_policy(
         module.compile(fullgraph=True)
     if settings.parked:
         blocks = offload_layers(blocks, world.device, settings.parked)
-    lm.model.layers = layers = nn.ModuleList(blocks)
+    lm.model.layers = nn.ModuleList(blocks)
     policy = Policy(lm, memory, compiled)
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        reduce_dtype=torch.float32,
-        # The default would cast every float32 input to bfloat16: a temperature of 0.7 would arrive as 0.69921875.
-        cast_forward_inputs=False,
-    )
-    policy.routers = moe.shard_routers(lm, world.mesh)
-    for layer in layers:
-        fully_shard(layer, mesh=world.mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
-    for norm in last:
-        fully_shard(norm, mesh=world.mesh, mp_policy=precision, reshard_after_forward=False)
-    # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
-    frees_root = settings.reshard and memory.shape.root_is_read_once
-    fully_shard(policy, mesh=world.mesh, mp_policy=precision, reshard_after_forward=frees_root)
-    register_fsdp_forward_method(policy, "head_error")
-    units = [module for module in policy.modules() if isinstance(module, FSDPModule)]
-    reduction: Any = SingleRankReduction()
-    for unit in units:
-        if world.size == 1:  # sums nothing, but would divide by 1 all the same
-            unit.set_custom_reduce_scatter(reduction)
-            continue
-        # The loss is already divided by the global token count, so gradients are summed, not averaged. Gloo knows no pre-multiplied sum.
-        unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
+    if world.size == 1 and not settings.reshard:
+        routers = [block.gate.weight for block in moe.sparse_blocks(policy)]
+        policy.units = policy.hookless = [SingleRankUnit(policy, world.mesh, dtype, routers)]
+    else:
+        _shard(policy, last, dtype, world)
     policy.to_empty(device=world.device)
     lm.tie_weights()
     initialize_buffers(lm, source.name)
@@ -221,6 +205,35 @@ def build_policy(
         directory = source.directory
         agree(world, lambda: load_weights(policy, directory, world))
     return policy
+
+
+def _shard(policy: Policy, last: list[nn.Module], dtype: torch.dtype, world: World) -> None:
+    """Make FSDP units of the routers, each layer, the final norm `last`, and what is left."""
+    settings, mesh = policy.memory.settings, world.mesh
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        reduce_dtype=torch.float32,
+        # The default would cast every float32 input to bfloat16: a temperature of 0.7 would arrive as 0.69921875.
+        cast_forward_inputs=False,
+    )
+    policy.hookless += moe.shard_routers(policy.lm, mesh)  # blocks read them without calling their modules
+    for layer in policy.lm.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=settings.reshard)
+    for norm in last:
+        fully_shard(norm, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+    # Embedding and head stay in the root unit: tied weights are gathered once, and the head reads its weight inside our forward.
+    frees_root = settings.reshard and policy.memory.shape.root_is_read_once
+    fully_shard(policy, mesh=mesh, mp_policy=precision, reshard_after_forward=frees_root)
+    register_fsdp_forward_method(policy, "head_error")
+    reduction: Any = SingleRankReduction()
+    for unit in (module for module in policy.modules() if isinstance(module, FSDPModule)):
+        policy.units.append(unit)
+        if world.size == 1:  # sums nothing, but would divide by 1 all the same
+            unit.set_custom_reduce_scatter(reduction)
+            continue
+        # The loss is already divided by the global token count, so gradients are summed, not averaged. Gloo knows no pre-multiplied sum.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 
 
 def _check_architecture(lm: PreTrainedModel, name: str) -> None:

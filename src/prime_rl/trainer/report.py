@@ -1,9 +1,8 @@
 """What a training run says: status from every rank, log lines and metrics from rank 0 alone."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -15,8 +14,9 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.step import Outcome, now, passed, runs_ahead, seconds
-from prime_rl.transport.commit import disk_errors
+from prime_rl.trainer.step import Outcome, now, runs_ahead, seconds
+from prime_rl.transport.commit import disk_errors, list_steps
+from prime_rl.transport.weights import version_dir, weights_manifest
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
@@ -162,14 +162,15 @@ class Rows:
     Asking at once would let a GPU run dry: there a step's row is written while the next step is under way, and by `flush`, which comes before
     anything is saved that is ahead of the row. On a CPU it is written at once. As a context it writes what is left where a run fails.
 
-    A step's time goes from the end of the one before to its own end, so that waits count; saving counts for the step that is saved.
+    A step's time goes from the end of the one before to its own end, so that waits count, for the first one from `begin`.
+    `written` is the step whose row was written last.
     """
 
     def __init__(self, report: Report, device: torch.device) -> None:
         self._report, self._device, self._late = report, device, runs_ahead(device)
         self._row: Row | None = None
-        self._began = self._ended = now(device)  # these are of the step whose row was written last
-        self._step, self._tokens = 0, 0
+        self._ended = now(device)  # of the step whose row was written last
+        self.written = -1
 
     def __enter__(self) -> Self:
         return self
@@ -179,6 +180,17 @@ class Rows:
     ) -> None:
         if isinstance(error, UserError):
             self.flush()
+
+    def begin(self) -> None:
+        """The first step has what it needs: what came before it is start-up."""
+        self._ended = now(self._device)
+
+    def recorded(self, step: int, weights: Path | None, *, durable: bool = False) -> bool:
+        """Whether `step` has its row and, where versions are made, its version under `weights`, with `durable` in files: no saved state is ahead of either.
+        Any thread may ask."""
+        if self.written < step or weights is None or max(list_steps(weights), default=0) <= step:
+            return self.written >= step and weights is None
+        return not durable or weights_manifest(version_dir(weights, step + 1)).publisher is None
 
     def put(self, row: Row) -> None:
         """A step is under way; its row is written later."""
@@ -198,30 +210,18 @@ class Rows:
         row, self._row = self._row, None
         values, norm = row.outcome.read()
         begun, graded, updated = row.outcome.moments
-        self._began, self._ended = self._ended, updated
-        self._step, self._tokens = row.outcome.step, row.tokens
+        elapsed, self._ended = seconds(self._ended, updated), updated
         self._report.metrics(
-            self._step,
+            row.outcome.step,
             {
                 **row.named(values),
                 "optim/grad_norm": norm,
-                **self._pace(),
+                "time/step": elapsed,
+                "perf/throughput": row.tokens / elapsed,
                 **({} if row.ideal is None else {"perf/mfu": 100 * row.ideal / seconds(begun, updated)}),
                 "time/forward_backward": seconds(begun, graded),
                 "time/optimizer": seconds(graded, updated),
                 **row.known,
             },
         )
-
-    @contextmanager
-    def saving(self) -> Iterator[None]:
-        """Inside, the step whose row was written last is saved; its row is told how long that took."""
-        started = time.perf_counter()
-        yield
-        self._ended = now(self._device)
-        passed(self._ended)
-        self._report.more_metrics(self._step, {"time/save_ckpt": time.perf_counter() - started, **self._pace()})
-
-    def _pace(self) -> dict[str, float]:
-        elapsed = seconds(self._began, self._ended)
-        return {"time/step": elapsed, "perf/throughput": self._tokens / elapsed}
+        self.written = row.outcome.step

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.batch import to_device
@@ -29,12 +28,13 @@ def forward_backward(
     Returns:
         The metric sums [M] of this rank, on the device; nothing waits for the device here.
     """
-    assert isinstance(policy, FSDPModule)
     total = None
     for i, host in enumerate(batches):
-        # Where weights stay gathered after forward, they stay until the step's last backward.
-        policy.set_reshard_after_backward(policy.frees_weights or i == len(batches) - 1)
-        policy.set_requires_all_reduce(i == len(batches) - 1)  # replicas exchange what all micro-batches add up to
+        is_last = i == len(batches) - 1
+        for unit in policy.units:
+            # Where weights stay gathered after forward, they stay until the step's last backward.
+            unit.set_reshard_after_backward(policy.frees_weights or is_last, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)  # replicas exchange what all micro-batches add up to
         loss, sums = policy(to_device(host, world.device), loss_of)
         loss.backward()
         total = sums if total is None else total + sums
@@ -66,12 +66,6 @@ def now(device: torch.device) -> Moment:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def passed(moment: Moment) -> None:
-    """Wait until the device has passed `moment`."""
-    if isinstance(moment, torch.cuda.Event):
-        moment.synchronize()
 
 
 def seconds(start: Moment, end: Moment) -> float:

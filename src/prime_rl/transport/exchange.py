@@ -193,6 +193,7 @@ class Publisher:
         self._buffer, self._handle, self._timeout = buffer, handle, timeout
         self._token = secrets.token_hex(16)
         self._current: _Published | None = None
+        self._closed = False
         self._changed = threading.Condition()  # bounded: held for a look at who reads
         self._store: tuple[dist.TCPStore, int] | None = None
         self._announced: set[tuple[str, str]] = set()
@@ -226,7 +227,7 @@ class Publisher:
     def close(self) -> None:
         """Accept nobody any more. Connections end with the process."""
         with self._changed:
-            self._current = None
+            self._current, self._closed = None, True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -253,7 +254,7 @@ class Publisher:
             try:
                 connection, address = self._socket.accept()  # bounded: as above
             except OSError as error:
-                if self._socket.fileno() < 0:
+                if self._closed:
                     return
                 logger.warning("no worker can connect at the moment ({})", error.strerror)  # no descriptor is free
                 time.sleep(1.0)

@@ -57,7 +57,7 @@ MESSAGES: list[Message] = [
     Run(1, "e", 0, "a", {"temperature": 0.7, "seed": 2**40}, 3, "http://x/v1", 12.5),
     Cancel(1),
     Result(1, EPISODE),
-    Heartbeat(0.01, "", 3, 4),
+    Heartbeat(0.01, "", 0.5),
 ]
 
 
@@ -108,7 +108,7 @@ def test_garbage_is_refused(frame: bytes) -> None:
     [
         {"kind": "cancel", "request": [1]},
         {"kind": "cancel", "request": True},
-        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "in_flight": 0, "finished": 0},
+        {"kind": "heartbeat", "lag": "long", "blocked_at": "", "use": 0},
         {"kind": "tasks", "task_ids": "abc"},
         {"kind": "hello", "version": VERSION, "token": None, "pid": 1},
         {"kind": "result", "request": 1, "episode": {**vars(EPISODE), "parts": [], "outcome": "ok", "samples": {}}},
@@ -134,4 +134,4 @@ def test_fields_of_another_type_are_refused(data: object) -> None:
 
 def test_a_whole_number_may_stand_for_a_float() -> None:
     """msgpack and Python do not insist on 1.0 where 1 is meant."""
-    assert decode(msgpack.packb({"kind": "heartbeat", "lag": 0, "blocked_at": "", "in_flight": 0, "finished": 0}))
+    assert decode(msgpack.packb({"kind": "heartbeat", "lag": 0, "blocked_at": "", "use": 0}))

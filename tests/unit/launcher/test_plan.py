@@ -281,13 +281,13 @@ def test_weights_in_memory(serve: bool) -> None:
 def test_recovery_needs_recovery_checkpoints() -> None:
     """Where processes are started again the trainer keeps a rolling checkpoint; its own setting wins; a benchmark keeps none."""
 
-    def interval(**shared: object) -> int | None:
+    def interval(**shared: object) -> int | str | None:
         run = config(**shared)
         section = make_plan(run, machine()).configs[Path("outputs/configs/trainer.toml")]
         assert isinstance(section, TrainerConfig)
         return section.recovery_interval
 
-    assert interval() == 10
+    assert interval() == "auto"
     assert interval(recovery_interval=3) == 3
     assert interval(max_restarts=0) is None
     assert interval(bench=True) is None

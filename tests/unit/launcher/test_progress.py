@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from prime_rl.launcher.console import Console
-from prime_rl.launcher.progress import Progress, Tail, bench_table, minutes, step_line, summary
+from prime_rl.launcher.progress import Progress, bench_table, minutes, step_line, summary
 from prime_rl.monitor import Status
+from prime_rl.monitor.limits import Limit, LimitName
+from prime_rl.monitor.monitor import Tail
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import SenderAddress, TensorEntry, manifest_extra
 
@@ -34,7 +38,7 @@ def test_a_step_is_told_once_both_sides_have_it(tmp_path: Path) -> None:
     assert progress.lines() == []
     add(tmp_path, "trainer", 0, 101.0, **TRAINER)
     assert progress.lines() == [
-        "Step 0 [1/20] | reward 0.2500 | loss 0.0123 | entropy 2.5000 | mismatch KL 1.25e-04 | 12,346 tokens/s | 3.21 s"
+        "Step 0 [1/20] | reward 0.2500 | loss 0.0123 | entropy 2.5000 | KL 1.25e-04 | 12,346 tokens/s | 3.21 s"
     ]
     assert progress.lines() == []
     add(tmp_path, "trainer", 1, 111.0, **TRAINER)
@@ -58,6 +62,33 @@ def test_missing_values_are_left_out() -> None:
     assert (
         step_line(2, 4, {"reward/mean": 1.0}, {"time/step": 2.0}, 0.0)
         == "Step 2 [3/4] | reward 1.0000 | 2.00 s | ETA 0:00"
+    )
+
+
+@given(
+    st.integers(0, 10**6),
+    st.floats(-1e4, 1e4),
+    st.floats(0.0, 1e6),
+    st.floats(0.0, 1e7),
+    st.floats(0.0, 1e6),
+    st.sampled_from(LimitName),
+)
+def test_a_step_has_one_line_of_at_most_120_columns(
+    step: int, reward: float, loss: float, tokens: float, seconds: float, name: LimitName
+) -> None:
+    """Contract: with the time before it; what a person needs most (reward, seconds, limit, time to go) is never left out."""
+    trainer = {"loss/mean": loss, "entropy/mean": loss, "mismatch_kl/mean": loss, "perf/throughput": tokens, "time/step": seconds}  # fmt: skip
+    line = step_line(step, 10**6, {"reward/mean": reward}, trainer, seconds, Limit(name, 0.5, "because"))
+    assert len("12:34:56 " + line) <= 120
+    assert f"reward {reward:.4f}" in line
+    assert line.endswith(f" | {seconds:.2f} s | limited by {name} | ETA {minutes(seconds)}")
+
+
+def test_a_usual_line_keeps_the_mismatch() -> None:
+    """Contract: what is left out first is what the trainer's log has and a person needs least."""
+    line = step_line(3, 20, {"reward/mean": 0.25}, TRAINER, 60.0, Limit(LimitName.WEIGHT_SYNC, 0.5, "because"))
+    assert line == (
+        "Step 3 [4/20] | reward 0.2500 | entropy 2.5000 | KL 1.25e-04 | 3.21 s | limited by weight sync | ETA 1:00"
     )
 
 
@@ -141,8 +172,7 @@ def test_tail_reads_whole_lines_that_are_new(tmp_path: Path) -> None:
 
 
 def test_summary_compares_first_and_last(tmp_path: Path) -> None:
-    """Reward of the first five steps and the last five, evals before and after, weights; only of this life."""
-    add(tmp_path, "orchestrator", 0, 50.0, **{"reward/mean": 99.0})
+    """Reward of the first five steps and the last five, evals before and after, weights; of a recovered run the whole of it."""
     for step in range(1, 13):
         add(tmp_path, "orchestrator", step, 100.0 + step, **{"reward/mean": step / 10})
     add(tmp_path, "orchestrator", 1, 101.0, **{"eval/rt/reward/mean": 0.1})
@@ -152,7 +182,7 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
         extra = manifest_extra(version, 0, {"x": TensorEntry("model.safetensors", "F32", [1], "0" * 32)}, sender=sender)
         with stage(tmp_path / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
             pass
-    assert summary(tmp_path, since=100.0) == [
+    assert summary(tmp_path, since=110.0) == [
         "reward, first 5 steps → last 5: 0.3000 → 1.0000 (+0.7000)",
         "eval rt, first → last: 0.1000 → 0.4000 (+0.3000)",
         f"weights  {tmp_path / 'weights' / 'step_12'}",

@@ -100,6 +100,7 @@ def test_what_is_promised_to_one_who_interrupts(tmp_path: Path) -> None:
     save(tmp_path, 4, "orchestrator")
     checkpoints.join(tmp_path / "checkpoints", 4, checkpoints.TOGETHER, "orchestrator")
     assert ways_on(saving).endswith("or from a checkpoint with --ckpt.resume-step -1")
+    assert ways_on(saving, to_correct=True).startswith("once the error above is corrected: the same command with")
 
 
 def test_recover_excludes_what_contradicts_it(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ class World:
         gate = random.Random(seed + 1)
         self.core = make_core(limits, gate=lambda group, step: "dull" if gate.random() < turned_away else None)
         self.failure_rate = failure_rate
+        self.clock = 0.0
         self.flying: list[Start] = []
         self.starts: list[tuple[int, int, Start]] = []  # (step being collected, served version, start)
         self.batches = []
@@ -57,7 +58,8 @@ class World:
         assert self.core._admitted == [n for n, group in groups.items() if group.complete and group.admitted]
 
     def fill(self) -> None:
-        while (start := self.core.next_start()) is not None:
+        self.clock += self.random.choice([0.0, 0.1, 1.0, 30.0])
+        while (start := self.core.next_start(self.clock)) is not None:
             self.flying.append(start)
             self.starts.append((self.core.step, self.core.version, start))
 
@@ -133,8 +135,8 @@ def test_an_episode_for_step_n_starts_on_a_version_of_at_least_n_minus_the_async
     opened_for = {}
     open_group = core._open
 
-    def record():
-        group = open_group()
+    def record(now):
+        group = open_group(now)
         opened_for[group.number] = core.step + (len(core._groups) - 1) // limits.groups_per_batch
         return group
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.config.shared import ClientConfig
+from prime_rl.config.shared import ClientConfig, how_to_start
 from prime_rl.errors import UserError
 from prime_rl.orchestrator import engine as engine_module
 from prime_rl.orchestrator.engine import CannotScore, Engine, EngineTrouble, Served, Unusable
@@ -184,7 +184,9 @@ async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(serv
             await engine.wait_ready(lambda *wait: waits.append(wait))
     assert waits[0][0] == "a healthy server"
     assert server.url in waits[0][1]
-    assert heard.messages == [f"waiting for an inference server at {server.url} (at most 1 s)"]
+    assert heard.messages == [
+        f"waiting for an inference server at {server.url} (at most 1 s); {how_to_start(server.url)}"
+    ]
 
 
 async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same_way(heard):
@@ -195,7 +197,7 @@ async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same
             waiting = asyncio.create_task(engine.wait_ready(lambda *wait: None))
             while not heard.messages and not waiting.done():
                 await asyncio.sleep(0.05)
-            assert heard.messages == [f"waiting for an inference server at {url} (at most 2 s)"]
+            assert heard.messages == [f"waiting for an inference server at {url} (at most 2 s); {how_to_start(url)}"]
             assert not waiting.done()
             with pytest.raises(UserError, match=f"no inference server at {url} after 2 s .*: it does not answer"):
                 await waiting

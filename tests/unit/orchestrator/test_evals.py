@@ -122,7 +122,9 @@ def test_an_evaluation_without_a_server_says_what_it_waits_for_and_fails(tmp_pat
         capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 1
-    assert f"waiting for an inference server at {url} (at most 1 s)" in done.stdout
+    start = f"`uv run inference --model.name MODEL --server.port {url.rpartition(':')[2]}` starts one"
+    assert f"waiting for an inference server at {url} (at most 1 s); {start}" in done.stdout
+    assert done.stderr.rstrip().endswith(start)
     assert done.stderr.startswith(
         f"error: no inference server at {url} after 1 s (client.base_url, client.ready_timeout): "
     )

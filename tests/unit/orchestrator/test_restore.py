@@ -217,6 +217,6 @@ def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(
     there, elsewhere, same = begin(tmp_path / "there", Progress(4, 0, resumed=True, state=state))
     assert {number: elsewhere.ledger.task_of(number) for number in state.open_groups} == tasks
     assert same.state() == pools.state()
-    assert [there._open().task for _ in range(30)] == [core._open().task for _ in range(30)]
+    assert [there._open(0.0).task for _ in range(30)] == [core._open(0.0).task for _ in range(30)]
     journal.close()
     elsewhere.close()

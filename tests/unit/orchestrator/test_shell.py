@@ -1,12 +1,14 @@
 """The loop around the core, against a scripted engine and pool: restarts, new lives of the trainer, evaluations, deadlines, stopping."""
 
 import asyncio
+import json
 
 import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.monitor import Status, read_metrics
+from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.commit import list_steps, prune
 from prime_rl.transport.rollouts import open_batch
@@ -430,3 +432,25 @@ async def test_without_a_trainer_a_server_that_was_started_again_is_gone_on_with
     await world.orchestrator().run()
     assert crashed
     assert list_steps(tmp_path / "rollouts") == [0, 1, 2]
+
+
+async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
+    """Contract: the time in which nothing was in flight is counted, and named for what it is once the trainer has reported steps, too."""
+    world = World(tmp_path)
+    path = metrics_path(tmp_path, "trainer")
+    path.parent.mkdir()
+    rows = ({"step": step, "time": 0.0, "time/step": 1.0, "time/wait_for_batch": 0.0} for step in range(3))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    for version in (1, 2, 3):
+        await until(has_batch(world, version - 1), run=run)
+        await asyncio.sleep(0.2)  # the trainer trains
+        world.trainer.commit(version)
+    await run
+    made = read_metrics(metrics_path(tmp_path, "orchestrator"))
+    assert [0.0 <= row["time/idle"] <= row["time/step"] for row in made] == [True] * 3
+    assert all(row["time/idle"] > 0.0 for row in made[1:]), "each waited for the version before it"
+    named = [[name for name in row if name.startswith("limit/")] for row in made]
+    assert named == [[], [], ["limit/training"]]

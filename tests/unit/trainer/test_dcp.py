@@ -168,6 +168,8 @@ def test_copies_do_not_change(make: Make, world: World) -> None:
     copies.reserve(state)
     reserved = set(copies._buffers)
     first = copies.take(state)
+    copies.before_update()
+    copies.synchronize()
     assert set(copies._buffers) == reserved
     for tensor in (state["model"]["w"].to_local(), state["optimizer"]["state"]["w"]["step"]):
         tensor.add_(1)

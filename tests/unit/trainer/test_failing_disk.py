@@ -98,7 +98,7 @@ def test_a_save_that_is_under_way_when_the_run_fails(
                 raise OSError(errno.EIO, "Input/output error")
 
     class Loop(loop.Checkpoints):
-        def look(self) -> None:
+        def look(self, step: int) -> None:
             if self._pending is not None:
                 over.set()
                 raise UserError("the second step fails")

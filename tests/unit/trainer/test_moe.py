@@ -184,8 +184,9 @@ def test_settings_change_no_number(
     assert torch.equal(loads[0] / loads[0].sum(), loads[1] / loads[1].sum())
 
 
-def test_router_keeps_float32_under_fsdp(
-    moe_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("reshard", [False, True])
+def test_router_keeps_float32(
+    reshard: bool, moe_model: Path, make_policy: Callable[..., Policy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where blocks compute in bfloat16, the router's matrix is gathered in float32, micro-batch after micro-batch, and has gradients."""
     seen = []
@@ -196,10 +197,11 @@ def test_router_keeps_float32_under_fsdp(
         return route(hidden, weight, k, normalized)
 
     monkeypatch.setattr(moe, "route", look)
-    policy = make_policy(moe_model, dtype="bfloat16")
+    policy = make_policy(moe_model, dtype="bfloat16", reshard_after_forward=reshard)
     masters = [block.gate.weight.full_tensor().clone() for block in moe.sparse_blocks(policy)]
     for last in (False, True):
-        policy.set_reshard_after_backward(last)
+        for unit in policy.units:
+            unit.set_reshard_after_backward(last)
         policy(to_device(collate(support.random_documents((17, 30)), 1), CPU), cross_entropy)[0].backward()
     assert all(block.gate.weight.grad.full_tensor().any() for block in moe.sparse_blocks(policy))
     assert len(seen) == 4
@@ -248,7 +250,7 @@ def test_dense_models_have_no_experts(make_policy: Callable[..., Policy], tmp_pa
     assert moe.join_loads(torch.tensor([7.0]), policy).tolist() == [7.0]
     assert moe.with_loads(lambda sums: {"loss": sum(sums)}, policy)([7.0]) == {"loss": 7.0}
     assert moe.metrics(policy, []) == {}
-    assert policy.routers == []
+    assert make_policy(tmp_path, reshard_after_forward=True).hookless == []
 
 
 def test_unknown_experts_are_refused(make_policy: Callable[..., Policy], tmp_path: Path) -> None:

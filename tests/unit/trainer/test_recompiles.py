@@ -14,15 +14,19 @@ from torch._dynamo.utils import counters
 
 from conftest import make_tiny_model
 from prime_rl.config.losses import DefaultLoss, GSPOLoss, LossConfig
+from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.lm_head import TokenLoss, _differentiated
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss
 from prime_rl.trainer.model import Policy
+from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer.optim_states import local_part
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.step import forward_backward
+from prime_rl.trainer.step import forward_backward, optimizer_step
+from prime_rl.trainer.warm_up import warm_up
 from support import trainer as support
 
-world, make_policy = support.world, support.make_policy
+world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
 WARM_UP, STEPS = 2, 9
 
 
@@ -68,6 +72,54 @@ def test_no_recompiles(world: World, make_policy: Callable[..., Policy], tmp_pat
     assert len(set(whole[WARM_UP - 1 :])) == 1, (rl, whole)
     sft = recompiles(policy, cross_entropy, 1, world)
     assert len(set(sft[WARM_UP - 1 :])) == 1, (rl, sft)
+
+
+@pytest.mark.parametrize("loss", [DefaultLoss(), GSPOLoss()], ids=lambda loss: loss.type)
+def test_after_a_warm_up_no_step_compiles(
+    loss: LossConfig, world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
+) -> None:
+    """Contract: a made-up batch of the run's shapes compiles all that its steps and the scoring of versions need, whatever is packed."""
+    policy = make_policy(tied_model, compile=True)
+    loss_of, config = make_loss(loss), support.make_config(tmp_path, tied_model, loss=loss)
+    optimizer = build_optimizer(policy, config.optim)
+    torch._dynamo.reset()
+    counters.clear()
+    warm_up(policy, loss_of, config, world, support.VOCABULARY, 1)
+    compiled = counters["stats"]["unique_graphs"]
+    assert compiled > 0, "nothing was compiled"
+    scorer = CanaryScorer(policy, world, support.VOCABULARY, torch.float32, torch.bfloat16)
+    for batches in packs(len(STREAMS)):
+        forward_backward(policy, batches, loss_of, world)
+        optimizer_step(policy, optimizer, 1e-3, 1.0)
+        scorer.score(compiled=True)
+        assert counters["stats"]["unique_graphs"] == compiled
+
+
+def test_a_warm_up_changes_nothing(
+    world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
+) -> None:
+    """Contract: weights, states of the optimizer, random numbers and the next step's gradients are, bit for bit, those of a run without one."""
+    loss, config = make_loss(DefaultLoss()), support.make_config(tmp_path, tied_model)
+    documents = support.random_documents((20, 30), len(STREAMS))
+    found = []
+    for warmed in (False, True):
+        policy = make_policy(tied_model, compile=True)
+        optimizer = build_optimizer(policy, config.optim)
+        torch._dynamo.reset()
+        torch.manual_seed(3)
+        if warmed:
+            warm_up(policy, loss, config, world, support.VOCABULARY, 1)
+            assert all(parameter.grad is None for parameter in policy.parameters())
+        drawn = torch.rand(3)
+        with torch._dynamo.config.patch(
+            automatic_dynamic_shapes=False
+        ):  # kernels of a number of tokens and of any round otherwise
+            forward_backward(policy, [collate(documents, len(STREAMS))], loss, world)
+        optimizer_step(policy, optimizer, 1e-3, 1.0)
+        states = [state for parameter in policy.parameters() for state in optimizer.state[parameter].values()]
+        found.append([drawn, *map(local_part, [*policy.parameters(), *states])])
+    assert len(found[0]) > 20
+    assert all(map(torch.equal, *found))
 
 
 def of_ones_own(logprob: Tensor, old: Tensor, advantage: Tensor, *, bound: float) -> tuple[Tensor, Tensor]:

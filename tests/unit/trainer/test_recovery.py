@@ -2,6 +2,7 @@
 
 import errno
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
+from prime_rl.trainer.ckpt import Checkpoints, recovery_pause
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, read_manifest, verify
 from prime_rl.transport.lives import read_lives
 from prime_rl.transport.weights import verify_weights, weights_manifest
+from prime_rl.wait import wait
 from support import trainer as support
 
 tied_model, untied_model, run_training = support.tied_model, support.untied_model, support.run_training
@@ -287,6 +290,63 @@ def test_weights_that_checkpoints_need_stay(run_training: Run, tied_model: Path,
     run_training(config(tmp_path, tied_model, max_steps=9, async_level=1, ckpt=ckpt, weights={"keep": 0}))
     assert complete_steps(tmp_path / "checkpoints") == [4, 8, 9]
     assert list_steps(tmp_path / "weights") == [0, 3, 4, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("held_up", "writing", "pause"), [(0.0, 0.1, 2.0), (0.3, 1.0, 30.0), (0.3, 10.0, 200.0), (0.3, 600.0, 3600.0)]
+)
+def test_how_often_recovery_checkpoints_are_made(held_up: float, writing: float, pause: float) -> None:
+    """Contract: they hold the loop up for 1 % of the time, are written during 5 % of it, and one an hour is made whatever that takes."""
+    assert recovery_pause(held_up, writing) == pytest.approx(pause)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at once", "one step late"])
+def test_nobody_waits_for_a_recovery_checkpoint(
+    late: bool, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Contract: by the clock the first is made early; while one is written the loop goes on, and the next comes later, its versions known in advance."""
+    steps, saved, needed = 14, list[int](), set[int]()
+    will_need = Checkpoints.will_need
+
+    def point(name: str, file: Path | None = None) -> None:
+        if name.startswith("saved-copy:"):
+            saved.append(int(name.removeprefix("saved-copy:step_")))
+        if name == "manifest:recovery/step_3":
+            wait(lambda: 9 in list_steps(tmp_path / "weights"), subject="version 9", owner="the loop", seconds=120)
+
+    def spy(checkpoints: Checkpoints, version: int, async_level: int, *, recovery: bool) -> bool:
+        if will_need(checkpoints, version, async_level, recovery=True):
+            needed.add(version)
+        return will_need(checkpoints, version, async_level, recovery=recovery)
+
+    support.write_rollouts(tmp_path, steps)
+    monkeypatch.setattr(faults, "point", point)
+    monkeypatch.setattr(Checkpoints, "will_need", spy)
+    monkeypatch.setattr("prime_rl.trainer.ckpt.recovery_pause", lambda held_up, writing: 0.0)
+    monkeypatch.setattr("prime_rl.trainer.report.runs_ahead", lambda device: late)
+    run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval="auto", async_level=1, max_steps=steps))
+    assert saved[0] == 3
+    assert len(saved) > 1
+    assert saved[1] >= 9, "it waited"
+    assert needed >= {version for step in saved for version in (step - 1, step)}
+    assert [row["step"] for row in metrics(tmp_path)] == list(range(steps))
+    assert {int(row["step"]) for row in metrics(tmp_path) if "time/save_ckpt" in row} == set(saved) - {steps}
+
+
+def test_waiting_for_a_checkpoint_is_said_once(
+    run_training: Run,
+    tied_model: Path,
+    tmp_path: Path,
+    heard: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Contract: where checkpoints follow each other faster than they are written the loop waits, and says so, once."""
+    support.write_rollouts(tmp_path, STEPS)
+    slow = "manifest:checkpoints/step_"
+    monkeypatch.setattr(faults, "point", lambda name, file=None: time.sleep(1) if name.startswith(slow) else None)
+    run_training(config(tmp_path, tied_model, ckpt={"interval": 1}, recovery_interval=None))
+    assert complete_steps(tmp_path / "checkpoints") == [1, 2, 3, 4]
+    assert heard.text.count("waits until checkpoints/step_") == 1
 
 
 REFUSALS: list[tuple[str, dict[str, Any]]] = [

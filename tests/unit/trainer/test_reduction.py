@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from conftest import make_tiny_model
@@ -34,8 +34,8 @@ def backward(policy: Policy, micro_batch: int) -> None:
     policy(to_device(collate(GROUPS[micro_batch], 1), CPU), cross_entropy)[0].backward()
 
 
-def gradients(policy: Policy) -> dict[str, Tensor]:
-    return {name: parameter.grad.to_local() for name, parameter in named_parameters(policy)}
+def gradients(masters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: master.grad.to_local() for name, master in masters.items()}
 
 
 def addresses(tensors: Sequence[Tensor]) -> set[int]:
@@ -63,7 +63,8 @@ def test_the_same_bits_as_torch(
     request: pytest.FixtureRequest,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Over two steps of two micro-batches. After the first one gradients lie where FSDP put them to be sent, and the second is added there."""
+    """Over two steps of two micro-batches, where weights stay gathered (no FSDP) and where they are freed. With FSDP gradients lie after the first
+    one where they were put to be sent, and the second is added there."""
     directory = request.getfixturevalue(which)
     watched: list[Watched] = []
 
@@ -72,26 +73,35 @@ def test_the_same_bits_as_torch(
         return watched[-1]
 
     monkeypatch.setattr(trainer_model, "SingleRankReduction", make)
-    ours = make_policy(directory, dtype=dtype)
+    kept = make_policy(directory, dtype=dtype, reshard_after_forward=False)
+    freed = make_policy(directory, dtype=dtype, reshard_after_forward=True)
     (reduction,) = watched
     monkeypatch.setattr(FSDPModule, "set_custom_reduce_scatter", lambda unit, comm: None)
-    torchs = make_policy(directory, dtype=dtype)
+    torchs = make_policy(directory, dtype=dtype, reshard_after_forward=True)
+    policies = kept, freed, torchs
+    kept_masters, freed_masters, torchs_masters = (dict(named_parameters(policy)) for policy in policies)
 
-    units = len(ours.lm.model.layers) + len(ours.routers) + 2  # the final norm and the root
+    units = len(freed.lm.model.layers) + len(freed.hookless) + 2  # the final norm and the root
     for _ in range(2):
         reduction.given.clear()
-        for policy in (ours, torchs):
+        for policy in policies:
             policy.zero_grad()
         for micro_batch in range(2):
-            for policy in (ours, torchs):
+            for policy in policies:
+                for unit in policy.units:
+                    unit.set_reshard_after_backward(micro_batch == 1)
                 backward(policy, micro_batch)
             sent, received = reduction.given[0::2], reduction.given[1::2]
             assert all(a is b for a, b in zip(sent, received, strict=True))
             assert len(sent) == (micro_batch + 1) * units
-            assert addresses(list(gradients(ours).values())) == addresses(sent[:units])
-            for name, gradient in gradients(torchs).items():
-                assert torch.equal(gradients(ours)[name], gradient), name
+            assert addresses(list(gradients(freed_masters).values())) == addresses(sent[:units])
+            for name, gradient in gradients(torchs_masters).items():
                 assert gradient.dtype == torch.float32
+                for masters in (kept_masters, freed_masters):
+                    assert torch.equal(gradients(masters)[name], gradient), name
+        for policy in policies:
+            for parameter in policy.parameters():  # masters again, since the step's last backward
+                parameter.to_local().detach().mul_(1.01)
 
 
 def test_memory_is_handed_out_twice() -> None:

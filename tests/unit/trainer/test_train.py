@@ -260,7 +260,7 @@ def test_diverged_step_is_not_committed(
     with pytest.raises(UserError, match=f"step {steps - 1}: the gradient norm is (nan|inf)"):
         run_training(support.make_config(tmp_path, tied_model, max_steps=3, async_level=5, ckpt={"interval": steps}))
     assert list_steps(tmp_path / "weights") == list(range(steps))
-    assert list_steps(tmp_path / "checkpoints") == []
+    assert not list(tmp_path.glob("checkpoints/step_*/trainer"))
     assert [row["step"] for row in metrics(tmp_path)] == list(range(steps - 1))
 
 
@@ -283,7 +283,10 @@ def test_rows_come_before_what_is_saved(
         run_training(
             support.make_config(tmp_path, tied_model, ckpt={"interval": 2}, rollout_timeout=0.2, async_level=5)
         )
-    assert seen == {"write:checkpoints/step_2/trainer": ([0, 1], [0, 1, 2])}
+    ((place, (rows, versions)),) = seen.items()
+    assert place == "write:checkpoints/step_2/trainer"
+    assert rows[:2] == [0, 1]  # the loop goes on meanwhile
+    assert versions[:3] == [0, 1, 2]
     assert [row["step"] for row in metrics(tmp_path)] == [0, 1, 2]
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
 

@@ -31,6 +31,7 @@ from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
+from prime_rl.trainer.warm_up import warm_up
 from prime_rl.trainer.weight_publisher import make_publisher, published_bytes, tmpfs_of_config, transport_of
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
@@ -64,6 +65,7 @@ def run(
         alone=lambda: fake is not None or trainer_is_alone(config.output_dir),
         recover=config.recover,
         recovery_interval=config.recovery_interval,
+        async_level=config.async_level,
     )
     ends.callback(checkpoints.close)
     if not config.bench:
@@ -117,18 +119,26 @@ def run(
     rows = ends.enter_context(Rows(report, world.device))
     syncs = ends.enter_context(HostSyncs(world.device, count=config.bench))
     ends.enter_context(watched(policy.memory, world.device))
-    step = start
+    if fake is None and policy.compiled:  # the servers are loading meanwhile
+        report.phase("compiling")
+        warm_up(policy, loss, config, world, source.config.get_text_config().vocab_size, pads_to(world))
+    weights = config.output_dir / "weights" if fake is None else None
+    step, saving = start, 0.0
     while config.max_steps is None or step < config.max_steps:
         report.step(step)
-        checkpoints.look()
+        checkpoints.look(step)
         if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
             rows.flush()
             versions.settle()
         started = time.perf_counter()
         if not data.wait(step, stop):
             break
+        arrived = time.perf_counter()
         batch = data.read(step)
-        waited = time.perf_counter() - started
+        waited, reading = time.perf_counter() - started, time.perf_counter() - arrived
+        if step == start:
+            rows.begin()
+            waited = 0.0
         report.phase("training")
         perf.reset_peak_memory(world.device)
 
@@ -138,6 +148,7 @@ def run(
         graded = now(world.device)
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
         versions.before_update()
+        checkpoints.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
         outcome = Outcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
         progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + len(batch.lengths))
@@ -147,6 +158,8 @@ def run(
             "perf/peak_allocated": perf.peak_allocated_gib(world.device),
             **syncs.take(),
             "time/wait_for_batch": waited,
+            "time/read_batch": reading,  # of the wait
+            **({"time/save_ckpt": saving} if saving else {}),
             "progress/total_tokens": progress.tokens,
             "progress/total_samples": progress.samples,
         }
@@ -158,12 +171,16 @@ def run(
             durable = checkpoints.will_need(step + 1, config.async_level) or step + 1 == config.max_steps
             versions.publish(step + 1, outcome.read, durable=durable)
             versions.prune(config.async_level, config.weights.keep, checkpoints.needed)
+        saving = 0.0
         if kind := checkpoints.due(step + 1):
-            rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
-            versions.settle()
             report.phase(f"saving a {kind}")
-            with rows.saving():
-                checkpoints.save(progress, kind)
+            started = time.perf_counter()
+            if checkpoints.holds_up(kind):
+                rows.flush()
+                versions.settle()
+            recorded = partial(rows.recorded, step, weights, durable=kind == "checkpoint")
+            checkpoints.save(progress, kind, recorded)
+            saving = time.perf_counter() - started
         interval = config.log_samples_interval
         if batch.example is not None and tokenizer is not None and interval and step % interval == 0:
             report.text(readable(batch.example, tokenizer))
@@ -193,11 +210,14 @@ def bench_config(config: TrainerConfig) -> TrainerConfig:
     return config.model_copy(update={"data": data, "max_steps": TRAINER_STEPS, "scheduler": scheduler, **unsaved})
 
 
+def pads_to(world: World) -> int:
+    """Micro-batches are padded to a multiple of so many tokens: compiled CUDA kernels are fastest on whole tiles; a CPU would compute the padding."""
+    return 128 if world.device.type == "cuda" else 1
+
+
 def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs, report: Report) -> Data:
     """The source of steps that the config names."""
     vocabulary = source.config.get_text_config().vocab_size
-    # Compiled CUDA kernels are fastest on whole tiles; a CPU would compute the padding.
-    multiple_of = 128 if world.device.type == "cuda" else 1
     if config.data.fake is not None:
         return FakeData(
             config.data.fake,
@@ -205,7 +225,7 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
             seq_len=config.seq_len,
             vocabulary=vocabulary,
             costs=costs,
-            multiple_of=multiple_of,
+            multiple_of=pads_to(world),
             seed=config.seed,
             read_seconds=config.dist_timeout,
             loss=config.loss,
@@ -216,7 +236,7 @@ def make_data(config: TrainerConfig, world: World, source: Source, costs: Costs,
         seq_len=config.seq_len,
         vocabulary=vocabulary,
         costs=costs,
-        multiple_of=multiple_of,
+        multiple_of=pads_to(world),
         timeout=config.rollout_timeout,
         read_seconds=config.dist_timeout,
         loss=config.loss,

@@ -5,6 +5,7 @@ Also runs as a file: `torchrun … src/prime_rl/trainer/sft/train.py @ sft.toml`
 
 import time
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
@@ -83,12 +84,12 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     rows = ends.enter_context(Rows(report, world.device))
     syncs = ends.enter_context(HostSyncs(world.device, count=config.bench))
     ends.enter_context(watched(policy.memory, world.device))
-    step = start
+    step, saving = start, 0.0
     while config.max_steps is None or step < config.max_steps:
         if sum_over_ranks(world, [stop()])[0]:
             break
         report.step(step)
-        checkpoints.look()
+        checkpoints.look(step)
         report.phase("training")
         started = time.perf_counter()
         batch = data.read(step)
@@ -100,6 +101,8 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         sums = forward_backward(policy, batch.batches, cross_entropy, world)
         graded = now(world.device)
         rows.flush()  # of the step before: the device has this one's forward and backward to go on with
+        versions.before_update()
+        checkpoints.before_update()
         norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
         outcome = Outcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
         progress = Progress(step + 1, progress.tokens + batch.tokens, batch.drawn)
@@ -109,6 +112,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
             "perf/peak_allocated": perf.peak_allocated_gib(world.device),
             **syncs.take(),
             "time/wait_for_batch": waited,
+            **({"time/save_ckpt": saving} if saving else {}),
             "data/samples": len(batch.lengths),
             "data/loss_tokens": batch.loss_tokens,
             "data/packing_efficiency": batch.tokens / batch.capacity,
@@ -119,16 +123,18 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
         ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
         rows.put(Row(outcome, moe.with_loads(means, policy), known, batch.tokens, ideal))
 
-        saves = checkpoints.due(step + 1) is not None
-        if saves or evaluated(config, step + 1):
-            rows.flush()  # no state is ahead of its row, and no checkpoint of its weights
-            report.phase("saving weights and checkpoint" if saves else "saving weights")
-            with rows.saving():
-                versions.publish(step + 1, outcome.read)
-                versions.settle()
-                if saves:
-                    checkpoints.save(progress)
-                versions.prune(0, 0, checkpoints.needed)
+        saving, kind = 0.0, checkpoints.due(step + 1)
+        if kind or evaluated(config, step + 1):
+            report.phase("saving weights and checkpoint" if kind else "saving weights")
+            started = time.perf_counter()
+            versions.publish(step + 1, outcome.read)
+            if kind:
+                if checkpoints.holds_up(kind):
+                    rows.flush()
+                    versions.settle()
+                checkpoints.save(progress, kind, partial(rows.recorded, step, config.output_dir / "weights"))
+            versions.prune(0, 0, checkpoints.needed)
+            saving = time.perf_counter() - started
         step += 1
 
     rows.flush()

@@ -1,4 +1,4 @@
-"""One life of a worker process: start it in its own group, watch it, end it and what it has started."""
+"""A worker's process: start it in its own group, watch it, end it and what it has started."""
 
 import asyncio
 import contextlib
@@ -27,66 +27,76 @@ _BY_OTHERS = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 
 
 @dataclass
-class Life:
+class WorkerProcess:
     """A running worker process and what the pool knows about it. Times are `time.monotonic()`."""
 
     identity: str
-    process: asyncio.subprocess.Process
+    subprocess: asyncio.subprocess.Process
     output: Output
     page: Path
+    boot_seconds: float = 0.0  # from the machine's boot to its start
     hello: bool = False
     ready: Ready | None = None
     tasks: list[str] | None = None
     leaving: bool = False  # gets no more episodes, and ends with its last one
     finished: int = 0  # episodes
     requests: int = 0  # it was ever sent
-    resident: int = 0  # bytes of memory, when last looked at
+    resident: int = 0  # bytes of memory, with what it has started, when last measured
+    use: float = 0.0  # of a core, over its last heartbeats
     pending: dict[int, asyncio.Future[EpisodeResult]] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
-    born: float = 0.0  # seconds since the machine was
     heard: float = field(default_factory=time.monotonic)
-    beat: Heartbeat | None = None
-    # Set when the life is over for a reason other than its exit: a failed load, a broken message.
+    heartbeat: Heartbeat | None = None
+    # Set when the process is over for a reason other than its exit: a failed load, a broken message.
     lost: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    @property
+    def pid(self) -> int:
+        return self.subprocess.pid
 
     def lose(self, why: str) -> None:
         if not self.lost.done():
             self.lost.set_result(why)
 
     def enter(self) -> int:
-        """A seat for an episode: the number of its request."""
+        """Take a slot for an episode; returns the number of its request."""
         self.requests += 1
         self.pending[self.requests] = asyncio.get_running_loop().create_future()
         return self.requests
 
+    def hear(self, heartbeat: Heartbeat) -> None:
+        self.heartbeat = heartbeat
+        self.use = (self.use + heartbeat.use) / 2
+
     @property
     def serves(self) -> bool:
-        """Whether it is there for new episodes, or will be as soon as some have ended."""
+        """Whether it takes new episodes, or will as soon as some have ended."""
         return self.tasks is not None and not self.leaving and not self.lost.done() and not self.stuck
 
     @property
     def stuck(self) -> bool:
-        """Blocked by the code of one of its episodes, or stopped."""
-        blocked = self.beat is not None and self.beat.lag > LAG_SECONDS
+        """Whether it is blocked by the code of one of its episodes, or stopped."""
+        blocked = self.heartbeat is not None and self.heartbeat.lag > LAG_SECONDS
         return blocked or self.silent(time.monotonic(), QUIET_SECONDS)
 
-    def culprit(self) -> int:
+    def offending_request(self) -> int:
         """The request whose code it is in, or was when it died; 0 for none."""
         request = Page.read(self.page)
         return request if request in self.pending else 0
 
-    def silent(self, now: float, beat_timeout: float) -> bool:
-        """Dead or stopped, by all that can be heard."""
-        return now - self.heard > beat_timeout
+    def silent(self, now: float, seconds: float) -> bool:
+        """Whether it is dead or stopped, judging by its heartbeats."""
+        return now - self.heard > seconds
 
-    def unhealthy(self, now: float, start_timeout: float, beat_timeout: float, hang_timeout: float) -> str | None:
-        """Why this process must be given up, or None. Until its first heartbeat (Python starts, from a slow disk perhaps) `start_timeout` holds."""
-        if (self.tasks is not None or self.beat is not None) and self.silent(now, beat_timeout):
+    def unhealthy(self, now: float, start_timeout: float, heartbeat_timeout: float, hang_timeout: float) -> str | None:
+        """Why this process must be ended, or None. Until its first heartbeat (Python may start from a slow disk) `start_timeout` holds."""
+        lag = 0.0 if self.heartbeat is None else self.heartbeat.lag
+        if (self.tasks is not None or self.heartbeat is not None) and self.silent(now, heartbeat_timeout):
             return f"sent no heartbeat for {now - self.heard:.0f} s"
         if self.tasks is None and now - self.started > start_timeout:
             return f"not ready after {start_timeout:.0f} s"
-        if self.tasks is not None and self.beat is not None and self.beat.lag > hang_timeout + HANG_GRACE:
-            return f"blocked for {self.beat.lag:.0f} s at {self.beat.blocked_at}"
+        if self.tasks is not None and self.heartbeat is not None and lag > hang_timeout + HANG_GRACE:
+            return f"blocked for {lag:.0f} s at {self.heartbeat.blocked_at}"
         return None
 
 
@@ -100,12 +110,12 @@ async def spawn(
     log: Log,
     page: Path,
     hang_timeout: float,
-) -> Life:
+) -> WorkerProcess:
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
     Page.make(page)
-    output, born = Output(log), time.clock_gettime(time.CLOCK_BOOTTIME)
+    output, boot_seconds = Output(log), time.clock_gettime(time.CLOCK_BOOTTIME)
     try:
-        process = await asyncio.create_subprocess_exec(
+        subprocess = await asyncio.create_subprocess_exec(
             python or sys.executable,
             *("-m", "prime_rl.envs.worker", "--address", address, "--identity", identity),
             *("--page", str(page), "--hang-timeout", str(hang_timeout)),
@@ -118,44 +128,44 @@ async def spawn(
         )
     finally:
         output.begin()
-    return Life(identity, process, output, page, born=born)
+    return WorkerProcess(identity, subprocess, output, page, boot_seconds)
 
 
 def mark(page: Path) -> str:
-    """What a life's processes bear in their environment: of all pools, at all times, this life alone has this page."""
+    """The value that marks a worker process and its children in their environment: no other process ever has this page."""
     return str(page)
 
 
-async def end(life: Life, deaf: bool = False) -> int:
-    """SIGTERM to the whole process group, then SIGKILL to all that the worker has started. Returns how many of these had left its group.
+async def end(process: WorkerProcess, deaf: bool = False) -> int:
+    """Send SIGTERM to the whole process group, then SIGKILL to all that the worker has started. Returns how many of these had left its group.
 
-    Within `TERM_SECONDS`, `DRAIN_SECONDS` and a little; then all that it printed is in the log. One that is `deaf`, stopped or blocked, would not
-    hear the SIGTERM.
+    Takes `TERM_SECONDS`, `DRAIN_SECONDS` and a little at most; then all that it printed is in the log. A process that is `deaf`, stopped or
+    blocked, is not sent the SIGTERM.
     """
     if not deaf:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(life.process.pid, signal.SIGTERM)
-        await _within(TERM_SECONDS, life.process)
-    strays = await asyncio.to_thread(families.end_family, life.process.pid, mark(life.page), life.born)
-    await _within(TERM_SECONDS, life.process)
-    await drained(life)
-    life.output.close()
-    life.page.unlink(missing_ok=True)
+            os.killpg(process.pid, signal.SIGTERM)
+        await _within(TERM_SECONDS, process.subprocess)
+    strays = await asyncio.to_thread(families.end_family, process.pid, mark(process.page), process.boot_seconds)
+    await _within(TERM_SECONDS, process.subprocess)
+    await drained(process)
+    process.output.close()
+    process.page.unlink(missing_ok=True)
     return strays
 
 
-async def drained(life: Life) -> None:
-    """What a dead worker printed is in the log, or a child of its keeps the pipe open."""
+async def drained(process: WorkerProcess) -> None:
+    """Wait until what a dead worker printed is in the log; not for long, since a child of its may keep the pipe open."""
     with contextlib.suppress(WaitTimeout):
         await wait_async(
-            lambda: life.output.ended, subject="last words", owner=life.identity, seconds=DRAIN_SECONDS, poll=0.05
+            lambda: process.output.ended, subject="last words", owner=process.identity, seconds=DRAIN_SECONDS, poll=0.05
         )
 
 
-async def _within(seconds: float, process: asyncio.subprocess.Process) -> None:
+async def _within(seconds: float, subprocess: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            await process.wait()
+            await subprocess.wait()
 
 
 def describe_exit(code: int) -> str:

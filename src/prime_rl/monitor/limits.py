@@ -1,0 +1,184 @@
+"""Where the time of a run's steps goes, and what limits it: pure functions of the metrics rows of trainer and orchestrator, and who reads those.
+
+The console, the metrics (`limit/*`) and `rl doctor` all ask here. The rule: the side that is busy nearly all the time limits the run. Where neither
+is, and measured waits explain at least half of what the busier one loses, the longest of them does; else the pipeline, in which the two take turns.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
+
+Row = Mapping[str, float]
+
+FULL = 0.8  # of the time: a side that is busy for so long waits for nothing that matters
+NOTABLE = 0.1  # of the time: a wait shorter than this limits nothing
+STEPS = 8  # of a running judgement; even, as steps may come in pairs
+_KEPT = 4  # times as many rows: one side is ahead of the other
+
+
+class LimitName(StrEnum):
+    """What a run would be faster without."""
+
+    TRAINING = "training"
+    GENERATION = "generation"
+    WORKERS = "environment workers"
+    WEIGHT_SYNC = "weight sync"
+    CHECKPOINTS = "checkpoints"
+    DATA = "data"
+    PIPELINE = "the pipeline"
+
+    @property
+    def metric(self) -> str:
+        return "limit/" + self.removeprefix("the ").replace(" ", "_")
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Shares of a window's time, from 0 to 1: five of the trainer's, four of the engines'.
+
+    Args:
+        waited: The trainer waited for a batch.
+        publish: The trainer waited until an earlier version was published.
+        saved: The trainer's loop stood still for a checkpoint.
+        read: The trainer waited for a batch that was committed to be read and packed.
+        idle: No episode was in flight.
+        paused: The engines generated nothing while they loaded weights.
+        travelled: A version was being published, staged or loaded, beside other work or not.
+        cpu: What the busiest environment worker used of a core; 0 where it is not known.
+    """
+
+    waited: float = 0.0
+    publish: float = 0.0
+    saved: float = 0.0
+    read: float = 0.0
+    idle: float = 0.0
+    paused: float = 0.0
+    travelled: float = 0.0
+    cpu: float = 0.0
+
+    @property
+    def trained(self) -> float:
+        """The trainer computed: it waited for nothing."""
+        return max(1.0 - self.waited - self.publish - self.saved - self.read, 0.0)
+
+    @property
+    def sampled(self) -> float:
+        """Episodes were in flight and the engines were not paused."""
+        return max(1.0 - self.idle - self.paused, 0.0)
+
+    @property
+    def synced(self) -> float:
+        """One side stood still for a version. Idle engines wait for it only where the trainer is not still making it."""
+        transit = self.idle + self.paused - self.trained - self.saved - self.read
+        return max(self.publish, self.paused, min(self.travelled, max(transit, 0.0)))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What limits a run, its share of the time, and why, in a few words."""
+
+    name: LimitName
+    share: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"limited by {self.name} ({self.reason})"
+
+
+def limit_of(shares: Shares) -> Limit:
+    """What limits a run whose time goes like this."""
+    trained, sampled = shares.trained, shares.sampled
+    worker_bound = sampled > 0 and shares.cpu >= FULL * sampled
+    if trained >= max(FULL, sampled):
+        reason = "both sides are busy" if sampled >= FULL else f"engines wait {1 - sampled:.0%}"
+        return Limit(LimitName.TRAINING, trained, reason)
+    if sampled >= FULL and not worker_bound:
+        reason = "both sides are busy" if trained >= FULL else f"trainer waits {1 - trained:.0%}"
+        return Limit(LimitName.GENERATION, sampled, reason)
+    causes = (
+        Limit(LimitName.WEIGHT_SYNC, shares.synced, f"versions hold a side up for {shares.synced:.0%}"),
+        Limit(LimitName.CHECKPOINTS, shares.saved, f"saving stops the trainer for {shares.saved:.0%}"),
+        Limit(LimitName.DATA, shares.read, f"the trainer waits {shares.read:.0%} to read batches"),
+        Limit(LimitName.WORKERS, sampled * worker_bound, f"the busiest uses {shares.cpu:.0%} of a core"),
+    )
+    lost, longest = 1.0 - max(trained, sampled), max(causes, key=lambda cause: cause.share)
+    if longest.share >= NOTABLE and sum(cause.share for cause in causes) >= lost / 2:
+        return longest
+    return Limit(LimitName.PIPELINE, lost, f"neither side is full: engines sample {sampled:.0%}, trainer {trained:.0%}")
+
+
+def shares_of(orchestrator: Sequence[Row], trainer: Sequence[Row]) -> Shares | None:
+    """Of the same steps' rows of both sides; None where these do not say how long each side took, and waited for the other."""
+
+    def total(rows: Sequence[Row], key: str) -> float:
+        return sum(row.get(key, 0.0) for row in rows)
+
+    making, training = total(orchestrator, "time/step"), total(trainer, "time/step")
+    waits = any("time/idle" in row for row in orchestrator) and any("time/wait_for_batch" in row for row in trainer)
+    if not waits or making <= 0 or training <= 0:
+        return None
+    # Servers that do not say how long they paused may have done so all the time.
+    paused = sum(row.get("time/update_pause", row.get("time/update_weights", 0.0)) for row in orchestrator)
+    publishing = sum(value for row in trainer for key, value in row.items() if key.startswith("time/export_"))
+    busiest = sum(row.get("workers/cpu", 0.0) * row.get("time/step", 0.0) for row in orchestrator)
+
+    def share(seconds: float, of: float) -> float:
+        return min(max(seconds / of, 0.0), 1.0)
+
+    return Shares(
+        waited=share(total(trainer, "time/wait_for_batch") - total(trainer, "time/read_batch"), training),
+        publish=share(total(trainer, "time/export"), training),
+        saved=share(total(trainer, "time/save_ckpt"), training),
+        read=share(total(trainer, "time/read_batch"), training),
+        idle=share(total(orchestrator, "time/idle"), making),
+        paused=share(paused, making),
+        travelled=share(publishing + total(orchestrator, "time/update_weights"), making),
+        cpu=share(busiest, making),
+    )
+
+
+class Steps:
+    """Rows of the last steps of both sides. What comes late (the time to save) adds to its step's row."""
+
+    def __init__(self, most: int = STEPS) -> None:
+        self._most = most
+        self._rows: dict[str, dict[int, dict[str, float]]] = {"orchestrator": {}, "trainer": {}}
+
+    def add(self, process: str, rows: Iterable[Row]) -> None:
+        """Take in rows of `orchestrator` or `trainer`, in the order in which they were written."""
+        kept = self._rows[process]
+        for row in rows:
+            step = int(row["step"])
+            kept.setdefault(step, {}).update(row)
+            kept.pop(step - _KEPT * self._most, None)
+
+    def shares(self, starts: Collection[int] = ()) -> Shares | None:
+        """Of the last steps that both sides made.
+
+        Args:
+            starts: Steps at which a trainer began: their time is the start-up's, and they are left out, as the first of all is.
+        """
+        orchestrator, trainer = self._rows["orchestrator"], self._rows["trainer"]
+        made = sorted(orchestrator.keys() & trainer.keys())
+        steps = [step for step in made[1:] if step not in starts][-self._most :]
+        return shares_of([orchestrator[step] for step in steps], [trainer[step] for step in steps])
+
+
+class LimitWatch:
+    """Follows the metrics of a run, from its beginning on."""
+
+    def __init__(self, output_dir: Path) -> None:
+        self._steps = Steps()
+        self._tails = {process: Tail(metrics_path(output_dir, process)) for process in ("orchestrator", "trainer")}
+        for process in self._tails:
+            self._steps.add(process, read_metrics(metrics_path(output_dir, process)))
+
+    def look(self, starts: Collection[int]) -> Limit | None:
+        """What limits the run now; None before two steps were made. `starts`: see `Steps.shares`."""
+        for process, tail in self._tails.items():
+            self._steps.add(process, tail.read())
+        shares = self._steps.shares(starts)
+        return None if shares is None else limit_of(shares)

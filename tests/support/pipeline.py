@@ -1,0 +1,152 @@
+"""A simulated world around the real scheduler: an engine, a trainer and versions on a virtual clock; and the shortest step that such a world allows.
+
+The engine gives all requests the same rate; `tokens_per_second(n)` of `n` requests together. More than `seats` of them wait in a queue. Training a
+batch takes `train` seconds, one batch after the other; a version is served `sync` seconds after its step, while generation goes on.
+"""
+
+import heapq
+import itertools
+import math
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+
+from prime_rl.orchestrator.core import Core, Limits, Task
+
+
+@dataclass(frozen=True)
+class World:
+    """Times in seconds, lengths in tokens."""
+
+    level: int
+    train: float
+    sync: float
+    batch: int = 32
+    group: int = 4
+    request_rate: float = 150.0  # of one request alone
+    engine_rate: float = 20_000.0  # of as many as fill the engine
+    gradual: bool = (
+        False  # the engine fills gradually: n requests get engine_rate * n / (n + engine_rate / request_rate)
+    )
+    seats: int = 10**9
+    reply: float = 128.0  # mean length
+    spread: float = (
+        0.0  # of the lognormal lengths, which are at most four times as long as their mean; 0: all are equal
+    )
+    one_at_a_time: bool = (
+        False  # versions are loaded one after the other, the newest there is each time; else beside one another
+    )
+
+    def tokens_per_second(self, requests: float) -> float:
+        """Of all together."""
+        if self.gradual:
+            return self.engine_rate * requests / (requests + self.engine_rate / self.request_rate)
+        return min(self.engine_rate, self.request_rate * requests)
+
+    def lengths(self, groups: int, seed: int = 0) -> np.ndarray:
+        """Of the replies of so many groups."""
+        normal = np.random.default_rng(seed).standard_normal((groups, self.group))
+        return self.reply * np.minimum(np.exp(self.spread * normal - self.spread**2 / 2), 4.0)
+
+    @property
+    def steps(self) -> int:
+        """As many as `simulate` makes: the first are not counted, and the others are some whole turns of the batches that may be in flight."""
+        return 24 + self.counted
+
+    @property
+    def counted(self) -> int:
+        return 8 * (self.level + 1) * (4 if self.spread else 1)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What happened: when each step was trained, the versions that were served, how busy the engine was."""
+
+    ends: list[float]
+    served: list[int]
+    engine_busy: float
+
+    def step(self, counted: int) -> float:
+        """Mean seconds of the last steps."""
+        return (self.ends[-1] - self.ends[-1 - counted]) / counted
+
+
+def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, steps: int | None = None, stall: tuple[int, float] = (0, 0.0)) -> Course:  # fmt: skip
+    """Run the scheduler in `world`.
+
+    Args:
+        paced: Whether the scheduler sees the clock; without it, it starts everything as early as it may.
+        stall: The trainer takes so many seconds more for that step.
+    """
+    steps = steps or world.steps
+    limits = Limits(world.batch, world.group, world.level, max(8, world.level), max_concurrent, steps)
+    core: Core[None] = Core(limits, (Task("simulated", number, str(number)) for number in itertools.count()))
+    lengths = world.lengths((steps + world.level + 1) * limits.groups_per_batch).tolist()
+    now = sampled = busy = trainer_free = loaded = 0.0  # `sampled`: tokens of a request that was there all the time
+    queue, running, versions = (
+        deque(),
+        [],
+        deque(),
+    )  # running: (value of `sampled` at its end, episode); versions: (trained at, number)
+    ends, served = [], []
+    while not core.done:
+        while (start := core.next_start(now if paced else 0.0)) is not None:
+            queue.append(start)
+        while queue and len(running) < world.seats:
+            start = queue.popleft()
+            heapq.heappush(running, (sampled + lengths[start.group][start.number], start.episode))
+        rate = world.tokens_per_second(len(running)) / len(running) if running else 0.0
+        landing = now + max(running[0][0] - sampled, 0.0) / rate if running else math.inf
+        loading = (max(versions[0][0], loaded) if world.one_at_a_time else versions[0][0]) + world.sync if versions else math.inf  # fmt: skip
+        due = math.inf if core.opens_at is None else core.opens_at
+        then = min(landing, loading, due)
+        assert then < math.inf, "nothing is in flight, and nothing to train"
+        sampled, busy, now = sampled + (then - now) * rate, busy + (then - now) * rate * len(running), then
+        if loading <= now:
+            began = now - world.sync
+            while versions and (version := versions[0])[0] <= began + 1e-9:
+                versions.popleft()
+                newest = version[1]
+            core.serve(newest)
+            served.append(newest)
+            loaded = now
+        while running and running[0][0] <= sampled + 1e-9:
+            core.finish(heapq.heappop(running)[1], None)
+        core.prove(core.unproven())
+        while (batch := core.ready_batch()) is not None:
+            trainer_free = max(trainer_free, now) + world.train + (stall[1] if batch.step == stall[0] else 0.0)
+            ends.append(trainer_free)
+            versions.append((trainer_free, batch.step + 1))
+            core.advance(batch, batch.episodes, ())
+            core.check_conservation()
+    return Course(ends, served, busy / (now * world.engine_rate))
+
+
+def shortest_step(world: World) -> float:
+    """The least that a step can take on average at this async level, whatever the scheduler does. All replies have the mean length.
+
+    1. The trainer trains one batch after the other: a step takes `train` at least.
+    2. Of the groups that may start on version v, those of the first v + k + 1 batches, the batches that have been cut are sampled already. While the
+       versions of m cut batches are not served yet, k + 1 - m batches can be in flight at most. Each batch is in that state for `train + sync` at
+       least, so m is (train + sync) / step on average (Little's law), and it is a whole number at every moment.
+       `tokens_per_second(n)` is concave, so the mean of what the engine does with k + 1 - m batches is at most the piecewise linear function through
+       its values at whole numbers of batches, taken at the mean of k + 1 - m. A step's tokens must be sampled in a step's time:
+
+           batch * reply / step <= rate(k + 1 - (train + sync) / step)
+
+       The left side falls with the step, the right side rises: the least step is where they meet. At level 0 that is generation + train + sync;
+       with an engine that is never full (latency + train + sync) / (k + 1); with one that is always full batch * reply / engine_rate.
+    """
+    wait, tokens = world.train + world.sync, world.batch * world.reply
+
+    def rate(batches: float) -> float:
+        whole = math.floor(batches)
+        below, above = (world.tokens_per_second(number * world.batch) for number in (whole, whole + 1))
+        return below + (batches - whole) * (above - below)
+
+    low, high = wait / (world.level + 1), wait + tokens / world.tokens_per_second(world.batch)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if middle * rate(world.level + 1 - wait / middle) >= tokens else (middle, high)
+    return max(world.train, high)

@@ -1,0 +1,182 @@
+"""What limits a run is named from what was measured, and console, metrics and doctor name the same."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prime_rl.launcher.diagnosis import Diagnosis, Facts, ProcessFacts, State, Verdict
+from prime_rl.launcher.doctor import examination
+from prime_rl.launcher.progress import Progress, limit_line, summary
+from prime_rl.monitor.limits import FULL, NOTABLE, LimitName, LimitWatch, Shares, Steps, limit_of, shares_of
+from prime_rl.monitor.monitor import metrics_path
+
+# Situations, worked out by hand. The first number is the share that is named.
+SITUATIONS = {
+    "training, engines overlap": (Shares(waited=0.02, idle=0.4), LimitName.TRAINING, 0.98, "engines wait 40%"),
+    "generation, trainer waits": (Shares(waited=0.63, idle=0.02), LimitName.GENERATION, 0.98, "trainer waits 63%"),
+    "both are busy, training more": (Shares(waited=0.05, idle=0.1), LimitName.TRAINING, 0.95, "both sides are busy"),
+    "both are busy, generation more": (Shares(waited=0.15, paused=0.01), LimitName.GENERATION, 0.99, "both sides"),
+    # Environment workers: the engines have requests all the time, but a worker has no processor time left.
+    "a worker's core is full": (Shares(waited=0.7, cpu=0.97), LimitName.WORKERS, 1.0, "97% of a core"),
+    "a worker is full while it has work": (Shares(waited=0.7, idle=0.5, cpu=0.48), LimitName.WORKERS, 0.5, "48%"),
+    "a worker is half idle": (Shares(waited=0.7, cpu=0.5), LimitName.GENERATION, 1.0, "trainer waits 70%"),
+    "training is longer than a full worker": (Shares(idle=0.1, cpu=0.9), LimitName.TRAINING, 1.0, "both sides"),
+    # Two H100s, a tiny model: engines sample 35 % and idle 55 %, the trainer computes 26 % and waits for batches 74 %.
+    "two GPUs, nothing else measured": (
+        Shares(waited=0.74, idle=0.55, paused=0.1), LimitName.PIPELINE, 0.65, "engines sample 35%, trainer 26%",
+    ),
+    "two GPUs, versions travel long": (
+        Shares(waited=0.74, idle=0.55, paused=0.1, travelled=0.45), LimitName.WEIGHT_SYNC, 0.39, "for 39%",
+    ),
+    "two GPUs, versions travel beside other work": (
+        Shares(waited=0.74, idle=0.55, paused=0.1, travelled=0.15), LimitName.PIPELINE, 0.65, "neither side",
+    ),
+    "two GPUs, one worker": (
+        Shares(waited=0.74, idle=0.55, paused=0.1, travelled=0.15, cpu=0.33), LimitName.WORKERS, 0.35, "33% of a core",
+    ),
+    # One H100 for both: 0.65 s of 2.82 for recovery checkpoints, 0.45 for exports, versions on their way most of the time.
+    "one GPU": (
+        Shares(waited=0.5, publish=0.16, saved=0.23, idle=0.45, paused=0.16, travelled=0.6),
+        LimitName.WEIGHT_SYNC, 0.27, "versions",
+    ),
+    "checkpoints": (Shares(waited=0.1, saved=0.3, idle=0.5), LimitName.CHECKPOINTS, 0.3, "for 30%"),
+    "reading batches": (Shares(read=0.4, idle=0.45), LimitName.DATA, 0.4, "40% to read"),
+    "pauses of the engines": (Shares(waited=0.5, paused=0.25), LimitName.WEIGHT_SYNC, 0.25, "for 25%"),
+    # Synchronous training: both sides take turns.
+    "turns": (Shares(waited=0.5, idle=0.5), LimitName.PIPELINE, 0.5, "engines sample 50%, trainer 50%"),
+    "small waits explain nothing": (Shares(waited=0.25, saved=0.05, idle=0.3), LimitName.PIPELINE, 0.3, "neither side"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_each_situation_is_named(situation: str) -> None:
+    """Contract: the side that is busy nearly all the time, else what explains half of what the busier one loses, else the pipeline."""
+    shares, name, share, reason = SITUATIONS[situation]
+    limit = limit_of(shares)
+    assert (limit.name, limit.share) == (name, pytest.approx(share))
+    assert reason in limit.reason
+
+
+SHARE = st.floats(0.0, 1.0)
+
+
+@st.composite
+def any_shares(draw: st.DrawFn) -> Shares:
+    """Shares that can be measured: those of one side add up to no more than its time."""
+    waited, publish, saved, read, rest, idle, paused, sampled = (draw(SHARE) for _ in range(8))
+    trainer, engines = max(waited + publish + saved + read + rest, 1e-6), max(idle + paused + sampled, 1e-6)
+    of_trainer = (each / trainer for each in (waited, publish, saved, read))
+    return Shares(*of_trainer, idle / engines, paused / engines, draw(SHARE), draw(SHARE))
+
+
+@given(any_shares())
+def test_no_side_that_mostly_waits_is_the_limit(shares: Shares) -> None:
+    """Contract: generation or training is named only of a side that is full, and a full side is never passed over for the other one."""
+    limit = limit_of(shares)
+    assert 0.0 <= limit.share <= 1.0 + 1e-9
+    if limit.name is LimitName.GENERATION:
+        assert shares.sampled >= max(FULL, shares.trained)
+    elif limit.name is LimitName.TRAINING:
+        assert shares.trained >= max(FULL, shares.sampled)
+    elif limit.name is not LimitName.WORKERS:
+        assert max(shares.trained, shares.sampled) < FULL
+    else:
+        assert shares.cpu >= FULL * shares.sampled
+
+
+@given(any_shares())
+def test_the_pipeline_is_named_only_where_nothing_explains_the_loss(shares: Shares) -> None:
+    """Contract: waits that were measured and explain half of the loss have names of their own."""
+    limit = limit_of(shares)
+    waits = shares.synced, shares.saved, shares.read
+    if limit.name is LimitName.PIPELINE:
+        assert sum(waits) < limit.share / 2 or max(waits) < NOTABLE
+
+
+def rows(**seconds: float) -> tuple[dict[str, float], dict[str, float]]:
+    """Rows of a step of ten seconds on both sides."""
+    trainer = {"wait_for_batch", "read_batch", "export", "export_write", "save_ckpt"}
+    sides: tuple[dict[str, float], dict[str, float]] = ({"time/step": 10.0, "time/idle": 0.0}, {"time/step": 10.0, "time/wait_for_batch": 0.0})  # fmt: skip
+    for name, value in seconds.items():
+        sides[name in trainer][f"time/{name}"] = value
+    return sides
+
+
+def test_shares_are_of_all_steps_together() -> None:
+    """Contract: of a long step and a short one the seconds are added up; shares are not averaged."""
+    orchestrator, trainer = rows(idle=4.0, update_weights=2.0, update_pause=0.5, wait_for_batch=3.0, read_batch=1.0, save_ckpt=1.0, export=0.5, export_write=1.5)  # fmt: skip
+    short = {"time/step": 2.0, "time/idle": 2.0, "workers/cpu": 0.6}, {"time/step": 2.0, "time/wait_for_batch": 2.0}
+    assert shares_of([orchestrator, short[0]], [trainer, short[1]]) == Shares(
+        waited=pytest.approx(4 / 12), publish=pytest.approx(0.5 / 12), saved=pytest.approx(1 / 12), read=pytest.approx(1 / 12),
+        idle=pytest.approx(6 / 12), paused=pytest.approx(0.5 / 12), travelled=pytest.approx(3.5 / 12), cpu=pytest.approx(0.1),
+    )  # fmt: skip
+
+
+def test_servers_that_do_not_say_how_long_they_paused_may_have_paused_all_the_time() -> None:
+    """Contract: an update whose parts are unknown is not taken for generation."""
+    found = shares_of(*([side] for side in rows(update_weights=3.0)))
+    assert found is not None
+    assert found.paused == pytest.approx(0.3)
+
+
+def test_nothing_is_said_without_times() -> None:
+    """Contract: a side without times, one side alone and a first step, which waits for the start-up, say nothing."""
+    orchestrator, trainer = rows(wait_for_batch=6.0)
+    assert shares_of([], []) is None
+    assert shares_of([{"reward/mean": 1.0}], [trainer]) is None
+    steps = Steps()
+    steps.add("orchestrator", [{"step": 0, **orchestrator}, {"step": 1, **orchestrator}])
+    steps.add("trainer", [{"step": 0, **trainer}])
+    assert steps.shares() is None
+
+
+def test_the_last_steps_are_judged_without_those_at_which_a_trainer_began() -> None:
+    """Contract: a judgement follows the run, short ones too; what comes late is of its step; starts are nobody's wait."""
+    steps = Steps(most=2)
+    waits = [9.0, 6.0, 0.0, 9.9, 5.0]
+    for step, waited in enumerate(waits):
+        orchestrator, trainer = rows(wait_for_batch=waited)
+        steps.add("orchestrator", [{"step": step, **orchestrator}])
+        steps.add("trainer", [{"step": step, **trainer}, {"step": step, "time/save_ckpt": 1.0}])
+        if step == 1:
+            found = steps.shares()
+            assert found is not None
+            assert found.waited == pytest.approx(0.6)
+    found = steps.shares(starts=[0, 3])
+    assert found is not None
+    assert (found.waited, found.saved) == (pytest.approx(0.25), pytest.approx(0.1))
+
+
+def write(root: Path, steps: int, **seconds: float) -> None:
+    (root / "metrics").mkdir(exist_ok=True)
+    for process, row in zip(("orchestrator", "trainer"), rows(**seconds), strict=True):
+        text = "".join(json.dumps({"step": step, "time": 100.0 + step, "loss/mean": 0.0, **row}) + "\n" for step in range(steps))  # fmt: skip
+        with metrics_path(root, process).open("a") as file:
+            file.write(text)
+
+
+def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
+    """Contract: one rule, one window, whoever asks."""
+    progress, watch = Progress(tmp_path, 3), LimitWatch(tmp_path)
+    write(tmp_path, 3, wait_for_batch=7.0, idle=1.0, read_batch=0.5)
+    words = "limited by generation (trainer waits 70%)"
+    assert str(watch.look([])) == limit_line(tmp_path) == words
+    assert progress.lines()[-1].endswith("| limited by generation | ETA 0:00")
+    assert summary(tmp_path, since=0.0)[-1] == words
+    facts = Facts(2.0, ProcessFacts(State.ABSENT), {})
+    told = examination(tmp_path, facts, Diagnosis(Verdict.FINISHED, "the run has finished"))
+    assert f"{'speed':<15}{words}" in told
+    assert LimitName.GENERATION.metric == "limit/generation"
+
+
+def test_the_end_of_a_run_says_where_its_time_went(tmp_path: Path) -> None:
+    """Contract: of the steps since the launcher began but the first; rewards are those of the whole run."""
+    write(tmp_path, 3, wait_for_batch=6.0, idle=3.0, update_pause=0.5)
+    assert summary(tmp_path, since=50.0) == [
+        "time, start: 40 s; trainer: computes 40%, waits for batches 60%; engines: sample 65%, load weights 5%, idle 30%",
+        "limited by the pipeline (neither side is full: engines sample 65%, trainer 40%)",
+    ]
+    assert summary(tmp_path, since=101.5) == ["time, start: 0 s"], "one step, which waited for the start"

@@ -1,0 +1,141 @@
+"""Batches follow one another (DESIGN, "Pipeline"): the real scheduler in a simulated world, against the shortest step that the world allows."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prime_rl.orchestrator.core import Core, Limits, Task
+from support.pipeline import World, shortest_step, simulate
+
+NEAR = 1.1  # of the shortest step
+
+# Of the issue: an engine of 20,000 tokens/s and at most 150 a request, batches of 128 x 128 tokens, training 0.3 s, a version 0.6 s.
+LOCKED = World(1, 0.3, 0.6, batch=128, group=8)
+
+
+def scaled(level: int, latency: float, train: float, sync: float, batch: int = 32, group: int = 4, gradual: bool = False, spread: float = 0.0) -> World:  # fmt: skip
+    """A full engine samples a batch in 1 s; one request alone takes `latency` seconds."""
+    return World(level, train, sync, batch, group, 128 / latency, 128.0 * batch, gradual, max(2 * int(latency * batch), group) if spread else 10**9, spread=spread)  # fmt: skip
+
+
+worlds = st.builds(
+    lambda groups, group, **options: scaled(batch=groups * group, group=group, **options),
+    groups=st.sampled_from([1, 2, 5, 8]),
+    group=st.sampled_from([1, 2, 4, 8]),
+    level=st.integers(0, 4),
+    latency=st.floats(0.02, 8.0),
+    train=st.floats(0.01, 3.0),
+    sync=st.floats(0.0, 3.0),
+    gradual=st.booleans(),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds)
+def test_a_step_takes_hardly_longer_than_it_must(world: World) -> None:
+    """Contract: whether the engine is full or not, and whichever of generation, training and versions takes longest."""
+    assert simulate(world).step(world.counted) <= NEAR * shortest_step(world)
+
+
+@pytest.mark.parametrize("level", range(5))
+@pytest.mark.parametrize("latency", [0.1, 0.5, 1.0, 2.0, 6.0])
+def test_the_grid(level: int, latency: float) -> None:
+    """Contract: the same on a grid, so that no corner depends on luck."""
+    for train, sync in itertools.product((0.1, 0.4, 0.9, 1.5), (0.02, 0.3, 1.0)):
+        world = scaled(level, latency, train, sync, batch=16)
+        assert simulate(world).step(world.counted) <= NEAR * shortest_step(world), world
+
+
+@pytest.mark.parametrize(("batch", "group"), [(4, 4), (1024, 8)])
+def test_batches_of_one_group_and_of_many(batch: int, group: int) -> None:
+    """Contract: it does not depend on how many groups a batch has."""
+    for level, latency in ((1, 0.1), (1, 2.0), (2, 0.5)):
+        world = scaled(level, latency, 0.3, 0.3, batch, group)
+        assert simulate(world).step(world.counted) <= NEAR * shortest_step(world), world
+
+
+def test_without_a_pace_batches_lock() -> None:
+    """The world has what the pace is for: without it two batches share the engine, end together, and the engine waits for the trainer."""
+    assert simulate(LOCKED, paced=False).step(LOCKED.counted) > 1.25 * shortest_step(LOCKED)
+    assert simulate(LOCKED).step(LOCKED.counted) <= 1.02 * shortest_step(LOCKED)
+
+
+@pytest.mark.parametrize(("latency", "gradual"), [(0.3, False), (1.0, False), (1.0, True)])
+def test_with_replies_of_all_lengths_no_number_in_flight_is_much_better(latency: float, gradual: bool) -> None:
+    """Contract: where lengths are lognormal, no limit of episodes in flight, chosen with all the knowledge of this world, is a tenth faster."""
+    for level, (train, sync) in itertools.product((1, 2), ((0.1, 0.05), (0.4, 0.4), (0.9, 0.05))):
+        world = scaled(level, latency, train, sync, gradual=gradual, spread=0.8)
+        limits = [int(share * world.batch) for share in (0.375, 0.75, 1.25, 2, 3) if share <= level + 1]
+        best = min(simulate(world, max_concurrent=limit, paced=False).step(world.counted) for limit in limits)
+        assert simulate(world).step(world.counted) <= NEAR * best, world
+
+
+@settings(max_examples=50, deadline=None)
+@given(worlds, st.integers(1, 5))
+def test_the_first_batches_are_not_paced(world: World, steps: int) -> None:
+    """Contract: a run as short as what may be in flight at its start takes no longer for the pace."""
+    steps = min(steps, world.level + 1)
+    assert simulate(world, steps=steps).ends == simulate(world, steps=steps, paced=False).ends
+
+
+@pytest.mark.parametrize("latency", [0.1, 1.0, 4.0])
+def test_a_stall_is_over_when_it_is_over(latency: float) -> None:
+    """Contract: a step that took a hundred times as long (an evaluation, a restart) is no measure for those that follow."""
+    for level in (0, 1, 3):
+        world = scaled(level, latency, 0.3, 0.3)
+        course = simulate(world, stall=(12, 100.0))
+        assert course.step(world.counted) <= NEAR * shortest_step(world), world
+
+
+def test_a_version_that_is_superseded_holds_no_batch_up() -> None:
+    """Contract: where a version takes longer to load than a step, some are never served. Batches go on with the newer ones: a step takes less than a
+    load, and no longer than if each version waited for one load and took another."""
+    world = replace(scaled(2, 0.2, 0.1, 1.5), one_at_a_time=True)
+    course = simulate(world)
+    assert set(range(1, world.steps)) - set(course.served)
+    assert course.step(world.counted) < world.sync
+    assert course.step(world.counted) <= NEAR * shortest_step(replace(world, sync=2 * world.sync))
+
+
+def test_what_waits_for_a_version_starts_on_a_newer_one() -> None:
+    """Contract: versions 1 and 2 are there before 1 is served; it is skipped, and the batches that waited for either start on 2 at once."""
+    core: Core[None] = Core(Limits(2, 2, 1, 8, 100, 9), (Task("env", n, str(n)) for n in itertools.count()))
+    for start in list(iter(core.next_start, None)):
+        core.finish(start.episode, None)
+    core.prove(core.unproven())
+    while (batch := core.ready_batch()) is not None:
+        core.advance(batch, batch.episodes, ())
+    assert (core.step, core.next_start()) == (2, None)
+    core.serve(2)
+    assert [(start.group, start.version) for start in iter(core.next_start, None)] == [(2, 2), (2, 2), (3, 2), (3, 2)]
+
+
+def test_only_what_comes_on_top_of_a_batch_is_paced() -> None:
+    """Contract: with less than a batch in flight a group is opened at once; beyond, 0.6 of a step's time after the one a batch before it, and
+    `opens_at` says when. A group that is open already is never held back."""
+    core: Core[None] = Core(Limits(2, 2, 1, 8, 100), (Task("env", n, str(n)) for n in itertools.count()))
+
+    def started(now: float) -> int:
+        return len(list(iter(lambda: core.next_start(now), None)))
+
+    def train() -> None:
+        for episode in list(core._flying)[:2]:
+            core.finish(episode, None)
+        core.prove(core.unproven())
+        batch = core.ready_batch()
+        core.advance(batch, batch.episodes, ())
+
+    assert (started(100.0), core.opens_at) == (4, None)
+    train()
+    train()
+    core.serve(1)
+    assert (started(110.0), core.opens_at) == (2, None)  # nothing else is in flight
+    core.serve(2)
+    assert (started(110.5), core.opens_at) == (0, 113.0)  # two batches were opened in 10 s
+    core.fail("2.0.0", "errored", retry=True)
+    assert started(111.0) == 1
+    assert started(112.9) == 0
+    assert started(113.0) == 2
