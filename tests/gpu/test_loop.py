@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as checkpoint
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -21,6 +22,7 @@ from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import batch
 from prime_rl.trainer.bench import HostSyncs
+from prime_rl.trainer.dcp import HostCopy
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.packing import collate
@@ -200,6 +202,29 @@ def test_resume_equals_uninterrupted(whole: tuple[Path, Watch], run_training: Ru
     for first, second in zip(rows(whole[0]), rows(tmp_path), strict=True):
         assert second["loss/mean"] == pytest.approx(first["loss/mean"], rel=0.05, abs=0.01)
         assert second["progress/total_tokens"] == first["progress/total_tokens"]
+
+
+def test_a_saved_state_is_that_of_its_step(
+    run_training: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is copied for a checkpoint beside the next step is copied before that step changes it, however long copying takes."""
+    take = HostCopy.take
+
+    def slow(copies: HostCopy, state: dict[str, Any]) -> dict[str, Any]:
+        assert copies._stream is not None
+        with torch.cuda.stream(copies._stream):
+            torch.cuda._sleep(1_000_000_000)  # cycles: some 0.5 s
+        return take(copies, state)
+
+    monkeypatch.setattr(HostCopy, "take", slow)
+    write_rollouts(tmp_path)
+    run_training(config(tmp_path, model, max_steps=4, recovery_interval=3, model={"compile": False}))
+    weights = version(tmp_path, 3)
+    name = "model.embed_tokens.weight"
+    state = {"model": {f"lm.{name}": torch.empty_like(weights[name])}}
+    checkpoint.load(state, checkpoint_id=tmp_path / "recovery" / "step_3" / "state", no_dist=True)
+    assert torch.equal(state["model"][f"lm.{name}"], weights[name])
+    assert not torch.equal(weights[name], version(tmp_path, 4)[name])
 
 
 def test_diverged_step_is_not_committed(run_training: Run, model: Path, tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ class RLConfig(BaseConfig):
     )
     recovery_interval: PositiveInt | Literal["auto"] | None = Field(
         default="auto",
-        description="Steps between two recovery checkpoints of the trainer; the newest is kept (auto: as often as 1 % of the run's time allows; None: none).",
+        description="Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none).",
     )
     heartbeat_timeout: PositiveFloat = Field(
         default=60.0, description="Seconds without a sign of life after which a process is started again."

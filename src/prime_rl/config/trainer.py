@@ -207,7 +207,7 @@ class TrainerConfig(TrainingConfig):
     )
     recovery_interval: PositiveInt | Literal["auto"] | None = Field(
         default=None,
-        description="Steps between two recovery checkpoints, of which the newest is kept (auto: as often as 1 % of the run's time allows; None: none).",
+        description="Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none).",
     )
     rollout_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a batch of rollouts.")
     log_samples_interval: PositiveInt | None = Field(
