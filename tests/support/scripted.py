@@ -101,6 +101,7 @@ class ScriptedPool:
         self.before: Callable[[str, int], Outcome | None] = lambda episode, version: None
         self.evaluated: list[int] = []
         self.seconds = 0.02
+        self.busiest = 0.0
 
     async def start(self, timeout: float) -> None:
         await asyncio.sleep(0)

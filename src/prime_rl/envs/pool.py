@@ -179,6 +179,11 @@ class EnvPool:
         info = self._envs[env].info
         return info.renderer if info is not None else ""
 
+    @property
+    def busiest(self) -> float:
+        """What the busiest worker uses of a core, over its last heartbeats."""
+        return max((process.use for pool in self._envs.values() for process in pool.processes), default=0.0)
+
     async def run(
         self,
         *,

@@ -467,7 +467,7 @@ class Orchestrator:
             update_parts=parts,
             several=len(self.config.environments) > 1,
         )
-        metrics |= self.admission.take(batch)
+        metrics |= self.admission.take(batch) | {"workers/cpu": self.pool.busiest}
         if (limit := self.limits.look(self.serving.history.lives.values())) is not None:
             metrics[limit.name.metric] = limit.share
         self._step_began, self.tally = now, Tally(stale_before=stale)

@@ -13,7 +13,7 @@ from prime_rl.monitor import Status
 from prime_rl.monitor.limits import Limit, LimitName
 from prime_rl.monitor.monitor import Tail
 from prime_rl.transport.commit import stage
-from prime_rl.transport.weights import SenderAddress, TensorEntry, manifest_extra
+from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra
 
 TRAINER = {
     "loss/mean": 0.0123,
@@ -177,9 +177,14 @@ def test_summary_compares_first_and_last(tmp_path: Path) -> None:
         add(tmp_path, "orchestrator", step, 100.0 + step, **{"reward/mean": step / 10})
     add(tmp_path, "orchestrator", 1, 101.0, **{"eval/rt/reward/mean": 0.1})
     add(tmp_path, "orchestrator", 13, 120.0, **{"eval/rt/reward/mean": 0.4})
-    sent = SenderAddress("localhost", 1, "token", 1.0)
-    for version, sender in ((0, None), (2, None), (12, None), (13, sent)):  # the last one has no files
-        extra = manifest_extra(version, 0, {"x": TensorEntry("model.safetensors", "F32", [1], "0" * 32)}, sender=sender)
+    memory = PublisherAddress("localhost", 1, "token", 1.0)
+    for version, publisher in ((0, None), (2, None), (12, None), (13, memory)):  # the last one has no files
+        entry = (
+            TensorEntry("", "F32", [1], "", "0" * 16)
+            if publisher
+            else TensorEntry("model.safetensors", "F32", [1], "0" * 32)
+        )
+        extra = manifest_extra(version, 0, {"x": entry}, publisher=publisher)
         with stage(tmp_path / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
             pass
     assert summary(tmp_path, since=110.0) == [

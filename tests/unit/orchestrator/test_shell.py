@@ -437,6 +437,7 @@ async def test_without_a_trainer_a_server_that_was_started_again_is_gone_on_with
 async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
     """Contract: the time in which nothing was in flight is counted, and named for what it is once the trainer has reported steps, too."""
     world = World(tmp_path)
+    world.pool.busiest = 0.97
     path = metrics_path(tmp_path, "trainer")
     path.parent.mkdir()
     rows = ({"step": step, "time": 0.0, "time/step": 1.0, "time/wait_for_batch": 0.0} for step in range(3))
@@ -454,3 +455,4 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
     assert all(row["time/idle"] > 0.0 for row in made[1:]), "each waited for the version before it"
     named = [[name for name in row if name.startswith("limit/")] for row in made]
     assert named == [[], [], ["limit/training"]]
+    assert {row["workers/cpu"] for row in made} == {0.97}
