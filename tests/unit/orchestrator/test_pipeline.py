@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.pipeline import World, shortest_step, simulate
 
 from prime_rl.orchestrator.core import Core, Limits, Task
+from support.pipeline import World, shortest_step, simulate
 
 NEAR = 1.1  # of the shortest step
 

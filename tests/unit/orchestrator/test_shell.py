@@ -430,3 +430,19 @@ async def test_without_a_trainer_a_server_that_was_started_again_is_gone_on_with
     await world.orchestrator().run()
     assert crashed
     assert list_steps(tmp_path / "rollouts") == [0, 1, 2]
+
+
+async def test_the_scheduler_sees_the_clock(tmp_path):
+    """Batches are staggered only if the loop says what time it is when it asks what may start."""
+    world = World(tmp_path)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    for version in (1, 2, 3):
+        await until(has_batch(world, version - 1), run=run)
+        world.trainer.commit(version)
+    await run
+    opened = list(orchestrator.core._opened)
+    assert opened == sorted(opened)
+    assert opened[0] < opened[-1]
