@@ -456,3 +456,19 @@ async def test_what_limits_the_run_is_in_the_metrics_of_its_steps(tmp_path):
     named = [[name for name in row if name.startswith("limit/")] for row in made]
     assert named == [[], [], ["limit/training"]]
     assert {row["workers/cpu"] for row in made} == {0.97}
+
+
+async def test_the_scheduler_sees_the_clock(tmp_path):
+    """Batches are staggered only if the loop says what time it is when it asks what may start."""
+    world = World(tmp_path)
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    orchestrator = world.orchestrator()
+    run = asyncio.create_task(orchestrator.run())
+    for version in (1, 2, 3):
+        await until(has_batch(world, version - 1), run=run)
+        world.trainer.commit(version)
+    await run
+    opened = list(orchestrator.core._opened)
+    assert opened == sorted(opened)
+    assert opened[0] < opened[-1]
