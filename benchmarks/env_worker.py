@@ -1,10 +1,12 @@
 """What an environment worker costs: single-turn rollouts per second, CPU, memory, start-up. The engine is scripted.
 
-python benchmarks/env_worker.py --rollouts 1000 --concurrency 128
+python benchmarks/env_worker.py --rollouts 1000 --concurrency 128 --repeat 3 --json benchmarks/results/env_worker.json
+PYTHONPATH=OTHER/src python benchmarks/env_worker.py …            # another checkout, to compare on one machine
 """
 
 import argparse
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -16,14 +18,10 @@ SUPPORT = Path(__file__).parents[1] / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))
 
 from fake_engine import make_tokenizer  # noqa: E402
+from machine import cpu_seconds, descendants, describe_machine  # noqa: E402
 
 from prime_rl.config.shared import EnvConfig  # noqa: E402
 from prime_rl.envs.pool import EnvPool  # noqa: E402
-
-
-def cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def memory_mib(pid: int) -> int:
@@ -31,7 +29,7 @@ def memory_mib(pid: int) -> int:
     return int(status["VmRSS"].split()[0]) // 1024
 
 
-async def measure(pool: EnvPool, rollouts: int, concurrency: int) -> None:
+async def measure(pool: EnvPool, pid: int, rollouts: int, concurrency: int) -> dict[str, float]:
     slots = asyncio.Semaphore(concurrency)
 
     async def one(index: int) -> bool:
@@ -47,16 +45,16 @@ async def measure(pool: EnvPool, rollouts: int, concurrency: int) -> None:
         return result.ok
 
     await asyncio.gather(*(one(i) for i in range(16)))  # first use builds clients and caches
-    (process,) = pool._processes.values()
-    pid = process.pid
     own, worker, begin = time.process_time(), cpu_seconds(pid), time.perf_counter()
     done = await asyncio.gather(*(one(i) for i in range(rollouts)))
     wall, cpu = time.perf_counter() - begin, cpu_seconds(pid) - worker
-    print(f"ok                        {sum(done)}/{rollouts}")
-    print(f"rollouts per second       {rollouts / wall:.1f}  (wall {wall:.2f} s, concurrency {concurrency})")
-    print(f"worker CPU per rollout    {1000 * cpu / rollouts:.2f} ms  ({rollouts / cpu:.0f} rollouts per core-second)")
-    print(f"pool CPU per rollout      {1000 * (time.process_time() - own) / rollouts:.2f} ms")
-    print(f"worker memory             {memory_mib(pid)} MiB")
+    assert all(done)
+    return {
+        "rollouts_per_second": rollouts / wall,
+        "worker_cpu_ms_per_rollout": 1000 * cpu / rollouts,
+        "pool_cpu_ms_per_rollout": 1000 * (time.process_time() - own) / rollouts,
+        "worker_mib": memory_mib(pid),
+    }
 
 
 async def main(options: argparse.Namespace) -> None:
@@ -68,7 +66,7 @@ async def main(options: argparse.Namespace) -> None:
         assert engine.stdout is not None
         base_url = engine.stdout.readline().strip()
         pool = EnvPool(
-            [EnvConfig(id="reverse-text", max_concurrent=128)],
+            [EnvConfig(id="reverse-text", max_concurrent=128, workers=1)],
             model=str(model),
             base_url=base_url,
             api_key=None,
@@ -77,8 +75,13 @@ async def main(options: argparse.Namespace) -> None:
         try:
             begin = time.perf_counter()
             await pool.start(timeout=120)
-            print(f"worker ready after        {time.perf_counter() - begin:.1f} s")
-            await measure(pool, options.rollouts, options.concurrency)
+            ready = time.perf_counter() - begin
+            (pid,) = set(descendants(os.getpid())) - {os.getpid(), engine.pid}
+            rows = [await measure(pool, pid, options.rollouts, options.concurrency) for _ in range(options.repeat)]
+            result = {"machine": describe_machine(), "worker_ready_seconds": ready, "repeats": rows}
+            print(json.dumps(result, indent=1))
+            if options.json is not None:
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
         finally:
             await pool.close()
             engine.kill()
@@ -89,5 +92,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--concurrency", type=int, default=128)
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--output", type=Path, help="keep the worker's log here")
     asyncio.run(main(parser.parse_args()))

@@ -135,7 +135,7 @@ class Conversation:
         if self._toolbox.tools:
             content["tools"] = self._toolbox.definitions
         body = json.dumps(content).encode()
-        if (server := interception.get(None)) is not None:
+        if (server := interception.get(None)) is not None:  # bounded: of the context, waits for nothing
             return await _served(server, _Request(headers, body))
         headers["Content-Type"] = "application/json"
         url = f"{self._model.endpoint}/chat/completions"
@@ -148,7 +148,7 @@ async def _served(server: InterceptionServer, request: Any) -> tuple[int, Any]:
     # A task of its own, as aiohttp's: verifiers cancels the one that serves a session when that is over.
     handler = asyncio.create_task(server.handle_request(request, _CHAT))
     try:
-        response: Any = await handler
+        response: Any = await handler  # bounded: by the turn's timeout and the episode's deadline, which cancel it
     except asyncio.CancelledError:
         if handler.cancelled() and not _cancelling():
             return 499, "the rollout is over"
