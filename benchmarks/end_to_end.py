@@ -43,6 +43,7 @@ README, RESULTS = HERE / "README.md", HERE / "results" / "end_to_end.json"
 TOKENIZER = HERE.parent / "assets" / "tiny-reverse"
 CASES = {"cpu": None, "shared-128": (128, 128), "shared-512": (256, 512), "two-128": (128, 128), "two-512": (256, 512)}
 WARM = 5  # steps that compile, or follow a start
+LEAST = 4  # steps that are counted, of a run that is too short for leaving steps out: they may come in pairs
 HANGING = 2  # last steps, ahead of which nothing is sampled any more
 PARTS = {  # column: whose, and which of its `time/…`
     "engines: step": ("orchestrator", "step"),
@@ -123,10 +124,11 @@ def measure(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, An
 
 
 def summarize(output_dir: Path, began: float, ended: float) -> dict[str, Any]:
-    """What the metrics of a run say. Seconds are of the steps after the first five and before the last two."""
+    """What the metrics of a run say. Seconds are of the steps after the first five and before the last two, where enough are left."""
     whole = {name: read_metrics(metrics_path(output_dir, name)) for name in ("orchestrator", "trainer")}
     orchestrator, trainer = ([row for row in rows if "time/step" in row] for rows in whole.values())
-    counted = range(WARM, len(trainer) - HANGING) if len(trainer) > WARM + HANGING else range(1, len(trainer))
+    most = len(trainer)
+    counted = range(WARM, most - HANGING) if most >= WARM + HANGING + LEAST else range(1, most)
     making, training = ([row for row in rows if int(row["step"]) in counted] for rows in (orchestrator, trainer))
     seconds = [row["time/step"] for row in trainer]
     after = seconds[WARM:] or seconds

@@ -150,18 +150,18 @@ def test_a_whole_run_is_summed_up(modules: dict[str, ModuleType], tmp_path: Path
     }.items():
         rows = [
             {"step": step, "time": 110.0 + step, "time/step": slow.get(step, 1.0), "reward/mean": step / 10, **row}
-            for step in range(10)
+            for step in range(11)
         ]
         path = metrics_path(tmp_path, process)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     end_to_end = modules["end_to_end"]
     found = end_to_end.summarize(tmp_path, began=100.0, ended=130.0)
-    assert (found["until_first_step"], found["whole_seconds"], found["steps"]) == (10.0, 30.0, 3)
+    assert (found["until_first_step"], found["whole_seconds"], found["steps"]) == (10.0, 30.0, 4)
     assert (found["median_step"], found["slowest_over_median"]) == (1.0, 4.0)
     assert found["sampled_tokens_per_second"] == pytest.approx(100.0)
-    assert found["sampled_tokens_per_step"] == pytest.approx(200.0)
-    assert found["reward"] == [pytest.approx(0.2), pytest.approx(0.7)]
-    assert found["parts"]["trainer"]["step"] == [pytest.approx(2.0), 4.0]
+    assert found["sampled_tokens_per_step"] == pytest.approx(175.0)
+    assert found["reward"] == [pytest.approx(0.2), pytest.approx(0.8)]
+    assert found["parts"]["trainer"]["step"] == [pytest.approx(1.75), 4.0]
     assert found["limit"].startswith("limited by training")
     machine = {"machine": {"date": "today", "cores": 2, "cpu": "x"}}
     peers = {name: {**found, **machine, "sampled_tokens_per_second": rate, "peer_of": "ours"} for name, rate in (("a", 125.0), ("b", 50.0))}  # fmt: skip

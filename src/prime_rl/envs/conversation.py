@@ -1,12 +1,19 @@
 """One conversation with a model: its replies, the tools that they call, and the end of the model's context."""
 
 import asyncio
+import json
+import logging
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
 import verifiers.v1 as vf
-from verifiers.v1.dialects.chat import message_to_wire
+from multidict import CIMultiDict
+from verifiers.v1.dialects import DIALECTS
+from verifiers.v1.dialects.chat import ChatDialect, message_to_wire
+from verifiers.v1.interception.server import InterceptionServer
 
 from prime_rl.envs.convert import CONTEXT_FULL, TOO_LONG
 from prime_rl.envs.messages import Message, without_oldest
@@ -14,6 +21,13 @@ from prime_rl.envs.tools import Toolbox
 
 # Asks the client to refuse a prompt that leaves no room for a whole reply, rather than to shorten the reply.
 WHOLE_REPLY_HEADER = "X-Prime-RL-Whole-Reply"
+
+interception: ContextVar[InterceptionServer] = ContextVar("interception")
+"""verifiers' server of the environment whose episode runs, through which every model call goes. Unset under `vf-eval`: then by HTTP."""
+
+_CHAT = next(dialect for dialect in DIALECTS if isinstance(dialect, ChatDialect))
+
+logger = logging.getLogger(__name__)
 
 
 class TurnTimeoutError(vf.RolloutError):
@@ -24,10 +38,28 @@ class TurnTimeoutError(vf.RolloutError):
 class Model:
     """Where a conversation's model is asked, and how."""
 
-    session: aiohttp.ClientSession
+    session: Callable[[], aiohttp.ClientSession]  # made for those that ask by HTTP
     endpoint: str
     secret: str
     name: str
+
+
+class _Request(dict[str, Any]):
+    """What the interception server reads of an aiohttp request. HTTP within one process took a third of an episode's processor time."""
+
+    path = "/v1/chat/completions"
+
+    def __init__(self, headers: CIMultiDict[str], body: bytes) -> None:
+        super().__init__()
+        self.headers = headers
+        self._body = body
+
+    async def read(self) -> bytes:
+        return self._body
+
+    @property
+    def content_length(self) -> int:
+        return len(self._body)
 
 
 class Conversation:
@@ -96,15 +128,40 @@ class Conversation:
             ) from error
 
     async def _post(self, whole: bool) -> tuple[int, Any]:
-        headers = {"Authorization": f"Bearer {self._model.secret}"}
+        headers = CIMultiDict({"Authorization": f"Bearer {self._model.secret}"})
         if whole:
             headers[WHOLE_REPLY_HEADER] = "1"
-        body: dict[str, Any] = {"model": self._model.name, "messages": self.messages}
+        content: dict[str, Any] = {"model": self._model.name, "messages": self.messages}
         if self._toolbox.tools:
-            body["tools"] = self._toolbox.definitions
+            content["tools"] = self._toolbox.definitions
+        body = json.dumps(content).encode()
+        if (server := interception.get(None)) is not None:
+            return await _served(server, _Request(headers, body))
+        headers["Content-Type"] = "application/json"
         url = f"{self._model.endpoint}/chat/completions"
-        async with self._model.session.post(url, json=body, headers=headers) as response:
+        async with self._model.session().post(url, data=body, headers=headers) as response:
             return response.status, await (response.json() if response.ok else response.text())
+
+
+async def _served(server: InterceptionServer, request: Any) -> tuple[int, Any]:
+    """Status and body of verifiers' answer to a model call."""
+    # A task of its own, as aiohttp's: verifiers cancels the one that serves a session when that is over.
+    handler = asyncio.create_task(server.handle_request(request, _CHAT))
+    try:
+        response: Any = await handler
+    except asyncio.CancelledError:
+        if handler.cancelled() and not _cancelling():
+            return 499, "the rollout is over"
+        raise
+    except Exception as error:
+        logger.exception("verifiers failed to serve a model call")
+        return 500, f"{type(error).__name__}: {error}"
+    return response.status, json.loads(response.body) if response.status == 200 else response.text
+
+
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def opening(system: str | None, prompt: Any) -> list[Message]:

@@ -1,4 +1,4 @@
-"""The verifiers harness we use: a conversation turn is one HTTP call from this process, not a program of its own.
+"""The verifiers harness we use: a conversation turn is one call from this process, not a program of its own.
 
 verifiers' plain harness starts a script per episode (about one episode a second); this one has no process, no
 dependency to download and one shared connection pool.
@@ -63,7 +63,7 @@ class ChatSession(vf.HarnessSession):
         super().__init__(*args, **kwargs)
         config = self.harness.config
         self._toolbox = Toolbox(config.tool_timeout)
-        model = Model(_session(), self.endpoint, self.secret, self.ctx.model)
+        model = Model(_session, self.endpoint, self.secret, self.ctx.model)
         self._conversation = Conversation(model, self.trace, self._toolbox, config.turn_timeout, config.overflow)
 
     async def _run(self, messages: vf.Messages | None) -> vf.ProgramResult:

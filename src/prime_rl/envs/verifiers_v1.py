@@ -5,16 +5,17 @@ The only module, with `harness` and `renderer`, that imports verifiers or render
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import sys
 from array import array
 from dataclasses import replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import verifiers.v1 as vf
 from pydantic import ValidationError
+from pydantic._internal import _fields
 from verifiers.v1.clients.train import ElasticRendererPool, RendererSlot
 from verifiers.v1.configs.client import resolve_api_key
 from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
@@ -22,6 +23,7 @@ from verifiers.v1.utils.loaders import default_harness_id, import_taskset, tasks
 from prime_rl.envs import renderer
 from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.chat import PatientClient, chat_config
+from prime_rl.envs.conversation import interception
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import EngineConnection
 from prime_rl.envs.harness import HARNESS_ID, close_session
@@ -49,6 +51,7 @@ class VerifiersEnv:
 
     def __init__(self, setup: Setup) -> None:
         install_runtime()
+        _remember_factories()
         setup = replace(setup, env_id=_findable(setup.env_id))
         self._name = setup.name
         self._model = setup.sampled_by or setup.model
@@ -73,7 +76,9 @@ class VerifiersEnv:
         except Exception as error:
             raise LoadError(f"environment {setup.env_id!r} failed to load: {describe(error)}") from error
         self.task_ids = unique(keys)
-        self._show = partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
+        self._show = (
+            functools.partial(_hint, choice.renderer, setup) if choice is not None and setup.demonstration else None
+        )
         if self._show is not None:
             try:
                 self._show(first)  # an environment whose first task has none is not one to start with
@@ -125,6 +130,7 @@ class VerifiersEnv:
             client=self._client_of(base_url),
             sampling=vf.SamplingConfig(**{key: value for key, value in values.items() if value is not None}),
         )
+        interception.set(self._env._interception)
         episode = await self._env.run_slot(slot, context)
         result = convert(
             episode,
@@ -146,16 +152,23 @@ class VerifiersEnv:
         config = self._clients.get(base_url)
         if config is None:
             config = self._clients[base_url] = self._client.model_copy(update={"base_url": base_url})
-            interception = self._env._interception
+            server = self._env._interception
             client: ConversationClient | PatientClient
             if isinstance(config, vf.TrainClientConfig):
                 connection = EngineConnection(config.base_url, resolve_api_key(config))
                 client = ConversationClient(config, connection, self._renderer, self._branched)
             else:
                 client = PatientClient(config)
-            interception.clients[config.model_dump_json()] = client
-            interception.stack.push_async_callback(client.close)
+            server.clients[config.model_dump_json()] = client
+            server.stack.push_async_callback(client.close)
         return config
+
+
+def _remember_factories() -> None:
+    """Have pydantic remember which default factories take arguments: it parses the signature of `list` anew for every field of every object
+    that verifiers constructs, a third of an episode's processor time."""
+    known = functools.cache(_fields.takes_validated_data_argument)
+    _fields.takes_validated_data_argument = known  # type: ignore[assignment]
 
 
 def _renderer(setup: Setup, tools: bool) -> renderer.Choice:

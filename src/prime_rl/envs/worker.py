@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import math
 import os
@@ -134,6 +135,9 @@ class WorkerServer:
             return
         self._blame.watch(self._overdue)
         asyncio.get_running_loop().set_default_executor(self._threads)
+        # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
+        gc.collect()
+        gc.freeze()
         async with serving:
             self._ticked = time.monotonic()
             self._loaded = True
