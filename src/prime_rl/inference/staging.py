@@ -194,7 +194,7 @@ class Staging:
         with ExitStack() as stack:
             opened = {path: stack.enter_context(open_file(path)) for path in {place.path for place in stored.values()}}
             threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
-            # bounded: once the version is dropped, each thread stops at its next chunk
+            # Once the version is dropped, each thread stops at its next chunk.
             stack.callback(threads.shutdown, cancel_futures=True)
 
             def read(name: str, first: int, last: int) -> "Future[bytes]":
@@ -204,10 +204,8 @@ class Staging:
 
             reading = {name: [read(name, *chunk) for chunk in chunks(size)] for name, (_, size) in ranges.items()}
             for name, digests in reading.items():
-                found = of_chunks(
-                    [digest.result() for digest in digests]
-                )  # bounded: the service gives up on a read that hangs
-                if found != manifest.tensors[name].xxh3:
+                found = [digest.result() for digest in digests]  # bounded: the service gives up on a read that hangs
+                if of_chunks(found) != manifest.tensors[name].xxh3:
                     raise _other_tensor(manifest, name)
 
     def _read_chunk(self, file: BinaryIO, offset: int, size: int, target: Tensor | None) -> bytes:
