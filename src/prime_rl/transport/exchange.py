@@ -501,7 +501,7 @@ class _NcclGroup:
         self._begin(lambda: self._group.send([block], 1, 0), block)
 
     def receive(self, block: Tensor) -> None:
-        self._begin(lambda: self._group.recv([block], 0, 0), block)
+        self._begin(lambda: self._group.recv([block], 0, 0), block)  # bounded: `_finish`
 
     def flush(self) -> None:
         """Wait until all blocks have gone, or come."""
@@ -544,7 +544,7 @@ class _NcclGroup:
         thread = threading.Thread(target=call, name="nccl", daemon=True)
         thread.start()
         until = time.monotonic() + self._channel.seconds
-        while thread.is_alive():  # bounded: by `until`
+        while thread.is_alive():
             thread.join(_WATCH_SECONDS)
             if thread.is_alive() and not self._channel.is_open():
                 raise ExchangeError("the other side has closed the connection")
@@ -575,9 +575,8 @@ _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
-_making = (
-    threading.Lock()
-)  # bounded: making a group object waits for nobody; the communicator is made with the first block
+# A group object is made at once; its communicator comes with the first block.
+_making = threading.Lock()  # bounded: held while a group object is made
 
 
 def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:

@@ -5,7 +5,6 @@ import shutil
 from dataclasses import asdict
 
 import pytest
-from prime_rl.transport.memory import in_memory
 
 from prime_rl.config import ConfigError, EvalConfig, OrchestratorConfig, SFTConfig, parse, write_toml
 from prime_rl.entrypoints.eval import with_environments
@@ -15,6 +14,7 @@ from prime_rl.evals.targets import Writer, check_versions, environments_of_run
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import status_path
 from prime_rl.transport.lives import EVAL, read_lease
+from prime_rl.transport.tmpfs import in_tmpfs
 from support.evaluating import World
 
 SENDER = {"host": "h", "port": 1, "token": "t", "timeout": 1.0}
@@ -268,7 +268,7 @@ async def test_a_version_that_was_asked_for_and_is_not_evaluated_is_a_failure(wo
 async def test_a_version_whose_memory_is_gone_is_skipped_and_reported(world):
     """Contract: what lay in the memory of a host that was started again is as good as removed; the others are evaluated."""
     commit(world, 0, 10)
-    world.trainer.commit(5, memory=asdict(in_memory(world.directory / "gone", "nonce")))
+    world.trainer.commit(5, tmpfs=asdict(in_tmpfs(world.directory / "gone", "nonce")))
     assert names(await world.run(weights_dir=world.weights)) == ["step_0", "step_10"]
     assert "* 5: its tensors were in memory" in (world.directory / "out" / "evals" / "report.md").read_text()
 

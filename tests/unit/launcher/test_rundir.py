@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from prime_rl.transport.memory import memory_dir, note_memory
 
 from prime_rl.config import OrchestratorConfig, TrainerConfig
 from prime_rl.errors import UserError
@@ -30,6 +29,7 @@ from prime_rl.monitor import Status, read_status
 from prime_rl.orchestrator.ledger import Ledger
 from prime_rl.transport.lives import open_life, run_id
 from prime_rl.transport.settings import agree
+from prime_rl.transport.tmpfs import note_tmpfs, tmpfs_dir
 from support import partners
 from support.ledgers import finish_group, open_group
 from support.partners import belongs_to
@@ -146,11 +146,11 @@ def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: s
     open_life(output_dir, 0, spares=False, saved_by=())
     own = run_id(output_dir)
     assert own is not None
-    root = memory_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef")
+    root = tmpfs_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef")
     (root / ".step_1.tmp-x").mkdir(parents=True)
     (root / ".step_1.tmp-x" / "model.safetensors").write_bytes(b"x")
     (output_dir / "weights").mkdir()
-    note_memory(root, output_dir)
+    note_tmpfs(root, output_dir)
     clean(output_dir)
     assert root.exists() == (whose == "another run's")
     assert list(output_dir.rglob("*")) == []
