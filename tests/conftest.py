@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import hypothesis
 import pytest
 import tomli_w
 from loguru import logger
@@ -21,6 +22,9 @@ from xdist.scheduler import LoadFileScheduling
 
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import log
+
+hypothesis.settings.register_profile("prime-rl", deadline=None)  # no test asserts a duration
+hypothesis.settings.load_profile("prime-rl")
 
 READY_SECONDS = 300.0
 CHATML = (
