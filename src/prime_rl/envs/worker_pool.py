@@ -209,11 +209,11 @@ class WorkerPool:
         started = self._grow(int(idle_cores))
         now, staff = time.monotonic(), self._staff()
         wanted = self._wanted(staff, 0)
-        if wanted >= len(staff):
-            self._idle_since, self._wanted_since = now, 0
         self._wanted_since = max(self._wanted_since, wanted)
-        if now - self._idle_since > IDLE_SECONDS:
+        if wanted < len(staff) and now - self._idle_since > IDLE_SECONDS:
             self._retire(staff, len(staff) - self._wanted_since)
+            wanted = len(staff)
+        if wanted >= len(staff):
             self._idle_since, self._wanted_since = now, 0
         return started
 
