@@ -1,6 +1,6 @@
 """Do batches follow one another? The real scheduler in a simulated world, against the shortest step that the world allows.
 
-    uv run --group cpu python benchmarks/pipeline.py --json benchmarks/results/pipeline.json      # about two minutes, the same figures on any machine
+    uv run --group cpu python benchmarks/pipeline.py --json benchmarks/results/pipeline.json      # about a minute, the same figures on any machine
 
 The world, and how the shortest step is derived: `tests/support/pipeline.py`. Four ways to start episodes are compared: "early" starts all that the async level
 allows, "1 batch" and "1.25 batches" have no more in flight than that, "paced" is the scheduler as it is.

@@ -51,12 +51,12 @@ class World:
 
     @property
     def steps(self) -> int:
-        """As many as `simulate` makes: the first are not counted, and the others are some whole turns of the batches that may be in flight."""
+        """As many as `simulate` looks at: the first are not counted, and the others are many whole turns of the batches that may be in flight."""
         return 24 + self.counted
 
     @property
     def counted(self) -> int:
-        return 8 * (self.level + 1) * (4 if self.spread else 1)
+        return 24 * (self.level + 1)
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,14 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
     """Run the scheduler in `world`.
 
     Args:
+        steps: A run that ends after so many; else one without an end, whose first `world.steps` are looked at.
         paced: Whether the scheduler sees the clock; without it, it starts everything as early as it may.
         stall: The trainer takes so many seconds more for that step.
     """
-    steps = steps or world.steps
     limits = Limits(world.batch, world.group, world.level, max(8, world.level), max_concurrent, steps)
+    steps = steps or world.steps
     core: Core[None] = Core(limits, (Task("simulated", number, str(number)) for number in itertools.count()))
-    lengths = world.lengths((steps + world.level + 1) * limits.groups_per_batch).tolist()
+    lengths = world.lengths((steps + 2 * world.level + 4) * limits.groups_per_batch).tolist()
     now = sampled = busy = trainer_free = loaded = 0.0  # `sampled`: tokens of a request that was there all the time
     queue, running, versions = (
         deque(),
@@ -90,7 +91,7 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
         deque(),
     )  # running: (value of `sampled` at its end, episode); versions: (trained at, number)
     ends, served = [], []
-    while not core.done:
+    while len(ends) < steps:
         while (start := core.next_start(now if paced else 0.0)) is not None:
             queue.append(start)
         while queue and len(running) < world.seats:
