@@ -16,7 +16,7 @@ from prime_rl.transport.commit import CommitError, list_steps, read_manifest, ve
 from prime_rl.transport.weights import verify_weights, weights_manifest
 
 REASONS = {"stale", "filtered", "errored", "truncated", "cancelled", "timeout"}
-_TIMED = ("time/", "perf/")
+_TIMED = ("time/", "perf/", "limit/", "workers/cpu")
 
 
 def problems(
@@ -78,7 +78,7 @@ def _weights(run: Path, max_steps: int, served: dict[str, Any]) -> Iterator[str]
         directory = run / "weights" / f"step_{version}"
         try:
             manifest = weights_manifest(directory)
-            if manifest.sender is None or version == max_steps:  # the others were sent
+            if manifest.publisher is None or version == max_steps:  # the others went from memory
                 verify_weights(directory)
         except CommitError as error:
             yield str(error)

@@ -1,16 +1,21 @@
 """What a trainer that publishes its weights from memory has: a buffer, its publisher, and a run directory. Tensors are the test's own."""
 
 import shutil
+import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
 
+from prime_rl.transport import exchange
 from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import stage
 from prime_rl.transport.exchange import DTYPES, Publisher, layout, shared_buffer, tensor_views
 from prime_rl.transport.weights import PublisherAddress, TensorEntry, manifest_extra, version_dir
 
+SIZE = 2 << 20
+SHAPES = {"embed": [500, 300], "empty": [0, 7], "w": [123, 457], "norm": [1001], "scalar": []}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -55,3 +60,26 @@ class PublishingTrainer:
 
     def close(self) -> None:
         self.publisher.close()
+
+
+def tensors(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    dtypes = {"w": torch.bfloat16, "norm": torch.uint8}
+    return {
+        name: (100 * torch.rand(shape, generator=generator)).to(dtypes.get(name, torch.float32))
+        for name, shape in SHAPES.items()
+    }
+
+
+def publish_slowly(root: Path, timeout: float, line: Connection) -> None:
+    """In a process: publish each version that is asked for, block by block so slowly that the socket never holds the rest."""
+    exchange.BLOCK_BYTES, send = 51_200, exchange.Channel.send_bytes
+
+    def send_slowly(channel: exchange.Channel, data: memoryview) -> None:
+        time.sleep(0.1)
+        send(channel, data)
+
+    exchange.Channel.send_bytes = send_slowly  # type: ignore[method-assign]
+    trainer = PublishingTrainer(root, SIZE, timeout)
+    for version in iter(line.recv, None):
+        line.send(trainer.publish(version, tensors(version)))

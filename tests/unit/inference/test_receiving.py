@@ -7,11 +7,9 @@ import itertools
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +25,10 @@ from prime_rl.transport import exchange
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import ExchangeError, Subscriber
 from prime_rl.transport.weights import make_durable, verify_weights, weights_manifest
-from support.publishing import PublishingTrainer
+from support.publishing import SIZE, PublishingTrainer, publish_slowly, tensors
 
 CPU = torch.device("cpu")
 SECONDS = 120.0  # a bound for what takes moments, also on a machine that is busy with other things
-SIZE = 2 << 20
-SHAPES = {"embed": [500, 300], "empty": [0, 7], "w": [123, 457], "norm": [1001], "scalar": []}
 
 
 @pytest.fixture(autouse=True)
@@ -51,15 +47,6 @@ def trainer(tmp_path: Path) -> Iterator[PublishingTrainer]:
 def subscriber() -> Iterator[Subscriber]:
     with closing(Subscriber()) as made:
         yield made
-
-
-def tensors(version: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(version)
-    dtypes = {"w": torch.bfloat16, "norm": torch.uint8}
-    return {
-        name: (100 * torch.rand(shape, generator=generator)).to(dtypes.get(name, torch.float32))
-        for name, shape in SHAPES.items()
-    }
 
 
 def begin(directory: Path, subscriber: Subscriber, **options: Any) -> Staging:
@@ -203,20 +190,6 @@ def test_a_dropped_version(trainer: PublishingTrainer, subscriber: Subscriber, m
     assert_received(trainer.publish(2, tensors(2)), subscriber)
 
 
-def _publish(root: Path, timeout: float, line: Connection) -> None:
-    """In a process: publish each version that it is told of, block by block so slowly that the socket never holds the rest."""
-    exchange.BLOCK_BYTES, send = 51_200, exchange.Channel.send_bytes
-
-    def send_slowly(channel: exchange.Channel, data: memoryview) -> None:
-        time.sleep(0.1)
-        send(channel, data)
-
-    exchange.Channel.send_bytes = send_slowly  # type: ignore[method-assign]
-    trainer = PublishingTrainer(root, SIZE, timeout)
-    for version in iter(line.recv, None):
-        line.send(trainer.publish(version, tensors(version)))
-
-
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_trainer_dies_or_hangs_in_the_middle(
     tmp_path: Path, trainer: PublishingTrainer, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch, how: int
@@ -224,7 +197,7 @@ def test_the_trainer_dies_or_hangs_in_the_middle(
     """Contract: that ends the exchange within its deadline, with a reason; a new trainer's version arrives."""
     line, there = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
-    process = spawn.Process(target=_publish, args=(tmp_path / "first", 3.0, there), daemon=True)
+    process = spawn.Process(target=publish_slowly, args=(tmp_path / "first", 3.0, there), daemon=True)
     process.start()
     try:
         line.send(1)
