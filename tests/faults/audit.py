@@ -5,6 +5,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pyarrow as pa
 from prime_rl.monitor import read_metrics
 from prime_rl.transport import checkpoints, protocol
 from prime_rl.transport.commit import CommitError, list_steps, read_manifest, verify
-from prime_rl.transport.weights import verify_weights, weights_manifest
+from prime_rl.transport.weights import verify_weights, version_hash, weights_manifest
 
 REASONS = {"stale", "filtered", "errored", "truncated", "cancelled", "timeout"}
 _TIMED = ("time/", "perf/", "limit/", "workers/cpu")
@@ -200,7 +201,9 @@ def differences(run: Path, reference: Path, *, attempts: bool) -> list[str]:
 
 def _final_versions(run: Path) -> dict[int, str]:
     newest = max(list_steps(run / "weights"))
-    return {newest: weights_manifest(run / "weights" / f"step_{newest}").hash}
+    tensors = weights_manifest(run / "weights" / f"step_{newest}").tensors
+    # By the bytes of the files: the version's own hash depends on how it was published.
+    return {newest: version_hash({name: replace(entry, file="", checksum="") for name, entry in tensors.items()})}
 
 
 def _batch(run: Path, step: int, attempts: bool) -> list[dict[str, Any]]:
