@@ -83,7 +83,6 @@ class Checkpoints:
         recover: Go on from whatever was committed last; where no run has begun, as the config says.
         recovery_interval: Steps between two recovery checkpoints, which are always written in the background. "auto": as `recovery_pause` says, and
             never while one is still being written.
-        async_level: Steps that sampling may run ahead: a recovery checkpoint is scheduled that much earlier (`will_need`).
     """
 
     def __init__(
@@ -94,10 +93,8 @@ class Checkpoints:
         alone: Callable[[], bool],
         recover: bool = False,
         recovery_interval: int | Literal["auto"] | None = None,
-        async_level: int = 0,
     ) -> None:
-        self.world, self.alone, self.recover = world, alone, recover
-        self.recovery_interval, self._async_level = recovery_interval, async_level
+        self.world, self.alone, self.recover, self.recovery_interval = world, alone, recover, recovery_interval
         self._recoverable = isinstance(config, TrainerConfig)
         self.output_dir, self.config, self.max_steps = config.output_dir, config.ckpt, config.max_steps
         self.root = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
@@ -156,7 +153,7 @@ class Checkpoints:
         on_main(self.world, lambda: self._give_up_after(start))
         if self._thread is not None:
             self._reservation = self._thread.submit(self._copy.reserve, _state(self.policy, self.optimizer))
-        self._scheduled = start + max(_FIRST, self._async_level + 1)
+        self._scheduled = start + _FIRST
 
     def due(self, step: int) -> Kind | None:
         """What is to be saved after `step` updates."""
@@ -229,7 +226,7 @@ class Checkpoints:
         if any_failed or not busy:
             self.settle()
         if by_clock and is_late and not busy:
-            self._scheduled = step + 1 + self._async_level
+            self._scheduled = step + 1
         if self._scheduled == step + 1 and (busy or all_reserved < self.world.size):
             self._scheduled += 1  # nobody waits for a recovery checkpoint
 

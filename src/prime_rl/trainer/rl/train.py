@@ -65,7 +65,6 @@ def run(
         alone=lambda: fake is not None or trainer_is_alone(config.output_dir),
         recover=config.recover,
         recovery_interval=config.recovery_interval,
-        async_level=config.async_level,
     )
     ends.callback(checkpoints.close)
     if not config.bench:
