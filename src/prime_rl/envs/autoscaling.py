@@ -80,14 +80,6 @@ def cores() -> int:
     return available
 
 
-def memory_for(workers_bytes: int) -> int:
-    """For how many workers of so many bytes half of the available memory has room."""
-    for line in (_PROC / "meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return (int(line.split()[1]) << 10) // (2 * max(workers_bytes, 1))
-    return 0
-
-
 class IdleCores:
     """How many of our cores were idle lately, whoever used the others. Measures from call to call, and averages over the last few."""
 

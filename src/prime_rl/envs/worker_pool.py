@@ -16,11 +16,12 @@ from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import families, worker_process
-from prime_rl.envs.autoscaling import Bounds, Load, cores, memory_for, why_replace, worker_range, workers_wanted
+from prime_rl.envs.autoscaling import Bounds, Load, cores, why_replace, worker_range, workers_wanted
 from prime_rl.envs.output import Log
 from prime_rl.envs.protocol import EndlessTasks, Outcome, Ready, TaskInfo
 from prime_rl.envs.worker_process import WorkerProcess
 from prime_rl.errors import UserError
+from prime_rl.host_memory import available_bytes
 
 WATCH_SECONDS = 0.5
 MEMORY_SECONDS = 2.0
@@ -236,7 +237,8 @@ class WorkerPool:
             return 0
         starting = sum(not worker.ready for worker in staff)
         largest = max((families.resident_alone(process.pid) for process in self.processes), default=0)
-        missing = max(0, min(missing, cores() - starting, memory_for(largest) - starting))
+        # Growth leaves half of the available memory alone.
+        missing = max(0, min(missing, cores() - starting, available_bytes() // (2 * max(largest, 1)) - starting))
         for _ in range(missing):
             worker = Worker(next(self._numbers), extra=True)
             logger.info("environment {}: starting worker {} for the load", self.config.name, worker.number)
