@@ -98,7 +98,7 @@ class WeightsConfig(ExportConfig):
     )
     port: NonNegativeInt = Field(default=0, description="Port there that servers ask at, for memory (0: any).")
     timeout: PositiveFloat = Field(
-        default=30.0, description="Seconds without progress after which either side gives a transfer up (memory)."
+        default=30.0, description="Seconds without progress after which a transfer from memory fails."
     )
     shares_gpu: bool = Field(
         default=False, description="A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so)."

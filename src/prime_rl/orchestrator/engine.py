@@ -26,7 +26,7 @@ _PROOF_TIMEOUT_SECONDS = 60.0  # for a server that is busy; who takes longer pro
 _SAY_WAIT_AFTER_SECONDS = 0.5
 _BUSY = 409  # another weight change goes on, perhaps one whose answer was lost
 _UNUSABLE = 500  # as an answer to what is served
-_UNSENT = 424  # `inference.service.UNSENT`
+_UNSENT = 424  # `inference.service.EXCHANGE_FAILED`
 
 
 class EngineTrouble(UserError):

@@ -401,7 +401,7 @@ class Checkpoints:
             logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, aside)
 
     def _use_device(self) -> None:
-        """In the thread, first: page-locked memory belongs to a GPU, and torch has to be told which."""
+        """In the thread, first: page-locked memory belongs to a GPU, the thread's current one."""
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)
 

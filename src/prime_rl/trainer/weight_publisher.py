@@ -103,7 +103,7 @@ class Tmpfs:
 
 @dataclass(frozen=True)
 class MemoryTransport:
-    """Where servers reach the trainer (None: on its default route; port 0: any), the seconds without progress after which a transfer is given up, and
+    """Where servers reach the trainer (None: on its default route; port 0: any), the seconds without progress after which a transfer fails, and
     whether versions are written to files as well once servers say that they cannot reach it."""
 
     host: str | None = None

@@ -183,7 +183,7 @@ class Publisher:
         buffer: uint8 [B] on the trainer's GPU or host. `shared_buffer` makes one that CUDA IPC can share.
         handle: By which a process on the same GPU opens it (None: none can).
         host: The address that servers reach; it listens there only.
-        timeout: Seconds without progress after which a worker is given up.
+        timeout: Seconds without progress after which a worker is cut off.
 
     Raises:
         UserError: it cannot listen there.
@@ -295,7 +295,9 @@ class Publisher:
         offers = ["tcp", *(["nccl"] if cuda else []), *(["cuda-ipc"] if self._handle is not None else [])]
         channel.send(protocol=PROTOCOL, challenge=challenge, backends=offers, gpu=gpu)
         answer = channel.receive()
-        if not hmac.compare_digest(str(answer.get("proof")).encode(), _proof(self._token, challenge).encode()):
+        if not hmac.compare_digest(
+            str(answer.get("proof")).encode(errors="replace"), _proof(self._token, challenge).encode()
+        ):
             channel.send(error="the publisher does not know this token: another run's trainer listens there")
             raise ExchangeError("somebody asked for weights without knowing the token")
         if answer.get("backend") not in offers:
@@ -584,7 +586,7 @@ def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
     options._timeout = timedelta(seconds=1e6)  # never: see above
     with _making, torch.cuda.device(device):
         before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
-        os.environ.update(_NCCL_ENVIRONMENT)  # read while the group is made, and not told otherwise
+        os.environ.update(_NCCL_ENVIRONMENT)  # read while the group is made; there is no other way to set them
         try:
             return dist.ProcessGroupNCCL(store, rank, 2, options)
         finally:

@@ -193,7 +193,7 @@ def ask_for_files(output_dir: Path, life: int, reason: str) -> None:
 def call_for_files(output_dir: Path, life: int) -> str | None:
     """Why servers ask this life of the trainer for files; None where they do not."""
     try:
-        told = json.loads((output_dir / "weights" / _CALL).read_bytes())
-        return str(told["reason"]) if told["life"] == life else None
+        call = json.loads((output_dir / "weights" / _CALL).read_bytes())
+        return str(call["reason"]) if call["life"] == life else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

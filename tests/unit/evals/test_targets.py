@@ -17,7 +17,7 @@ from prime_rl.transport.lives import EVAL, read_lease
 from prime_rl.transport.tmpfs import in_tmpfs
 from support.evaluating import World
 
-SENDER = {"host": "h", "port": 1, "token": "t", "timeout": 1.0}
+PUBLISHER = {"host": "h", "port": 1, "token": "t", "timeout": 1.0}
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ async def test_following_a_run_that_goes_on_from_before_evaluates_what_it_makes_
 async def test_what_is_written_to_the_disk_only_later_is_evaluated_then(world):
     """Contract: a version that was sent counts as not there until its tensors are."""
     commit(world, 0)
-    world.trainer.commit(5, sender=SENDER)
+    world.trainer.commit(5, publisher=PUBLISHER)
     run = Status(world.directory / "run", "trainer")
 
     def write() -> None:
@@ -256,7 +256,7 @@ async def test_what_is_written_to_the_disk_only_later_is_evaluated_then(world):
 async def test_a_version_that_was_asked_for_and_is_not_evaluated_is_a_failure(world):
     """Contract: the exit status says that it is not there; without names it is one only if no version could be loaded."""
     commit(world, 0, 10)
-    world.trainer.commit(5, sender=SENDER)
+    world.trainer.commit(5, publisher=PUBLISHER)
     assert names(await world.run(weights_dir=world.weights)) == ["step_0", "step_10"]
     with pytest.raises(UserError, match=r"version 5 was not evaluated: .* never written"):
         await world.run(weights_dir=world.weights, steps=[5, 10])

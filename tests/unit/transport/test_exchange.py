@@ -28,7 +28,7 @@ TENSORS = {
     "head": TensorEntry("", "BF16", [64, 33], ""),
 }
 PLACES, SIZE = layout(TENSORS)
-SECONDS = 1.0
+SECONDS = 3.0
 
 
 def filled(seed: int) -> Tensor:
@@ -142,76 +142,64 @@ def test_what_strangers_say_disturbs_nobody(garbage: bytes, publisher: Publisher
         assert torch.equal(receive(manifest(publisher)), buffer)
 
 
-class Slow:
-    """A worker that stops in the middle of a version until it may go on."""
+class Held:
+    """The first block of a version: it `began` to be sent, and goes out when it `may`."""
 
-    def __init__(self, asked: WeightsManifest) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.began, self.may = threading.Event(), threading.Event()
-        self.failure: ExchangeError | None = None
-        self._asked, self._thread = asked, threading.Thread(target=self._run)
-        self._thread.start()
-        assert self.began.wait(30)
+        send = Channel.send_bytes
 
-    def _run(self) -> None:
-        try:
-            Subscriber().receive(self._asked, torch.zeros(SIZE, dtype=torch.uint8), self._progress)
-        except ExchangeError as error:
-            self.failure = error
+        def hold(channel: Channel, data: memoryview) -> None:
+            if len(data) == 5000:
+                self.began.set()
+                self.may.wait(30)
+            send(channel, data)
 
-    def _progress(self) -> None:
-        self.began.set()
-        self.may.wait(30)
-
-    def end(self) -> None:
-        self.may.set()
-        self._thread.join(30)
+        monkeypatch.setattr(Channel, "send_bytes", hold)
 
 
-def test_a_version_is_not_withdrawn_from_who_reads_it(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Held:
+    return Held(monkeypatch)
+
+
+def test_a_version_is_not_withdrawn_from_who_reads_it(publisher: Publisher, buffer: Tensor, held: Held) -> None:
     """Contract: the buffer stays as it is until the reader is done."""
-    held = threading.Event()
-    sent = Channel.send_bytes
-
-    def slowly(channel: Channel, data: memoryview) -> None:
-        if len(data) == 5000:
-            held.wait(30)
-        sent(channel, data)
-
-    monkeypatch.setattr(Channel, "send_bytes", slowly)
-    reader = Slow(manifest(publisher))
-    reader.may.set()
-    withdrawn = threading.Event()
-    thread = threading.Thread(target=lambda: (publisher.withdraw(), withdrawn.set()))
-    thread.start()
-    time.sleep(0.1)
-    assert not withdrawn.is_set()
-    held.set()
-    reader.end()
-    thread.join(30)
-    assert withdrawn.is_set()
-    assert reader.failure is None
+    with ThreadPoolExecutor(2) as threads:
+        reading = threads.submit(receive, manifest(publisher))
+        assert held.began.wait(30)
+        withdrawing = threads.submit(publisher.withdraw)
+        time.sleep(0.1)
+        assert not withdrawing.done()
+        held.may.set()
+        withdrawing.result(30)
+        assert torch.equal(reading.result(30), buffer)
 
 
-def test_a_reader_that_hangs_is_cut_off(publisher: Publisher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_hangs_is_cut_off(publisher: Publisher, held: Held) -> None:
     """Contract: the trainer goes on after the deadline, the reader never takes what it has for a version, and the next one can be had."""
-    held = threading.Event()
-    sent = Channel.send_bytes
-
-    def hanging(channel: Channel, data: memoryview) -> None:
-        if len(data) == 5000:
-            held.wait(30)
-        sent(channel, data)
-
-    monkeypatch.setattr(Channel, "send_bytes", hanging)
-    reader = Slow(manifest(publisher))
-    reader.may.set()
-    publisher.withdraw()  # ends: it has a deadline
-    held.set()
-    reader.end()
-    assert reader.failure is not None
-    monkeypatch.setattr(Channel, "send_bytes", sent)
+    with ThreadPoolExecutor(1) as threads:
+        reading = threads.submit(receive, manifest(publisher))
+        assert held.began.wait(30)
+        publisher.withdraw()  # ends: it has a deadline
+        held.may.set()
+        with pytest.raises(ExchangeError):
+            reading.result(30)
     publisher.offer(4, 0, "hash", SIZE)
     receive(manifest(publisher, 4))
+
+
+@pytest.mark.parametrize("answer", [{"proof": "\ud800", "backend": "tcp"}, {"proof": 7}, {"backend": ["tcp"]}, {}])
+def test_a_strange_proof_ends_the_connection(answer: dict[str, object], publisher: Publisher) -> None:
+    """Contract: without a traceback in the trainer's log, and other workers are served."""
+    address = publisher.address(fallback=False)
+    channel = Channel(socket.create_connection((address.host, address.port), SECONDS), SECONDS)
+    assert "challenge" in channel.receive()
+    channel.send(**answer)
+    with pytest.raises(ExchangeError, match="does not know this token"):
+        channel.receive()
+    channel.close()
+    receive(manifest(publisher))
 
 
 def test_a_worker_that_ends_in_the_middle_disturbs_nobody(publisher: Publisher, buffer: Tensor) -> None:
