@@ -99,7 +99,7 @@ def settings(case: str, given: argparse.Namespace, model: Path) -> tuple[dict[st
 def measure(case: str, given: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """One whole run; ends this process where it fails. With `--dry-run` the plan is printed and nothing is measured."""
     model, output_dir = given.model_dir or scratch / "model", scratch / case / "outputs"
-    output_dir.parent.mkdir()
+    output_dir.parent.mkdir(parents=True)
     on_gpus = given.device == "cuda" and case != "cpu"
     if case != "cpu" and not (model / "config.json").is_file():
         write_random_model(model, given.model, given.layers)
@@ -241,6 +241,7 @@ def main() -> None:
     parser.add_argument("--model", default="0.6B", help="whose shape random weights have")
     parser.add_argument("--layers", type=int, help="of the model (None: all)")
     parser.add_argument("--model-dir", type=Path, help="where the random model is, or is written")
+    parser.add_argument("--runs", type=Path, help="a directory that keeps the run directories (None: they are deleted)")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for each run")
     parser.add_argument("--note", default="", help="what else is to be known of the rows")
@@ -257,9 +258,9 @@ def main() -> None:
         return
     if not given.cases or (unknown := set(given.cases) - CASES.keys()):
         parser.error(f"name cases of {', '.join(CASES)}" + (f", not {', '.join(unknown)}" if given.cases else ""))
-    with tempfile.TemporaryDirectory(prefix="prime-rl-runs-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="prime-rl-runs-") as temporary:
         for case in given.cases:
-            if row := measure(case, given, Path(scratch)):
+            if row := measure(case, given, given.runs or Path(temporary)):
                 print(show({case: row}), flush=True)
                 if given.json:
                     store(given.json, {case: row})

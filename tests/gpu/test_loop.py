@@ -83,7 +83,7 @@ def write_rollouts(output_dir: Path, steps: int = STEPS) -> None:
 def config(output_dir: Path, directory: Path, **settings: Any) -> TrainerConfig:
     base = {"device": DEVICE, "seq_len": SEQ_LEN, "max_steps": STEPS, "async_level": STEPS, "optim": {"lr": LR}}
     model = {"name": str(directory), **settings.pop("model", {})}
-    rest = {"output_dir": output_dir, "weights": {"keep": None}, "rollout_timeout": 5.0}
+    rest = {"output_dir": output_dir, "weights": {"keep": None, "transport": "filesystem"}, "rollout_timeout": 5.0}
     return TrainerConfig.model_validate({**base, **rest, "model": model, **settings})
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import BaseConfig, Older, Problem, Section
 from prime_rl.config.shared import Device, ModelConfig
@@ -102,6 +102,10 @@ class InferenceConfig(BaseConfig):
     )
     gpu_memory_utilization: float | None = Field(
         default=None, gt=0, le=1, description="Share of GPU memory (None: vLLM's choice)."
+    )
+    kv_cache_gib: PositiveFloat | None = Field(
+        default=None,
+        description="GPU memory for keys and values, in GiB (None: what is free of gpu_memory_utilization at the start).",
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one layer.")
     pipeline_parallel_size: PositiveInt = Field(

@@ -156,7 +156,8 @@ def _own_flags(config: InferenceConfig) -> dict[str, Any]:
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "quantization": _quantization(config),
         "enforce_eager": config.enforce_eager,
-        "seed": config.seed,
+        # Servers of one run that drew the same random numbers would sample the same replies to one prompt.
+        "seed": config.seed + config.replica,
         "worker_extension_cls": WORKER_EXTENSION,
         # The log-probability under the distribution that was sampled from, temperature and truncation included:
         # what an importance ratio needs.
@@ -205,12 +206,15 @@ def _cpu_flags(config: InferenceConfig) -> dict[str, Any]:
 
 
 def _cache_flags(config: InferenceConfig) -> dict[str, Any]:
-    """A tiny model's cache is limited: in all of a GPU's memory it would have millions of blocks, each of which vLLM makes at its start and visits with
-    every update of the weights (some 60 ns)."""
+    """The size of the cache, where it is given. A tiny model's is limited: in all of a GPU's memory it would have millions of blocks, each of which vLLM
+    makes at its start and visits with every update of the weights (some 60 ns)."""
     model = local_model(config.model.name)
     values = None if model is None else cache_values(model)
     size = None if values is None else values * 4 * _CACHED_TOKENS
-    return {} if size is None or size > _CACHE_BYTES else {"kv_cache_memory_bytes": size}
+    sizes = [] if size is None or size > _CACHE_BYTES else [size]
+    if config.kv_cache_gib is not None:
+        sizes.append(int(config.kv_cache_gib * (1 << 30)))
+    return {"kv_cache_memory_bytes": min(sizes)} if sizes else {}
 
 
 def chunks_on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:

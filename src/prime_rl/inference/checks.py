@@ -54,6 +54,18 @@ def local_model(name: str) -> Path | None:
     return None
 
 
+def model_gib(name: str) -> float | None:
+    """Size of a model's safetensors files, in GiB; None for one that is not on this host yet."""
+    directory = local_model(name)
+    if directory is None:
+        from huggingface_hub import try_to_load_from_cache  # half a second
+
+        cached = try_to_load_from_cache(name, "config.json")
+        directory = Path(cached).parent if isinstance(cached, str) else None
+    files = [] if directory is None else list(directory.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files) / (1 << 30) or None
+
+
 def check_model(model: Path, needs_weights: bool = True) -> None:
     """A local model directory has a readable config.json and whole safetensors files.
 

@@ -6,35 +6,51 @@ from dataclasses import dataclass
 from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.errors import UserError
 
-SERVING_SHARE = 0.35  # of a GPU's memory, where it is shared and nothing is said
-_BESIDE_GIB = 5.0  # CUDA contexts of two processes, NCCL, and what vLLM takes beyond its share
+SERVING_SHARE = 0.4  # of a GPU's memory, where it is shared and nothing is said
+_ALONE = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
+_BESIDE_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
+_ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
+_LEAST_CACHE_GIB = 2.0
+# vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second engine uses the time.
+_SMALL_GIB = 4.0
+_ENGINES = 2
+_CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
+_EPISODES = 64  # in flight, for each engine: fewer take an engine little time
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the plan depends on besides the configuration. `gpu_gib` is the memory of the smallest GPU, None where nobody can say."""
+    """What the plan depends on besides the configuration.
+
+    Attributes:
+        gpu_gib: Memory of the smallest GPU; None where nobody can say.
+        weights_gib: Size of the model's files; None for a model that is not on this host.
+    """
 
     gpus: Sequence[str]
     cores: int
     environ: Mapping[str, str]
     gpu_gib: float | None = None
-
-
-@dataclass(frozen=True)
-class Split:
-    """How the memory of GPUs that train and serve is split: the server's share, and what the trainer may take, in GiB."""
-
-    serving: float
-    training_gib: float
+    weights_gib: float | None = None
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The GPUs of each server that is started (none on a CPU), those of the trainer, and how both share them, if they do."""
+    """Which GPUs each process uses, and how much of their memory.
+
+    Attributes:
+        servers: GPUs of each server that is started; none on a CPU. Several servers may name the same GPU.
+        trainer: Those of the trainer.
+        utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
+        cache_gib: Of it for keys and values; None: vLLM measures what is free, and must be alone with its GPU while it starts.
+        training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
+    """
 
     servers: tuple[tuple[str, ...], ...]
     trainer: tuple[str, ...]
-    split: Split | None = None
+    utilization: float | None = None
+    cache_gib: float | None = None
+    training_gib: float | None = None
 
 
 def lay_out(config: RLConfig, machine: Machine) -> Layout:
@@ -46,7 +62,7 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     _check_servers(config)
     serving = config.inference is not None and _on_cuda(config.inference.device, machine)
     training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
-    counts = _servers(config) if serving else [0] * ((config.inference_servers or 1) if config.inference else 0)
+    counts = _groups(config) if serving else [0] * ((config.inference_servers or 1) if config.inference else 0)
     if not training and config.trainer_gpus > 1:
         raise UserError(
             f"trainer_gpus {config.trainer_gpus}: the trainer does not use GPUs here (see --device); processes on a CPU are --trainer-ranks"
@@ -61,10 +77,31 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
         _check_shared(config, sum(counts), training)
     _check_enough({"inference": sum(counts), "trainer": training}, config.share_gpus, machine)
     left = list(machine.gpus)
-    servers = tuple(tuple(left.pop(0) for _ in range(count)) for count in counts)
-    if config.share_gpus:
-        return Layout(servers, tuple(machine.gpus[:training]), _split(config, machine))
-    return Layout(servers, tuple(left[:training]))
+    groups = [tuple(left.pop(0) for _ in range(count)) for count in counts]
+    if not serving:
+        return Layout(tuple(groups), tuple(left[:training]))
+    utilization, limit = (
+        _split(config, machine) if config.share_gpus else (config.inference.gpu_memory_utilization, None)
+    )
+    engines = _engines_per_gpu(config, len(groups), machine)
+    cache = _cache_gib(config, utilization or _ALONE, engines, machine)
+    if engines > 1 and cache is None:
+        raise UserError(
+            f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each may use for keys and "
+            "values, and the sizes of model or GPU are not known, or leave no room; give inference.kv_cache_gib"
+        )
+    if engines > 1:
+        utilization = (utilization or _ALONE) / engines
+    elif not config.share_gpus:
+        cache = config.inference.kv_cache_gib
+    servers = tuple(gpus for gpus in groups for _ in range(engines))
+    return Layout(
+        servers,
+        tuple(machine.gpus[:training]) if config.share_gpus else tuple(left[:training]),
+        utilization,
+        cache,
+        limit,
+    )
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
@@ -73,11 +110,13 @@ def gpus_of_a_server(inference: InferenceConfig) -> int:
     return inference.tensor_parallel_size * inference.pipeline_parallel_size * replicas
 
 
-def _servers(config: RLConfig) -> list[int]:
-    """GPUs of each server."""
+def _groups(config: RLConfig) -> list[int]:
+    """Sizes of the groups of GPUs that serve: a server, or several on one GPU."""
     assert config.inference is not None
     each = gpus_of_a_server(config.inference)
     wanted, total = config.inference_servers, config.inference_gpus
+    if each == 1 and wanted and total and wanted % total == 0:
+        return [1] * total
     count = wanted or (1 if total is None else total // each)
     if total is not None and total != count * each:
         parts = [
@@ -134,7 +173,42 @@ def _check_enough(wants: Mapping[str, int], shared: bool, machine: Machine) -> N
     )
 
 
-def _split(config: RLConfig, machine: Machine) -> Split:
+def _engines_per_gpu(config: RLConfig, groups: int, machine: Machine) -> int:
+    """How many servers share each GPU: as asked for, else two where a model is small and much is in flight."""
+    inference, orchestrator = config.inference, config.orchestrator
+    assert inference is not None
+    if config.inference_servers is not None:
+        return config.inference_servers // groups
+    utilization = inference.gpu_memory_utilization or (SERVING_SHARE if config.share_gpus else _ALONE)
+    in_flight = orchestrator.batch_size * (config.orchestrator.async_level + 1)
+    small = machine.weights_gib is not None and machine.weights_gib <= _SMALL_GIB
+    room = small and _cache_gib(config, utilization, _ENGINES, machine) is not None
+    alone = gpus_of_a_server(inference) > 1 or inference.deterministic or inference.server.advertise is not None
+    enough = machine.cores >= _CORES_A_GPU * groups and in_flight >= _EPISODES * _ENGINES * groups
+    return _ENGINES if room and enough and not alone else 1
+
+
+def _cache_gib(config: RLConfig, utilization: float, engines: int, machine: Machine) -> float | None:
+    """Memory for keys and values of one server: its share without the weights, a staged copy of them and what the engine needs. None where that is
+    not known or too little."""
+    inference = config.inference
+    assert inference is not None
+    if inference.kv_cache_gib is not None:
+        return inference.kv_cache_gib
+    named = {name.replace("-", "_") for name in inference.vllm}
+    if (
+        machine.gpu_gib is None
+        or machine.weights_gib is None
+        or named & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
+    ):
+        return None
+    each = machine.weights_gib / gpus_of_a_server(inference)
+    left = utilization * machine.gpu_gib / engines - 2 * each - _ENGINE_GIB
+    return round(left, 1) if left >= _LEAST_CACHE_GIB else None
+
+
+def _split(config: RLConfig, machine: Machine) -> tuple[float, float]:
+    """How the memory of GPUs that train and serve is split: the share of all servers of a GPU, and what the trainer may use, in GiB."""
     assert config.inference is not None
     share, limit = config.inference.gpu_memory_utilization or SERVING_SHARE, config.trainer.model.memory_limit
     total = machine.gpu_gib
@@ -143,7 +217,7 @@ def _split(config: RLConfig, machine: Machine) -> Split:
             raise UserError(
                 "share_gpus: nvidia-smi does not say how much memory there is; give trainer.model.memory_limit"
             )
-        return Split(share, limit)
+        return share, limit
     room = (1 - share) * total - _BESIDE_GIB
     if (limit or 0.0) > room or room <= 0:
         raise UserError(
@@ -151,7 +225,7 @@ def _split(config: RLConfig, machine: Machine) -> Split:
             f"contexts {_BESIDE_GIB:.0f}, which leaves {max(room, 0):.1f} for the trainer"
             + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
         )
-    return Split(share, limit or round(room, 1))
+    return share, limit or round(room, 1)
 
 
 def _on_cuda(device: str, machine: Machine) -> bool:

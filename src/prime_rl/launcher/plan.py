@@ -12,7 +12,7 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.launcher.layout import Layout, Machine, Split, lay_out
+from prime_rl.launcher.layout import Layout, Machine, lay_out
 
 RECOVER = "--recover"  # tells a job to go on from what is committed
 SERVER = "inference"
@@ -83,7 +83,10 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
             _environment("trainer", placed, threads, machine),
             placed["trainer"],
             drain_children=trainer_ranks(config, placed["trainer"]) > 1,
-            after_ready=tuple(server.name for server in servers) if layout.split else (),
+            # A server that measures what is free of the GPU must be alone with it.
+            after_ready=tuple(server.name for server in servers)
+            if layout.training_gib and layout.cache_gib is None
+            else (),
         ),
         Process(
             "orchestrator",
@@ -146,8 +149,8 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
     """What each process is configured with, by its name."""
     trainer = config.trainer.model_copy(update={"recovery_interval": recovery_interval(config)})
     orchestrator = config.orchestrator
-    if layout.split is not None:
-        limited = trainer.model.model_copy(update={"memory_limit": layout.split.training_gib})
+    if layout.training_gib is not None:
+        limited = trainer.model.model_copy(update={"memory_limit": layout.training_gib})
         weights = trainer.weights.model_copy(update={"shares_gpu": True})
         trainer = trainer.model_copy(update={"model": limited, "weights": weights})
     if len(servers) > 1 and orchestrator.client.discover is None:
@@ -163,20 +166,19 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
                 "server": config.inference.server.model_copy(update={"port": server.port}),
                 "replica": number,
                 "servers_on_host": len(servers),
-                **({} if layout.split is None else _on_shared_gpu(config, layout.split)),
+                "kv_cache_gib": layout.cache_gib,
+                "gpu_memory_utilization": layout.utilization,
+                **({} if layout.training_gib is None else {"stage_on_device": _stages_on_device(config)}),
             }
         )
     return sections
 
 
-def _on_shared_gpu(config: RLConfig, split: Split) -> dict[str, object]:
+def _stages_on_device(config: RLConfig) -> bool:
     """What is free on a shared GPU is the trainer's, which leaves room for a copy of the server's only where it publishes from there."""
     assert config.inference is not None
     published = config.trainer.weights.transport != "filesystem" and config.trainer.weights.tmpfs is None
-    return {
-        "gpu_memory_utilization": split.serving,
-        "stage_on_device": published and config.inference.stage_on_device,
-    }
+    return published and config.inference.stage_on_device
 
 
 def _shown(key: str, value: str) -> str:

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Generic
 
 from prime_rl.orchestrator.episodes import (
@@ -38,7 +39,8 @@ from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_
 __all__ = ["Batch", "Core", "Drop", "Finished", "Group", "Limits", "Record", "Start", "Task", "Unrecorded"]
 
 NO_SIGNAL = "no signal in the whole batch"
-PACE = 0.6  # of a recent step's time between the starts of two batches: well below 1, so that steps soon become as short as they can
+PACE = 0.8  # of a recent step's time between the starts of two batches: below 1, so that steps soon become as short as they can
+_TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
 
 
 class Core(Generic[Result]):
@@ -88,9 +90,8 @@ class Core(Generic[Result]):
         self._startable: list[int] = []  # groups with an episode to start
         self._complete: list[int] = []  # and not looked at by the gate
         self._admitted: list[int] = []  # complete ones that may be trained
-        self._opened: deque[float] = (
-            deque()
-        )  # when groups were opened: of the last `2 * (async_level + 1)` batches, and one more
+        # When groups were opened: those of the last turns, and one more.
+        self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._flying: dict[str, Start] = {}
         self._unproven: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
         self._looked_for_stale = False  # among what has finished, since something in it or the step changed
@@ -149,16 +150,15 @@ class Core(Generic[Result]):
 
         With less than a batch in flight a group is opened at once. Beyond that, one is opened no sooner after the group that stands a batch before it
         than `PACE` of a step's time. Else batches that start together share the engines and complete together; then engines and trainer take turns
-        instead of working at the same time. A step's time follows from when groups were opened: `async_level + 1` batches took so many steps. The
-        shorter one of two such turns counts, as something else may have held one up.
+        instead of working at the same time. A step's time follows from when groups were opened: `async_level + 1` batches, a turn, took so many steps.
+        The shortest of the last turns counts, as something else may have held the others up.
         """
         batch, level, opened = self.limits.groups_per_batch, self.limits.async_level, self._opened
         turn = (level + 1) * batch
         if len(self._flying) < self.limits.batch_size or len(opened) <= turn:
             return None
-        took = opened[-1] - opened[-1 - turn]
-        if len(opened) > 2 * turn:
-            took = min(took, opened[-1 - turn] - opened[0])
+        ends = [opened[index] for index in range(-1, -len(opened) - 1, -turn)]
+        took = min(later - earlier for later, earlier in pairwise(ends))
         return opened[-batch] + PACE * took / (level + 1)
 
     def allow(self, max_concurrent: int) -> None:
@@ -393,8 +393,6 @@ class Core(Generic[Result]):
     def _open(self, now: float) -> Group[Result]:
         task = next(self._tasks)
         self._opened.append(now)
-        if len(self._opened) > 2 * (self.limits.async_level + 1) * self.limits.groups_per_batch + 1:
-            self._opened.popleft()
         group: Group[Result] = Group(self.groups_opened, task, [(i, 0) for i in range(self.limits.group_size)])
         self._add(group)
         self.groups_opened += 1

@@ -1,5 +1,6 @@
 """What `rl` would start: placement, arithmetic, command lines. Pure: no process, no GPU."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,8 @@ def test_gpus_that_no_server_would_use_are_refused(
 
 
 def test_one_gpu_trains_and_serves() -> None:
-    """Its memory is split, neither side takes more than its share, and the trainer starts once the server has measured what is free."""
+    """Its memory is split and neither side takes more than its share. Where the size of the model is not known, the trainer starts once the server has
+    measured what is free; else both start at once."""
     one = Machine(["0"], 8, {}, gpu_gib=80.0)
     with pytest.raises(UserError, match="one GPU can do both: --share-gpus"):
         make_plan(config(), one)
@@ -106,6 +108,60 @@ def test_one_gpu_trains_and_serves() -> None:
     assert inference.stage_weights
     assert inference.stage_on_device  # where the trainer publishes
     assert next(process for process in plan.processes if process.name == "trainer").after_ready == ("inference",)
+
+    known = replace(one, weights_gib=8.0)
+    plan = make_plan(config(InferenceConfig(gpu_memory_utilization=0.25), share_gpus=True), known)
+    inference = section(plan, "inference")
+    assert isinstance(inference, InferenceConfig)
+    assert (inference.gpu_memory_utilization, inference.kv_cache_gib) == (
+        0.25,
+        2.0,
+    )  # 20 GiB: two copies of 8, and 2 for the engine
+    assert next(process for process in plan.processes if process.name == "trainer").after_ready == ()
+
+
+@pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
+def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: float, utilization: float) -> None:
+    """Each gets half of the memory, on a port of its own, and all start at once."""
+    small = Machine([str(index) for index in range(2 - share)], 16, {}, gpu_gib=80.0, weights_gib=1.2)
+    plan = make_plan(config(share_gpus=share), small)
+    assert gpus(plan) == {"inference": ("0",), "inference-1": ("0",), "trainer": (small.gpus[-1],), "orchestrator": ()}
+    assert [server.url for server in plan.servers] == ["http://localhost:8000", "http://localhost:8001"]
+    assert not any(process.after_ready for process in plan.processes)
+    for name in ("inference", "inference-1"):
+        server = section(plan, name)
+        assert isinstance(server, InferenceConfig)
+        assert (server.gpu_memory_utilization, server.kv_cache_gib) == (
+            pytest.approx(utilization),
+            pytest.approx(cache),
+        )
+
+
+@pytest.mark.parametrize(
+    ("changed", "inference", "shared"),
+    [
+        ({"weights_gib": 8.0}, InferenceConfig(), {}),
+        ({"weights_gib": None}, InferenceConfig(), {}),
+        ({"cores": 7}, InferenceConfig(), {}),
+        ({}, InferenceConfig(gpu_memory_utilization=0.1), {}),
+        ({}, InferenceConfig(deterministic=True), {}),
+        ({}, InferenceConfig(vllm={"kv-cache-memory-bytes": 1}), {}),
+        ({}, InferenceConfig(), {"inference_servers": 1}),
+    ],
+)
+def test_one_server_a_gpu(changed: dict[str, Any], inference: InferenceConfig, shared: dict[str, int]) -> None:
+    """A larger model, or one whose size is not known; few cores; no room; one sequence at a time; a cache that is given; a number that is."""
+    small = replace(Machine(["0", "1"], 16, {}, gpu_gib=80.0, weights_gib=1.2), **changed)
+    assert [server.port for server in make_plan(config(inference, **shared), small).servers] == [8000]
+
+
+def test_servers_on_a_gpu_by_number() -> None:
+    """`--inference-servers 3 --inference-gpus 1`, if it is known how much memory each may use."""
+    one = Machine(["0", "1"], 8, {})
+    with pytest.raises(UserError, match=r"3 servers on a GPU .* give inference.kv_cache_gib"):
+        make_plan(config(inference_servers=3, inference_gpus=1), one)
+    plan = make_plan(config(InferenceConfig(kv_cache_gib=4.0), inference_servers=3, inference_gpus=1), one)
+    assert [process.gpus for process in plan.processes] == [("0",), ("0",), ("0",), ("1",), ()]
 
 
 @pytest.mark.parametrize(
