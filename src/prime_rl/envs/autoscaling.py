@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+_WORKERS, _CORES_A_WORKER = 4, 4  # from the start: so many where there are so many cores for each
 HIGH, LOW, TARGET = 0.7, 0.35, 0.5  # cores that the mean worker uses: above, more are started; below, some end; aim
 
 _PROC, _QUOTA = Path("/proc"), Path("/sys/fs/cgroup/cpu.max")
@@ -51,9 +52,16 @@ def workers_wanted(load: Load, bounds: Bounds, free: int) -> int:
     return min(max(wanted, -(-load.episodes // bounds.slots), bounds.least), bounds.most)
 
 
-def worker_range(workers: int | Literal["auto"], max_workers: int | None) -> tuple[int, int]:
-    """The least and the most workers that an environment has, by its settings."""
-    return (1, max_workers or cores()) if workers == "auto" else (workers, workers)
+def worker_range(workers: int | Literal["auto"], max_workers: int | None, environments: int = 1) -> tuple[int, int]:
+    """The least and the most workers that an environment has, by its settings.
+
+    Episodes of a batch start together and often end together: one worker would take them one after the other, though it is idle between. A host with
+    cores to spare has several from the start.
+    """
+    if workers != "auto":
+        return workers, workers
+    most = max_workers or cores()
+    return min(most, max(1, min(_WORKERS, cores() // (_CORES_A_WORKER * environments)))), most
 
 
 def why_replace(finished: int, resident: int, episodes: int | None, mib: int | None) -> str | None:

@@ -154,7 +154,8 @@ class EnvPool:
         self._socket.bind(self._address)
         self.start_task(self._receive())
         self.start_task(self._autoscale())
-        self._envs = {name: WorkerPool(config, self._logs[name], self) for name, config in self._configs.items()}
+        count = len(self._configs)
+        self._envs = {name: WorkerPool(config, self._logs[name], self, count) for name, config in self._configs.items()}
         for pool in self._envs.values():
             pool.start()
         try:

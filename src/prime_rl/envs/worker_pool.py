@@ -98,7 +98,7 @@ class Ending:
 class WorkerPool:
     """An environment's workers and the episodes that wait for a slot."""
 
-    def __init__(self, config: EnvConfig, log: Log, host: WorkerHost) -> None:
+    def __init__(self, config: EnvConfig, log: Log, host: WorkerHost, environments: int = 1) -> None:
         self.config = config
         self.log = log
         self.tasks: list[TaskInfo] | EndlessTasks = []
@@ -107,7 +107,7 @@ class WorkerPool:
         self.workers: list[Worker] = []
         self.recycled = 0  # workers
         self._host = host
-        self._bounds = Bounds(config.max_concurrent, *worker_range(config.workers, config.max_workers))
+        self._bounds = Bounds(config.max_concurrent, *worker_range(config.workers, config.max_workers, environments))
         self._numbers = itertools.count()
         self._waiting: OrderedDict[asyncio.Future[tuple[WorkerProcess, int]], None] = OrderedDict()
         self._finished = 0  # episodes, of all workers

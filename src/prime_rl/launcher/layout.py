@@ -78,7 +78,7 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     _check_enough({"inference": sum(counts), "trainer": training}, config.share_gpus, machine)
     left = list(machine.gpus)
     groups = [tuple(left.pop(0) for _ in range(count)) for count in counts]
-    if not serving:
+    if config.inference is None or not serving:
         return Layout(tuple(groups), tuple(left[:training]))
     utilization, limit = (
         _split(config, machine) if config.share_gpus else (config.inference.gpu_memory_utilization, None)

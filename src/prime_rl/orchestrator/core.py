@@ -39,7 +39,7 @@ from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_
 __all__ = ["Batch", "Core", "Drop", "Finished", "Group", "Limits", "Record", "Start", "Task", "Unrecorded"]
 
 NO_SIGNAL = "no signal in the whole batch"
-PACE = 0.8  # of a recent step's time between the starts of two batches: below 1, so that steps soon become as short as they can
+PACE = 0.9  # of a recent step's time between the starts of two batches: below 1, so that steps soon become as short as they can
 _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
 
 

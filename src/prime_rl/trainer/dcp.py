@@ -6,9 +6,11 @@ consists of, everything else is read with `weights_only`, and files are opened o
 
 import errno
 import io
+import os
 import pickle
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -32,6 +35,7 @@ State = dict[str, Any]
 
 _METADATA = ".metadata"
 _NO_ROOM_BYTES = 16 << 20
+_UNSYNCED_BYTES = 64 << 20
 _ARCHIVE = "inline_container.cc"  # names torch's archive writer in its errors
 _COMPARED = ("model", "optimizer")  # parts of a state that tell one model from another
 _ADMITTED = {
@@ -239,7 +243,36 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's metadata")
 
 
+class _SyncedFile(io.FileIO):
+    """A file that never has more than `_UNSYNCED_BYTES` in the page cache: on ext4 every other fsync would wait for the rest, and with it the run."""
+
+    _unsynced = 0
+
+    def write(self, data: Any) -> int:
+        written = super().write(data)
+        self._unsynced += written
+        if self._unsynced >= _UNSYNCED_BYTES:
+            os.fdatasync(self.fileno())
+            self._unsynced = 0
+        return written
+
+
+class _SyncedFiles(FileSystem):
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with io.BufferedWriter(_SyncedFile(path, mode)) as writer:
+            yield writer
+
+
 class _Writer(checkpoint.FileSystemWriter):
+    def __init__(self, directory: Path, per_thread_copy_ahead: int) -> None:
+        super().__init__(directory, per_thread_copy_ahead=per_thread_copy_ahead)
+        self.fs = _SyncedFiles()
+
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """torch's archive writer turns an error of the system into one about positions: the system's own is what travels to the other ranks."""
         try:

@@ -2,9 +2,11 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prime_rl.envs import autoscaling
 from prime_rl.envs.autoscaling import Bounds, Load, why_replace, worker_range, workers_wanted
 
 counts = st.integers(0, 200)
@@ -57,11 +59,13 @@ def test_by_hand() -> None:
     assert workers_wanted(Load(3, 0, 0.0, 0), Bounds(100, 3, 3), free=9) == 3
 
 
-def test_settings() -> None:
-    """A number is kept to; `auto` begins with one."""
+@pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 4, 2), (16, 9, 1)])
+def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int, least: int) -> None:
+    """A number is kept to; `auto` begins with one, or with some where there are cores for all environments, and never with more than it may have."""
+    monkeypatch.setattr(autoscaling, "cores", lambda: cores)
     assert worker_range(3, None) == (3, 3)
-    assert worker_range("auto", 5) == (1, 5)
-    assert worker_range("auto", None)[0] == 1
+    assert worker_range("auto", None, environments) == (least, cores)
+    assert worker_range("auto", 1, environments) == (1, 1)
 
 
 def test_replacement() -> None:
