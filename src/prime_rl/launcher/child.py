@@ -149,7 +149,7 @@ def ending(status: int) -> str:
 
 
 def last_words(log: Path, start: int = 0) -> list[str]:
-    """The `error:` line a process ended with, or which of its ranks was killed, else its last lines. `start`: bytes that belong to earlier lives."""
+    """The last `error:` line at the end of a log, or which of its ranks was killed, else the last lines. `start`: bytes that earlier incarnations wrote."""
     lines = _tail(log, start)
     return error_lines(lines)[-1:] or killed_rank(lines) or lines[-LOG_TAIL_LINES:]
 
@@ -170,7 +170,7 @@ def killed_rank(lines: Sequence[str]) -> list[str]:
 
 
 def user_error(log: Path, start: int = 0) -> str | None:
-    """The line with which a process told the user what to mend, if it ended with one."""
+    """The last `error:` line at the end of a log: what the user has to correct."""
     return next(iter(error_lines(_tail(log, start))[-1:]), None)
 
 

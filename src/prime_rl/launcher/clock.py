@@ -31,7 +31,7 @@ class Policy:
 
     Args:
         max_restarts: Of one process within an hour, and of one process while the run gets no further; 0: the first failure ends the run.
-        backoff: Before the first of them; doubled with each further one.
+        backoff: Before the first of them; doubled with each further one, up to a minute.
         heartbeat_timeout: Without a sign of life.
         stall_timeout: Without progress, while it waits for nobody.
     """

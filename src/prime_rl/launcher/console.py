@@ -104,7 +104,7 @@ class Console:
             os.close(nowhere)
 
     def _tell_phase(self, status: ProcessStatus) -> None:
-        """Phases are told while the run starts and as it ends; in between there is the line per step."""
+        """Print the phases of a process until the first step; from then on there is a line for each step."""
         name = phase_name(status.phase)
         if self._phases.get(status.process) == name:
             return

@@ -82,7 +82,7 @@ class WorkerFacts:
 class Facts:
     """Times are unix seconds, timeouts seconds, sizes bytes. `processes`: those that the run has, by name.
 
-    `recoverable`: the run has begun to commit. `free`: of the file system of the run directory.
+    `recoverable`: the run has committed something. `free`: of the file system of the run directory.
     """
 
     now: float

@@ -35,6 +35,7 @@ class ServerWatch:
     ready: bool = False
     answered: float = 0.0
     due: float = 0.0
+    looks: int = 0
 
     @property
     def own(self) -> bool:
@@ -57,7 +58,10 @@ class ServerWatch:
         if not self.is_due(now):
             return None
         self.due = now + (_SERVING_SECONDS if self.ready else _START_SECONDS)
-        if any(healthy(url) for url in (self.server.health, *self.server.others)):  # the first is enough to begin with
+        urls = (self.server.health, *self.server.others)
+        self.looks += 1
+        # One a look, as each that is unreachable takes its time. The first that answers is enough to begin with.
+        if healthy(urls[self.looks % len(urls)]):
             news = None if self.ready else Health.READY
             self.ready, self.answered = True, now
             return news

@@ -7,15 +7,15 @@ from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.errors import UserError
 
 SERVING_SHARE = 0.4  # of a GPU's memory, where it is shared and nothing is said
-_ALONE = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
-_BESIDE_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
+_SERVING_ONLY = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
+_OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
 _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
 # vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second engine uses the time.
 _SMALL_GIB = 4.0
-_ENGINES = 2
+_SERVERS_A_GPU = 2
 _CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
-_EPISODES = 64  # in flight, for each engine: fewer take an engine little time
+_EPISODES_A_SERVER = 64  # in flight: fewer keep an engine's Python little busy
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Machine:
 
     Attributes:
         gpu_gib: Memory of the smallest GPU; None where nobody can say.
-        weights_gib: Size of the model's files; None for a model that is not on this host.
+        weights_gib: Size of the model's files; None for a model that is not on this host, or without GPUs.
     """
 
     gpus: Sequence[str]
@@ -40,9 +40,9 @@ class Layout:
 
     Attributes:
         servers: GPUs of each server that is started; none on a CPU. Several servers may name the same GPU.
-        trainer: Those of the trainer.
+        trainer: GPUs of the trainer.
         utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
-        cache_gib: Of it for keys and values; None: vLLM measures what is free, and must be alone with its GPU while it starts.
+        cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on the GPU while it starts.
         training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
     """
 
@@ -84,14 +84,14 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
         _split(config, machine) if config.share_gpus else (config.inference.gpu_memory_utilization, None)
     )
     engines = _engines_per_gpu(config, len(groups), machine)
-    cache = _cache_gib(config, utilization or _ALONE, engines, machine)
+    cache = _cache_gib(config, utilization or _SERVING_ONLY, engines, machine)
     if engines > 1 and cache is None:
         raise UserError(
             f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each may use for keys and "
             "values, and the sizes of model or GPU are not known, or leave no room; give inference.kv_cache_gib"
         )
     if engines > 1:
-        utilization = (utilization or _ALONE) / engines
+        utilization = (utilization or _SERVING_ONLY) / engines
     elif not config.share_gpus:
         cache = config.inference.kv_cache_gib
     servers = tuple(gpus for gpus in groups for _ in range(engines))
@@ -174,23 +174,23 @@ def _check_enough(wants: Mapping[str, int], shared: bool, machine: Machine) -> N
 
 
 def _engines_per_gpu(config: RLConfig, groups: int, machine: Machine) -> int:
-    """How many servers share each GPU: as asked for, else two where a model is small and much is in flight."""
+    """How many servers share each GPU: as asked for, else two where the model is small, host and batch are large enough, and a server uses one GPU."""
     inference, orchestrator = config.inference, config.orchestrator
     assert inference is not None
     if config.inference_servers is not None:
         return config.inference_servers // groups
-    utilization = inference.gpu_memory_utilization or (SERVING_SHARE if config.share_gpus else _ALONE)
+    utilization = inference.gpu_memory_utilization or (SERVING_SHARE if config.share_gpus else _SERVING_ONLY)
     in_flight = orchestrator.batch_size * (config.orchestrator.async_level + 1)
     small = machine.weights_gib is not None and machine.weights_gib <= _SMALL_GIB
-    room = small and _cache_gib(config, utilization, _ENGINES, machine) is not None
+    room = small and _cache_gib(config, utilization, _SERVERS_A_GPU, machine) is not None
     alone = gpus_of_a_server(inference) > 1 or inference.deterministic or inference.server.advertise is not None
-    enough = machine.cores >= _CORES_A_GPU * groups and in_flight >= _EPISODES * _ENGINES * groups
-    return _ENGINES if room and enough and not alone else 1
+    enough = machine.cores >= _CORES_A_GPU * groups and in_flight >= _EPISODES_A_SERVER * _SERVERS_A_GPU * groups
+    return _SERVERS_A_GPU if room and enough and not alone else 1
 
 
 def _cache_gib(config: RLConfig, utilization: float, engines: int, machine: Machine) -> float | None:
-    """Memory for keys and values of one server: its share without the weights, a staged copy of them and what the engine needs. None where that is
-    not known or too little."""
+    """KV cache of one server, in GiB: as given, else its share of memory less the weights, a staged copy of them and what the engine needs. None where
+    that is unknown or too little, or where `[vllm]` sets it."""
     inference = config.inference
     assert inference is not None
     if inference.kv_cache_gib is not None:
@@ -202,7 +202,7 @@ def _cache_gib(config: RLConfig, utilization: float, engines: int, machine: Mach
         or named & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
     ):
         return None
-    each = machine.weights_gib / gpus_of_a_server(inference)
+    each = machine.weights_gib / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
     left = utilization * machine.gpu_gib / engines - 2 * each - _ENGINE_GIB
     return round(left, 1) if left >= _LEAST_CACHE_GIB else None
 
@@ -218,11 +218,11 @@ def _split(config: RLConfig, machine: Machine) -> tuple[float, float]:
                 "share_gpus: nvidia-smi does not say how much memory there is; give trainer.model.memory_limit"
             )
         return share, limit
-    room = (1 - share) * total - _BESIDE_GIB
+    room = (1 - share) * total - _OVERHEAD_GIB
     if (limit or 0.0) > room or room <= 0:
         raise UserError(
             f"share_gpus: of {total:.1f} GiB the server takes {share:.0%} = {share * total:.1f} (inference.gpu_memory_utilization), "
-            f"contexts {_BESIDE_GIB:.0f}, which leaves {max(room, 0):.1f} for the trainer"
+            f"contexts {_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for the trainer"
             + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
         )
     return share, limit or round(room, 1)

@@ -29,7 +29,7 @@ class Process:
     env: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[str, ...] = ()
     service: bool = False
-    # A torchrun agent kills its ranks soon after a signal: ask the ranks themselves to finish, then it ends in peace.
+    # A torchrun agent kills its ranks soon after a signal: signal the ranks themselves, then it exits by itself.
     drain_children: bool = False
     # Name of a process whose first status report this one waits for (bounded) before it is started.
     after: str | None = None
@@ -63,7 +63,11 @@ class Plan:
 
 
 def make_plan(config: RLConfig, machine: Machine) -> Plan:
-    """Raises UserError for a layout that cannot be (see `layout`)."""
+    """Plan processes, their GPUs, ports and configs.
+
+    Raises:
+        UserError: for an impossible layout (see `layout`), too few ports, or an advertised address for several servers.
+    """
     layout = lay_out(config, machine)
     if len(layout.servers) > 1 and config.inference is not None and config.inference.server.advertise is not None:
         raise UserError("inference.server.advertise is the address of one server, but several are started")

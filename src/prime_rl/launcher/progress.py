@@ -1,4 +1,4 @@
-"""What the console says about a run, as text: pure functions of metrics rows, and the reader that collects them."""
+"""Text for the console: functions of metrics rows and of a run directory, and the reader that collects the rows."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -171,7 +171,7 @@ def limit_line(output_dir: Path) -> str | None:
 
 
 def eval_lines(row: Row) -> list[str]:
-    """`Eval reverse-text after 20 steps | reward 0.51` for every evaluation in the row."""
+    """`Eval reverse-text at step 20 | reward 0.5100` for every evaluation in the row."""
     found = [(key.removeprefix(_EVAL_PREFIX).removesuffix(_EVAL_SUFFIX), row[key]) for key in row if is_eval(key)]
     return [f"Eval {name} at step {int(row['step'])} | reward {value:.4f}" for name, value in found]
 

@@ -172,7 +172,7 @@ def _recovery(config: RLConfig) -> str:
 
 
 def _seen(steps: Callable[[], list[int]]) -> list[int]:
-    """None where the file system is away for a moment: the run ends as it would have, with less advice."""
+    """Return no steps while the file system is unavailable: the run then ends with less advice."""
     try:
         return steps()
     except UserError:
@@ -273,6 +273,6 @@ def _goes_on(config: RLConfig) -> bool:
 
 
 def _write_configs(configs: Mapping[Path, BaseConfig], config: RLConfig) -> None:
-    """`rl.toml` as it was given: -1 stays -1 there, and means the newest checkpoint again when it is used again."""
+    """Write `rl.toml` before paths and steps are resolved: `resume_step = -1` stays -1 and means the newest checkpoint when the file is used again."""
     for path, section in configs.items():
         write_toml(config if path.stem == "rl" else section, path)

@@ -68,7 +68,7 @@ class Claim:
 
 
 class Owner:
-    """Holds the run directory for this process from `with Owner(output_dir):` on. Call `beat()` now and then."""
+    """Claim the run directory for this process; the `with` block releases it. Call `beat()` now and then."""
 
     def __init__(self, output_dir: Path) -> None:
         """Raises UserError when another living launcher holds it. A dead one's claim is taken over."""
@@ -179,12 +179,12 @@ def refuse_results(output_dir: Path) -> None:
 
 @contextmanager
 def cleaned(output_dir: Path, process: str) -> Iterator[None]:
-    """Apply `--clean` for `process`, then hold the directory's lock while the caller joins the run (`settings.agree`).
+    """Apply `--clean` for `process`, then hold the directory's lock during the `with` block.
 
     So, of several processes that are started with `--clean`, only the first removes anything.
 
     Raises:
-        UserError: another process is at work here, on a run that has come further than its start.
+        UserError: a live `rl`, the same process, or a run that has come further than its start is at work here.
     """
     output_dir.mkdir(parents=True, exist_ok=True)
     with _locked(output_dir):
@@ -235,7 +235,7 @@ def clean(output_dir: Path, writer: str | None = None) -> None:
 
 
 def forget_status(output_dir: Path) -> None:
-    """Status files speak of processes that are gone: a run that goes on starts without them."""
+    """Remove all status files: a resumed run starts without those of the earlier one."""
     _unlink(output_dir / "status", _WRITTEN["status"])
 
 

@@ -57,7 +57,8 @@ class Restart:
 
 @dataclass(frozen=True)
 class _Due:
-    """A start that lies ahead: not before `at` (launcher's clock), and not before `spec.after` has reported."""
+    """A pending start: not before `at` (launcher's clock), not before `spec.after` has reported or `AFTER_SECONDS` have passed, and not before the
+    services of `spec.after_ready` are ready."""
 
     spec: Process
     at: float
@@ -80,7 +81,7 @@ class Supervisor:
     Args:
         say: Shows a line to the user.
         tick: Called at every look.
-        doctor: Says who keeps the run from going on, in a few lines, or in full when the run ends by it.
+        doctor: Says who keeps the run from going on, in one line, or in full when the run ends by it.
         drained: Says what the jobs still do when they are asked to stop.
     """
 
@@ -120,7 +121,7 @@ class Supervisor:
         self.to_correct = False  # a process ended by an error that only the user can correct
 
     def run(self) -> Outcome:
-        """Blocks until the run is over. Afterwards no process of it is alive."""
+        """Block until the run is over and its processes are stopped."""
         numbers = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
             numbers.append(signal.SIGHUP)
@@ -262,7 +263,7 @@ class Supervisor:
     # -- and what follows ----------------------------------------------------------------------------------------------------
 
     def _all_go_on(self, fallen: Sequence[_Fall]) -> bool:
-        """Have everyone who has fallen started again; False where that is not to be."""
+        """Restart every failed process; return False if the run must end."""
         if not self._jobs_left:
             return True
         answers = [self._goes_on(fall) for fall in fallen]  # each is reported

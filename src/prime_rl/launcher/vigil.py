@@ -11,7 +11,7 @@ from prime_rl.launcher.clock import Policy
 from prime_rl.monitor.process import ProcessId
 from prime_rl.monitor.status import ProcessStatus, Waiting
 
-_BEATS_TO_EXIT = 5  # uploads to W&B may take a while
+_BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
 
 
 @dataclass

@@ -139,19 +139,18 @@ class Core(Generic[Result]):
         return start
 
     def may_open(self) -> bool:
-        """Whether a group opened now would be for a step that the served version allows."""
+        """Whether a group opened now would be for a step that `max_steps` and the served version allow."""
         step = self._planned_step(len(self._groups))
         if self.limits.max_steps is not None and step >= self.limits.max_steps:
             return False
         return may_start(step, self.version, self.limits.async_level)
 
     def paced_until(self) -> float | None:
-        """When the next group may be opened, so that batches complete one after the other; None: at any time.
+        """Earliest time at which the next group may be opened; None: at any time.
 
-        With less than a batch in flight a group is opened at once. Beyond that, one is opened no sooner after the group that stands a batch before it
-        than `PACE` of a step's time. Else batches that start together share the engines and complete together; then engines and trainer take turns
-        instead of working at the same time. A step's time follows from when groups were opened: `async_level + 1` batches, a turn, took so many steps.
-        The shortest of the last turns counts, as something else may have held the others up.
+        With a full batch in flight, a group is opened no earlier than `PACE` x step time after the group one batch earlier. Batches that start together
+        share the engines and finish together; engines and trainer would then be idle in turn. The step time is the shortest recent time in which
+        `async_level + 1` batches were opened, divided by their number: the shortest, because anything else may have delayed the others.
         """
         batch, level, opened = self.limits.groups_per_batch, self.limits.async_level, self._opened
         turn = (level + 1) * batch
@@ -177,7 +176,7 @@ class Core(Generic[Result]):
         self._place(group)
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
-        """An episode ended without a result. With `retry` it is issued again, up to `max_attempts` times. Returns whether it will be."""
+        """An episode ended without a result. With `retry` it is issued again, unless it was the last of `max_attempts`. Returns whether it will be."""
         start, group = self._land(episode)
         again = retry and start.attempt + 1 < self.limits.max_attempts
         self._drop(group, start, reason, detail, again)
@@ -428,7 +427,7 @@ class Core(Generic[Result]):
         return starts
 
     def _settle(self, group: Group[Result]) -> None:
-        """A complete group without a single result is no group: it leaves, and another one takes its place."""
+        """Discard a complete group in which no episode has a result; another one takes its place."""
         if group.complete and not group.finished:
             self._leave(group)
             self._record.discarded([group.number], Drop.ERRORED, "no episode of the group has a result")
@@ -461,7 +460,7 @@ class Core(Generic[Result]):
             self._record.discarded([group.number], Drop.FILTERED, reason)
 
     def _look_again(self) -> None:
-        """What was worth a place at one step may be too old for the next."""
+        """Ask the gate again about every admitted group: what may be trained at one step may be too old for the next."""
         for number in list(self._admitted):
             self._groups[number].admitted = False
             self._place(self._groups[number])

@@ -16,7 +16,7 @@ class Drop(StrEnum):
     FILTERED = "filtered"  # it carries no learning signal, or a filter leaves it out
     ERRORED = "errored"  # the environment failed, or no attempt was left
     TRUNCATED = "truncated"  # none of its sampled tokens fits a sample
-    CANCELLED = "cancelled"  # the run ended for good while it was in flight
+    CANCELLED = "cancelled"  # the run ended for good before it was trained
     TIMEOUT = "timeout"  # it passed its deadline
 
 
