@@ -101,7 +101,6 @@ def run(
         source,
         world,
         report.more_metrics,
-        overlapping=served,
         canary=served and config.weights.canary,
         memory=transport_of(config, world),
         tmpfs=tmpfs_of_config(config),

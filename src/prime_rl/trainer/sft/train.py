@@ -73,7 +73,7 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
     ends.callback(data.close)
-    versions = make_publisher(config, policy, source, world, report.more_metrics, overlapping=False)
+    versions = make_publisher(config, policy, source, world, report.more_metrics)
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:
