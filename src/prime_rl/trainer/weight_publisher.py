@@ -505,11 +505,7 @@ class WeightPublisher:
     # ---- rank 0's side of the disk
 
     def _prune(
-        self,
-        under_way: "Future[Any] | None",
-        async_level: int,
-        keep: int,
-        checkpoints: Callable[[], Collection[int]],
+        self, under_way: "Future[Any] | None", async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]
     ) -> None:
         if under_way is not None and under_way.exception() is not None:  # bounded: by whoever settles that version
             return
