@@ -25,20 +25,11 @@ from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
+from prime_rl.transport import weights
 from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import CommitError, open_file
 from prime_rl.transport.exchange import ExchangeError, Subscriber, layout, tensor_views
-from prime_rl.transport.tensor_hash import chunks, of_chunks
-from prime_rl.transport.weights import (
-    WeightsManifest,
-    check_hash,
-    check_tensors,
-    hash_directory,
-    never_written,
-    other_tensor,
-    read_header,
-    weights_manifest,
-)
+from prime_rl.transport.weights import WeightsManifest
 
 Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
@@ -88,11 +79,9 @@ class Staging:
         self._thread.start()
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any]:
-        """The progress after at most `seconds`.
+        """The state after at most `seconds`: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed".
 
-        Returns:
-            `{"state": "reading", "blocks"}`, `{"state": "ready", "place", "seconds"}`, or `{"state": "failed", "why",
-            "retry"}`; with `retry` the exchange with the publisher failed, and another attempt may succeed.
+        A failure has `why` and `retry`: whether another attempt may succeed, since the exchange failed.
         """
         self._thread.join(seconds)
         if self._thread.is_alive():
@@ -103,12 +92,7 @@ class Staging:
         return {"state": "ready", "place": self.place, "seconds": self.seconds}
 
     def wait(self, seconds: float) -> None:
-        """Return once the version is staged.
-
-        Raises:
-            UserError: it is not, after `seconds`.
-            Exception: the error that staging failed with.
-        """
+        """Return once the version is staged. Raises UserError after `seconds`, or what staging failed with."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise UserError(f"{self.directory} could not be read within {seconds:.0f} s")
@@ -137,18 +121,18 @@ class Staging:
             self._tensors = []
 
     def _stage(self) -> list[tuple[str, Tensor]]:
-        manifest = weights_manifest(self.directory)
+        manifest = weights.weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
-        check_hash(manifest)
+        weights.check_hash(manifest)
         ranges, size = layout(manifest.tensors)
         self.place = self._choose(size)
         if self.place == "nowhere":
             if manifest.publisher is not None:
                 why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
-                raise UserError(f"{never_written(self.directory)}, and {why}")
+                raise UserError(f"{weights.never_written(self.directory)}, and {why}")
             if self._verify:
-                check_tensors(manifest, hash_directory(manifest.files, self._progress))
+                weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return []
         buffer = self._allocate(size)
         if manifest.publisher is not None:
@@ -177,12 +161,7 @@ class Staging:
         return torch.from_numpy(empty_on_host(size))
 
     def _receive(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
-        """Receive the version from the publisher, a second time if a checksum is wrong.
-
-        Raises:
-            ExchangeError: the exchange failed.
-            CommitError: a checksum is wrong again.
-        """
+        """Receive the version from the publisher, a second time if a checksum is wrong."""
         for attempt in range(2):
             self._subscriber.receive(manifest, buffer, self._progress)
             found = checksums(buffer, ranges)
@@ -190,20 +169,16 @@ class Staging:
             if not wrong:
                 return
             if attempt == 0:
-                logger.warning("{}: receiving it once more", other_tensor(manifest, wrong[0]))
-        raise other_tensor(manifest, wrong[0])
+                logger.warning("{}: receiving it once more", weights.other_tensor(manifest, wrong[0]))
+        raise weights.other_tensor(manifest, wrong[0])
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
-        """Read and hash every tensor of the files: what is hashed is what is loaded.
-
-        Raises:
-            CommitError: the files do not hold the tensors of the manifest.
-        """
+        """Read and verify every tensor of the files: what is hashed is what is loaded."""
         paths = sorted(manifest.files.glob("*.safetensors"))
-        stored = {name: tensor for path in paths for name, tensor in read_header(path).items()}
+        stored = {name: tensor for path in paths for name, tensor in weights.read_header(path).items()}
         for name, tensor in stored.items():
             if name not in ranges or tensor.stop - tensor.start != ranges[name][1]:
-                raise other_tensor(manifest, name)
+                raise weights.other_tensor(manifest, name)
         with ExitStack() as stack:
             files = {path.name: stack.enter_context(open_file(path)) for path in paths}
             threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
@@ -215,12 +190,12 @@ class Staging:
                 target = buffer[start + first : start + last]
                 return threads.submit(self._read_chunk, files[entry.file], offset + first, target)
 
-            reading = {name: [read(name, *chunk) for chunk in chunks(ranges[name][1])] for name in stored}
+            reading = {name: [read(name, *chunk) for chunk in weights.chunks(ranges[name][1])] for name in stored}
             found = {}
             for name, futures in reading.items():
                 digests = [future.result() for future in futures]  # bounded: the service gives up on a read that hangs
-                found[name] = replace(stored[name].entry, xxh3=of_chunks(digests))
-        check_tensors(manifest, found)
+                found[name] = replace(stored[name].entry, xxh3=weights.of_chunks(digests))
+        weights.check_tensors(manifest, found)
 
     def _read_chunk(self, file: BinaryIO, offset: int, target: Tensor) -> bytes:
         """Read a range of a file into `target`; returns its hash."""

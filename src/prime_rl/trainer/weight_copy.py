@@ -108,11 +108,7 @@ class RowCopies:
         self.files = {name: self.files[name] for name in names[first:] + names[:first]}
 
     def allocate(self) -> None:
-        """Make the buffer. Page-locking gigabytes takes seconds: a thread may do it beforehand.
-
-        Raises:
-            UserError: the host has no such memory.
-        """
+        """Make the buffer. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
         if self._buffer is not None:
             return
         size = self._elements * self.dtype.itemsize
@@ -198,12 +194,12 @@ class GatheredCopy:
         self.headers, self.slots = layout(self.stored, dtype)
         self.places, self.size = buffer_layout(self.tensors)
         self._lock = threading.Lock()  # bounded: held for a copy between device and host
-        self.buffer: Tensor | None = None
+        self.buffer = torch.empty(0, dtype=torch.uint8)  # on the other ranks, for good
         self.handle: str | None = None
 
     def allocate(self) -> None:
         """Make the buffer, on rank 0."""
-        if not self.world.is_main or self.buffer is not None:
+        if not self.world.is_main or self.buffer.numel():
             return
         device = self.world.device
         if device.type == "cuda" and on_device(self.size, device):
@@ -241,9 +237,7 @@ class GatheredCopy:
         ).full_tensor()
 
     def _take(self, whole: Tensor, tensors: Sequence[StoredTensor]) -> None:
-        if self.buffer is None:
-            return
-        for tensor in tensors:
+        for tensor in tensors if self.world.is_main else ():
             start, size = self.places[tensor.name]
             into = self.buffer[start : start + size].view(self.dtype).view(tensor.shape)
             value = whole if tensor.expert is None else whole[tensor.expert.index, tensor.expert.rows]
@@ -251,7 +245,6 @@ class GatheredCopy:
 
     def to_host(self) -> Tensor:
         """Copy the buffer to host memory, on rank 0. May be called in any thread, once the copy has finished."""
-        assert self.buffer is not None
         if not self.buffer.is_cuda:
             with self._lock:
                 return self.buffer.clone()

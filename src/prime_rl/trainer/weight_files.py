@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from prime_rl.host_memory import local_ranks
 from prime_rl.trainer.names import StoredTensor
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import disk_errors
-from prime_rl.transport.weights import INDEX, TensorEntry, hash_tensors
+from prime_rl.transport.weights import INDEX, hash_tensors
 
 FILE = "model.safetensors"
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -102,11 +102,7 @@ def allocate(directory: Path, headers: Mapping[str, bytes], slots: Mapping[str, 
 
 
 def write_ranges(buffer: memoryview, directory: Path, files: Mapping[str, Sequence[Range]]) -> None:
-    """Write ranges of a host buffer into files that exist already, and sync these to the disk.
-
-    Raises:
-        UserError: the disk is full, fails, or may not be written to.
-    """
+    """Write ranges of a host buffer into files that exist already, and sync these. UserError if the disk is full."""
 
     def write(file: str) -> None:
         path = os.fspath(directory / file)
@@ -127,15 +123,11 @@ def write_ranges(buffer: memoryview, directory: Path, files: Mapping[str, Sequen
         _in_threads([partial(write, file) for file in files])
 
 
-def hash_files(directory: Path, files: Sequence[str]) -> dict[str, dict[str, TensorEntry]]:
-    """Read files back and hash their tensors, by file and name: the bytes of every rank are seen to have arrived.
-
-    Raises:
-        CommitError: a file is truncated.
-        UserError: the disk fails.
-    """
+def hash_files(directory: Path, files: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Read files back, to see that the bytes of every rank have arrived; the fields of each tensor's `TensorEntry`."""
     with disk_errors(directory):
-        return dict(zip(files, _in_threads([partial(hash_tensors, directory / file) for file in files]), strict=True))
+        hashed = _in_threads([partial(hash_tensors, directory / file) for file in files])
+    return {name: vars(entry) for tensors in hashed for name, entry in tensors.items()}
 
 
 def copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> None:

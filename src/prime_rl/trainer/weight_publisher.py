@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,34 +25,21 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.monitor.process import boot_id
 from prime_rl.trainer.canary import CanaryScorer, Scored
-from prime_rl.trainer.model import Policy, compute_dtype
+from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies, on_device
 from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
+from prime_rl.transport import lives
 from prime_rl.transport.addresses import own_address
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import CommitError, Stage, clean_stages, give_up, list_steps, prune
 from prime_rl.transport.exchange import Publisher
-from prime_rl.transport.lives import (
-    Seen,
-    call_for_files,
-    lost_versions,
-    next_life,
-    open_life,
-    read_lives,
-    read_versions,
-    run_id,
-    sparing_lives,
-    strictest_lease,
-)
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.tmpfs import (
     check_room,
-    clean_tmpfs,
     in_tmpfs,
-    note_tmpfs,
     open_tmpfs,
     remove_in_tmpfs,
     tmpfs_dir,
@@ -70,7 +58,7 @@ from prime_rl.transport.weights import (
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
-    from prime_rl.config import SFTConfig, TrainerConfig
+    from prime_rl.config import TrainerConfig
 
 Times = dict[str, float]  # seconds
 _FILES_POLL_SECONDS = 0.5  # between two looks at whether servers ask for files
@@ -78,7 +66,7 @@ _FILES_POLL_SECONDS = 0.5  # between two looks at whether servers ask for files
 
 def refuse_outlived(output_dir: Path, life: int) -> None:
     """Raise UserError if a later life than `life` was opened: two trainers must not write one history."""
-    newest = max(read_lives(output_dir), default=life)
+    newest = max(lives.read_lives(output_dir), default=life)
     if newest > life:
         raise UserError(
             f"another trainer has gone on with the run in {output_dir} (life {newest}; this one is {life}): "
@@ -140,20 +128,13 @@ def write_version(
     nonce = broadcast(world, secrets.token_hex(8))
     stage = agree(world, lambda: Stage(final, nonce))
     file_stage = stage if tmpfs is None else agree(world, lambda: Stage(tmpfs, nonce))
-    directory, files = file_stage.path, list(copies.headers)[world.rank :: world.size]
-
-    def hash_share() -> dict[str, dict[str, dict[str, Any]]]:
-        hashed = hash_files(directory, files)
-        return {file: {name: vars(entry) for name, entry in tensors.items()} for file, tensors in hashed.items()}
+    directory, share = file_stage.path, list(copies.headers)[world.rank :: world.size]
 
     def commit() -> None:
-        by_file = {
-            file: {name: TensorEntry(**entry) for name, entry in entries.items()}
-            for share in shares
-            for file, entries in share.items()
-        }
-        known = {file: version_hash(entries) for file, entries in by_file.items()}
-        tensors = {name: by_file[slot.file][name] for name, slot in copies.slots.items()}
+        found = {name: TensorEntry(**entry) for part in hashes for name, entry in part.items()}
+        tensors = {name: found[name] for name in copies.slots}  # in the order of the files
+        by_file = groupby(tensors.items(), key=lambda item: item[1].file)
+        known = {file: version_hash(dict(items)) for file, items in by_file}
         copy_model_files(source, stage.path, copies.dtype)
         extra = manifest_extra(version, incarnation, tensors, canary=canary)
         if file_stage is not stage:
@@ -171,7 +152,7 @@ def write_version(
         on_main(world, lambda: allocate(directory, copies.headers, copies.slots))
         agree(world, lambda: write_ranges(copies.buffer, directory, copies.files))
         wrote = time.perf_counter()
-        shares = gather(world, agree(world, hash_share))
+        hashes = gather(world, agree(world, lambda: hash_files(directory, share)))
         hashed = time.perf_counter()
         on_main(world, commit)
     except BaseException:
@@ -238,7 +219,7 @@ class WeightPublisher:
         self._closed = threading.Event()
         self._tmpfs_dir: Path | None = None  # of this run
         self._had_tmpfs = True  # it may hold files of some version
-        self._seen: Seen = {}
+        self._seen: lives.Seen = {}
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="durable")
@@ -397,11 +378,8 @@ class WeightPublisher:
         memory, copies = self._memory, self._copies
         assert memory is not None
         assert isinstance(copies, GatheredCopy)
-        assert copies.buffer is not None
-        host = memory.host or own_address()
-        self._publisher = Publisher(
-            copies.buffer, host=host, port=memory.port, timeout=memory.timeout, handle=copies.handle
-        )
+        host, port = memory.host or own_address(), memory.port
+        self._publisher = Publisher(copies.buffer, host=host, port=port, timeout=memory.timeout, handle=copies.handle)
         if memory.fallback:
             threading.Thread(target=self._await_call_for_files, name="files", daemon=True).start()
 
@@ -437,7 +415,6 @@ class WeightPublisher:
         """Offer a version, and commit a manifest that names the publisher, on rank 0."""
         copies, publisher, memory = self._copies, self._publisher, self._memory
         assert isinstance(copies, GatheredCopy)
-        assert copies.buffer is not None
         assert publisher is not None
         assert memory is not None
         began = time.perf_counter()
@@ -488,7 +465,7 @@ class WeightPublisher:
     def _await_call_for_files(self) -> None:
         """Write versions to files once servers ask for it, from the present one on (`transport = "auto"`)."""
         while not self._closed.wait(_FILES_POLL_SECONDS):  # bounded: it ends with `close`
-            reason = call_for_files(self.output_dir, self.life)
+            reason = lives.call_for_files(self.output_dir, self.life)
             if reason is None:
                 continue
             logger.warning("weights are written to files from now on: {}", reason)
@@ -517,9 +494,9 @@ class WeightPublisher:
                 raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
 
     def _prunable(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> list[int]:
-        versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
-        lease, needed = strictest_lease(self.output_dir), checkpoints()
-        found = prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
+        versions, starts = lives.read_versions(self.root, self._seen), lives.read_lives(self.output_dir)
+        lease, needed = lives.strictest_lease(self.output_dir), checkpoints()
+        found = prunable(versions, starts, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
         return [version for version in found if not self._is_saved(version)]
 
     def _is_saved(self, version: int) -> bool:
@@ -531,36 +508,26 @@ class WeightPublisher:
         self.root.mkdir(parents=True, exist_ok=True)
         if (place := self._tmpfs) is not None:
             assert isinstance(self._copies, RowCopies)
-            root = tmpfs_dir(place.root, self.output_dir, run_id(self.output_dir) or "none")
+            root = tmpfs_dir(place.root, self.output_dir, lives.run_id(self.output_dir) or "none")
             check_room(root, place.versions, self._copies.file_bytes, place.arithmetic, available_bytes())
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, canary).hash
-        faults.point(f"life:{next_life(self.output_dir, saved_by)}")
-        life = open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
-        for version in lost_versions(self.root):  # the host was started again
+        faults.point(f"life:{lives.next_life(self.output_dir, saved_by)}")
+        life = lives.open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
+        for version in lives.lost_versions(self.root):  # the host was started again
             prune(version_dir(self.root, version))
         self._set_aside(life)
-        tmpfs = self._open_tmpfs()
-        self._had_tmpfs = tmpfs is not None or bool(self._tmpfs_directories())
-        return life, base, None if tmpfs is None else str(tmpfs)
-
-    def _open_tmpfs(self) -> Path | None:
-        """Make this run's directory in tmpfs, without what a dead trainer has left there."""
+        places = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
+        used = {place.directory for place in places if place is not None}
+        self._had_tmpfs = self._tmpfs is not None or bool(used)
         if self._tmpfs is None:
-            return None
-        run = run_id(self.output_dir)
+            return life, base, None
+        run = lives.run_id(self.output_dir)
         assert run is not None, "each life file holds it"
         root = tmpfs_dir(self._tmpfs.root, self.output_dir, run)
-        note_tmpfs(root, self.output_dir)
-        open_tmpfs(root, self.output_dir)
-        clean_tmpfs(root, self._tmpfs_directories())
-        return root
-
-    def _tmpfs_directories(self) -> set[str]:
-        """The directories in tmpfs that versions name."""
-        places = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
-        return {place.directory for place in places if place is not None}
+        open_tmpfs(root, self.output_dir, used)
+        return life, base, str(root)
 
     def _has_files(self, version: int) -> bool:
         """Whether the disk holds a version, after bringing it there from tmpfs.
@@ -590,7 +557,7 @@ class WeightPublisher:
         except (CommitError, FileNotFoundError) as error:
             logger.warning("version {} cannot be brought to the disk: {}", version, error)
             return False
-        remove_in_tmpfs(manifest.tmpfs, self.output_dir, run_id(self.output_dir))
+        remove_in_tmpfs(manifest.tmpfs, self.output_dir, lives.run_id(self.output_dir))
         return True
 
     def _leave_tmpfs(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> None:
@@ -606,16 +573,16 @@ class WeightPublisher:
         """Remove a version, its tensors first: without them it does not count."""
         directory = version_dir(self.root, version)
         if self._had_tmpfs:  # reading a manifest of many tensors takes the interpreter from the loop
-            remove_in_tmpfs(tmpfs_of(directory), self.output_dir, run_id(self.output_dir))
+            remove_in_tmpfs(tmpfs_of(directory), self.output_dir, lives.run_id(self.output_dir))
         prune(directory)
 
     def _set_aside(self, life: int) -> None:
         """Remove the versions that the new life gives up, or keep the newest under another name."""
-        versions = read_versions(self.root)
-        superseded = to_set_aside(versions, read_lives(self.output_dir))
+        versions = lives.read_versions(self.root)
+        superseded = to_set_aside(versions, lives.read_lives(self.output_dir))
         manifests = {version: weights_manifest(version_dir(self.root, version)) for version in superseded}
         on_disk = {version: versions[version] for version in superseded if manifests[version].publisher is None}
-        kept = spared(on_disk, sparing_lives(self.output_dir))
+        kept = spared(on_disk, lives.sparing_lives(self.output_dir))
         if kept is not None and not self._bring_to_disk(kept):
             kept = None
         for version in superseded:  # ascending, so that after a crash the newest is still there to be kept
@@ -666,44 +633,6 @@ def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:
         return None
     arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
     return Tmpfs(root, config.async_level + keep + 2, arithmetic)
-
-
-def make_publisher(
-    config: "TrainerConfig | SFTConfig",
-    policy: Policy,
-    source: Source,
-    world: World,
-    on_times: Callable[[int, Times], None],
-    *,
-    canary: bool = False,
-    memory: MemoryTransport | None = None,
-    tmpfs: Tmpfs | None = None,
-    save_interval: int | None = None,
-) -> WeightPublisher:
-    """The publisher of a run.
-
-    Args:
-        on_times: Called with the step that made a version, and the times that committing it took.
-        canary: Score a canary for each version.
-    """
-    dtype = export_dtype(config.weights.dtype, source)
-    scorer = None
-    if canary:
-        vocabulary = source.config.get_text_config().vocab_size
-        scorer = CanaryScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), dtype)
-    return WeightPublisher(
-        config.output_dir,
-        policy,
-        source,
-        world,
-        dtype,
-        timeout=config.dist_timeout,
-        canary=scorer,
-        memory=memory,
-        tmpfs=tmpfs,
-        save_interval=save_interval,
-        on_committed=lambda version, times: on_times(version - 1, times),
-    )
 
 
 def _aside(buffer: Tensor, work: Callable[[Tensor], dict[str, str]]) -> dict[str, str]:

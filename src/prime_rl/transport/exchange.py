@@ -62,8 +62,7 @@ class ExchangeError(Exception):
 def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, int]], int]:
     """The start and size of each tensor in the buffer, and the size of the buffer, in bytes.
 
-    Raises:
-        CommitError: the manifest describes an impossible tensor.
+    Raises CommitError for a tensor of an unknown type or an impossible shape.
     """
     places, at = {}, 0
     for name, entry in tensors.items():
@@ -196,9 +195,6 @@ class Publisher:
         handle: Opens the buffer in other processes on the same GPU (None: not shared).
         host: The address to listen on, which servers must reach.
         timeout: Seconds without progress after which a worker is cut off.
-
-    Raises:
-        UserError: it cannot listen there.
     """
 
     def __init__(self, buffer: Tensor, *, host: str, port: int, timeout: float, handle: str | None = None) -> None:
@@ -404,19 +400,15 @@ class Subscriber:
         self._connection: _Connection | None = None
 
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
-        """Fill `buffer` with a version.
+        """Fill `buffer` with a version and return the backend.
 
         Args:
             buffer: uint8 [B] laid out by `layout`, on a CPU or a GPU; written by work on the current stream, which is
                 complete at return.
             progress: Called between blocks; what it raises ends the transfer.
 
-        Returns:
-            The backend.
-
         Raises:
-            ExchangeError: the publisher holds another version, is unreachable, refuses, or makes no progress within its
-                deadline.
+            ExchangeError: the publisher holds another version, is unreachable, refuses, or misses its deadline.
         """
         connection = self._connect(manifest, buffer)
         try:
@@ -613,9 +605,6 @@ def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
 
     The driver allocates the memory: segments of torch's allocator, which can grow, cannot be shared. If the driver does
     not share memory (in some containers), the handle is None.
-
-    Raises:
-        torch.OutOfMemoryError: the GPU has no room for it.
     """
     from cuda.bindings import runtime  # comes with torch for GPUs
 
@@ -631,11 +620,7 @@ def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
 
 @contextmanager
 def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
-    """Memory that another process on this GPU shares, mapped no longer than needed: a mapping outlives a dead trainer.
-
-    Raises:
-        ExchangeError: it cannot be opened.
-    """
+    """Memory that another process on this GPU shares. It is unmapped at once: a mapping outlives a dead trainer."""
     from cuda.bindings import runtime
 
     try:

@@ -1,7 +1,7 @@
 """Manifests and files of policy versions: `weights/step_v` is version v.
 
-A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`tensor_hash.py`). A version
-that is published from the trainer's memory (`exchange.py`) is a manifest with a checksum of every tensor. One hash over
+A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`of_chunks`). A version that
+is published from the trainer's memory (`exchange.py`) is a manifest with a checksum of every tensor. One hash over
 all tensors identifies a version wherever it is served. Version 0 is the base model: a manifest with its hashes and its
 path. Nothing here imports torch.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -20,27 +20,14 @@ from typing import Any, BinaryIO, NamedTuple
 import xxhash
 
 from prime_rl import faults
-from prime_rl.transport import tensor_hash
+from prime_rl.transport import commit
 from prime_rl.transport.canary import Canary, read_canary
-from prime_rl.transport.commit import (
-    CommitError,
-    Manifest,
-    disk_errors,
-    hash_file,
-    list_steps,
-    open_file,
-    read_manifest,
-    replace_manifest,
-    stage,
-    subject_of,
-    sync,
-    verify,
-)
-from prime_rl.transport.tensor_hash import chunks, of_chunks
+from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, open_file, read_manifest
 from prime_rl.transport.tmpfs import InTmpfs, check_tmpfs, read_in_tmpfs
 
 INDEX = "model.safetensors.index.json"  # where there are several files: which holds which tensor
 ASIDE = ".durable"  # files of a version that is being made durable
+HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
 _BLOCK = 1 << 24  # bytes read at once
 _HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers, too
 
@@ -111,13 +98,19 @@ class WeightsManifest:
 
 
 def version_dir(root: Path, version: int) -> Path:
-    """The final place of `version` under the weights root."""
+    """The directory of a version under the weights root."""
     return root / f"step_{version}"
 
 
-def newest(root: Path) -> int | None:
-    """The newest committed version under `root`, or None."""
-    return max(list_steps(root), default=None)
+def chunks(size: int) -> list[tuple[int, int]]:
+    """The start and end of every chunk of a tensor of so many bytes, which threads may hash side by side."""
+    starts = range(0, max(size, 1), HASH_CHUNK_BYTES)
+    return [(start, min(start + HASH_CHUNK_BYTES, size)) for start in starts]
+
+
+def of_chunks(digests: Sequence[bytes]) -> str:
+    """The hash of a tensor, in hex: its xxh3-128 or, if it has several chunks, that of their hashes in order."""
+    return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
 
 
 def version_hash(tensors: Mapping[str, TensorEntry]) -> str:
@@ -145,25 +138,20 @@ def manifest_extra(
         "version": version,
         "incarnation": incarnation,
         "hash": version_hash(tensors),
-        "hash_chunk": tensor_hash.CHUNK_BYTES,
+        "hash_chunk": HASH_CHUNK_BYTES,
         "tensors": {name: vars(entry) for name, entry in tensors.items()},
         "base": base,
     }
 
 
 def weights_manifest(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
-    """Read a committed version's identity, without touching its tensors.
+    """Read a committed version's identity, without its tensors. `committed` is its manifest, if it was read already.
 
-    Args:
-        committed: Its manifest, if it was read already.
-
-    Raises:
-        CommitError: the directory is not a committed version, or another release wrote it in a way that this one
-            cannot read.
+    Raises CommitError if it is not a committed version, or another release wrote it in a way this one cannot read.
     """
     extra = (committed or read_manifest(directory)).extra
     try:
-        other_hashes = "tensors" in extra and extra.get("hash_chunk") != tensor_hash.CHUNK_BYTES
+        other_hashes = "tensors" in extra and extra.get("hash_chunk") != HASH_CHUNK_BYTES
         if other_hashes or (extra.get("delta") or {}).get("version") is not None:
             raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
         tensors = {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()}
@@ -184,11 +172,7 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
 
 
 def verify_weights(directory: Path) -> WeightsManifest:
-    """Hash every tensor of a durable version again and compare.
-
-    Raises:
-        CommitError: naming the first tensor or file that differs, is missing or is not listed.
-    """
+    """Hash every tensor of a durable version again. Raises CommitError naming the first one or file that differs."""
     manifest = verify_small_files(directory)
     if manifest.publisher is not None:
         raise CommitError(never_written(directory))
@@ -215,30 +199,22 @@ def without_tensors(directory: Path) -> str:
 def verify_small_files(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
     """Check the sizes of all files of a committed version, and the hashes of those that hold no tensors.
 
-    Args:
-        committed: Its manifest, if it was read already.
-
-    Raises:
-        CommitError: naming the first file that differs, is missing or is not listed.
+    Raises CommitError naming the first file that differs or is missing. `committed` is as for `weights_manifest`.
     """
     committed = committed or read_manifest(directory)
     manifest = weights_manifest(directory, committed)
     if manifest.tmpfs is not None:
         check_tmpfs(directory, manifest.tmpfs)
-        verify(manifest.files, hashes=False)
+        commit.verify(manifest.files, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
-    for name, expected in verify(directory, hashes=False, manifest=committed).files.items():
+    for name, expected in commit.verify(directory, hashes=False, manifest=committed).files.items():
         if name not in tensor_files and hash_file(directory / name) != expected["xxh3"]:
             raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
     return manifest
 
 
 def check_tensors(manifest: WeightsManifest, found: Mapping[str, TensorEntry]) -> None:
-    """Compare the tensors in a version's files with those in its manifest.
-
-    Raises:
-        CommitError: naming the first tensor that differs, is missing or is not listed.
-    """
+    """Raise CommitError naming the first tensor in a version's files that is not the one in its manifest."""
     for name in sorted(manifest.tensors.keys() | found.keys()):
         wanted, entry = manifest.tensors.get(name), found.get(name)
         if wanted is None or entry is None or replace(wanted, checksum="") != replace(entry, checksum=""):
@@ -258,13 +234,9 @@ def check_hash(manifest: WeightsManifest) -> None:
 
 
 def hash_directory(directory: Path, progress: Callable[[], None] = lambda: None) -> dict[str, TensorEntry]:
-    """Hash every tensor of a model directory's safetensors files.
+    """Hash every tensor of a model directory. Raises CommitError if it has no safetensors files, or a malformed one.
 
-    Args:
-        progress: Called between two blocks; what it raises ends the reading.
-
-    Raises:
-        CommitError: there are none, or one is truncated or malformed.
+    `progress` is called between two blocks; what it raises ends the reading.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -306,11 +278,7 @@ class TensorRange(NamedTuple):
 
 
 def read_header(file: Path) -> dict[str, TensorRange]:
-    """The tensors that a safetensors file holds, by name.
-
-    Raises:
-        CommitError: the file is truncated or malformed.
-    """
+    """The tensors in a safetensors file, by name. Raises CommitError if it is truncated or malformed."""
     try:
         with open_file(file) as data:
             size = os.fstat(data.fileno()).st_size
@@ -337,36 +305,29 @@ def read_header(file: Path) -> dict[str, TensorRange]:
 
 
 def write_base_version(root: Path, model: Path, canary: Canary | None = None) -> WeightsManifest:
-    """Commit version 0, the base model at `model`, unless it is committed already.
-
-    Raises:
-        CommitError: version 0 is committed already, of another base model.
-    """
+    """Commit version 0, the base model at `model`, unless it is. Raises CommitError if another base model is."""
     directory = version_dir(root, 0)
     tensors = hash_directory(model)
     extra = manifest_extra(0, 0, tensors, str(model.resolve()), canary)
-    if 0 in list_steps(root):
+    if 0 in commit.list_steps(root):
         existing = weights_manifest(directory)
         if existing.hash != extra["hash"]:
             raise CommitError(f"{directory} belongs to another base model ({existing.base}), not to {model}")
         return existing
-    with stage(directory, step=0, producer="trainer", extra=extra):
+    with commit.stage(directory, step=0, producer="trainer", extra=extra):
         pass
     return weights_manifest(directory)
 
 
 def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
-    """Bring a committed version's tensors into its own directory, from a tmpfs or from memory. Only the trainer does so.
+    """Bring a committed version's tensors into its own directory, from tmpfs or memory. Only the trainer does so.
 
     The manifest is replaced last; until then the version is what it was. Its hash does not change. A reader that has
     read the old manifest of a version in tmpfs finds nothing there once that is removed, and tries again.
 
     Args:
-        write: Writes the safetensors files, and their index if there are several, into a directory.
-
-    Raises:
-        CommitError: the files do not hold the tensors of the manifest.
-        UserError: the disk is full; the version is what it was.
+        write: Writes the safetensors files, and their index if there are several, into a directory. CommitError is
+            raised if these do not hold the tensors of the manifest.
     """
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)
@@ -380,18 +341,18 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
             if manifest.publisher is None:
                 check_tensors(manifest, found)
             for path in aside.iterdir():
-                sync(path)
-            faults.point(f"lasting:{subject_of(directory)}")
+                commit.sync(path)
+            faults.point(f"lasting:{commit.subject_of(directory)}")
             files = dict(committed.files)
             for path in sorted(aside.iterdir()):
                 files[path.name] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
                 os.rename(path, directory / path.name)
-            sync(directory)
+            commit.sync(directory)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         tensors = {
             name: vars(replace(found[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
         }
         extra = {key: value for key, value in committed.extra.items() if key not in ("tmpfs", "memory", "publisher")}
-        replace_manifest(directory, files, extra | {"tensors": tensors})
-    faults.point(f"lasts:{subject_of(directory)}")
+        commit.replace_manifest(directory, files, extra | {"tensors": tensors})
+    faults.point(f"lasts:{commit.subject_of(directory)}")

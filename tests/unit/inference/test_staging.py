@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from prime_rl.inference import staging
 from prime_rl.inference.staging import Staging
-from prime_rl.transport import tensor_hash
+from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber, layout
 from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, weights_manifest
@@ -35,7 +35,7 @@ FILES = {
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are read and hashed in several chunks, of which the last is smaller."""
-    monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", 30_000)
+    monkeypatch.setattr(weights, "HASH_CHUNK_BYTES", 30_000)
 
 
 def commit(root: Path, version: int = 1, shift: int = 0) -> Path:

@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 
 from prime_rl.inference.staging import Staging
 from prime_rl.trainer.weight_files import Range, hash_files, write_ranges
-from prime_rl.transport import tensor_hash
+from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber
-from prime_rl.transport.tensor_hash import chunks, of_chunks
-from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import chunks, hash_directory, manifest_extra, of_chunks, version_dir, weights_manifest
 
 CHUNK = 1000
 
@@ -25,7 +24,7 @@ CHUNK = 1000
 @pytest.fixture(autouse=True, scope="module")
 def _small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_hash, "CHUNK_BYTES", CHUNK)
+        patch.setattr(weights, "HASH_CHUNK_BYTES", CHUNK)
         yield
 
 
@@ -65,8 +64,8 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
     data = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(bytes(len(data)))
     write_ranges(memoryview(data), directory, {"model.safetensors": [Range(0, len(data), 0)]})
-    hashed = hash_files(directory, ["model.safetensors"])["model.safetensors"]
-    assert {name: entry.xxh3 for name, entry in hashed.items()} == want
+    hashed = hash_files(directory, ["model.safetensors"])
+    assert {name: entry["xxh3"] for name, entry in hashed.items()} == want
 
 
 def test_hashes_that_are_made_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
