@@ -136,11 +136,7 @@ class WeightService:
         self._base_tensors = asyncio.create_task(self._hash_base())
 
     async def served(self) -> Served:
-        """Ask every worker what it serves.
-
-        Raises:
-            Rejected: the engine does not answer or resume, its ranks disagree, or its weights are unusable (5xx).
-        """
+        """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree."""
         self._check_usable()
         if self._standing is not None:
             raise Rejected(503, self._standing)
@@ -155,11 +151,7 @@ class WeightService:
     async def update(self, weight_dir: str, version: int, parts: Parts | None = None) -> Served:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it.
 
-        Args:
-            parts: Filled with measurements.
-
-        Raises:
-            Rejected: 4xx and the old weights serve on; 500 if they could not be restored.
+        `parts` is filled. Rejected: with a 4xx the old weights serve on; with 500 they could not be restored.
         """
         return await self._alone(lambda: self._update(weight_dir, version, parts or Parts()), changes_weights=True)
 
@@ -239,8 +231,8 @@ class WeightService:
         with parts.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
                 began = since = time.perf_counter()
-                options = (self._stage_weights, self._servers_on_host, self._stage_on_device)
-                args = (str(directory), manifest.hash, *options)
+                options = self._stage_weights, self._servers_on_host, self._stage_on_device
+                args = str(directory), manifest.hash, *options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 while _staging(answers):
                     poll = min(_POLL_SHARE * (time.perf_counter() - began), POLL_SECONDS)

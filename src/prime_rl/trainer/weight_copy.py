@@ -69,7 +69,7 @@ class RowCopies:
     """This rank's rows of every stored tensor, in the exported dtype, in one host buffer.
 
     Attributes:
-        files: Which ranges of the buffer belong into which file.
+        files: Which ranges of the `buffer` belong into which file.
     """
 
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype) -> None:
@@ -83,8 +83,8 @@ class RowCopies:
         if world.writes:
             self._lay_out()
         self._elements = self._ends[-1] if self._ends else 0
-        self._buffer: memoryview | None = None
-        self._filled = torch.empty(0, dtype=dtype)  # the buffer as elements
+        self.buffer = memoryview(b"")  # of `allocate`
+        self._filled = torch.empty(0, dtype=dtype)  # the same as elements
         self._locked = False
         if world.device.type == "cuda":
             self._stream = torch.cuda.Stream(world.device)
@@ -109,19 +109,17 @@ class RowCopies:
 
     def allocate(self) -> None:
         """Make the buffer. Page-locking gigabytes takes seconds: a thread may do it beforehand."""
-        if self._buffer is not None:
-            return
         size = self._elements * self.dtype.itemsize
+        if self.buffer.nbytes == size:
+            return
         try:
-            buffer = memoryview(mmap.mmap(-1, max(size, 1)))[:size]
+            self.buffer = memoryview(mmap.mmap(-1, size))
         except OSError as error:
             raise UserError(f"no {size:,} bytes of host memory for the weights ({error.strerror})") from error
-        if size:
-            self._filled = torch.frombuffer(buffer, dtype=self.dtype)
-            if self.world.device.type == "cuda":
-                with torch.cuda.device(self.world.device):  # a new thread has another one
-                    self._lock()
-        self._buffer = buffer
+        self._filled = torch.frombuffer(self.buffer, dtype=self.dtype)
+        if self.world.device.type == "cuda":
+            with torch.cuda.device(self.world.device):  # a new thread has another one
+                self._lock()
 
     def _lock(self) -> None:
         """Page-lock exactly so many bytes: torch's own allocator would round up to a power of two."""
@@ -164,17 +162,11 @@ class RowCopies:
     def _local(self, parameter: nn.Parameter) -> Tensor:
         return local_rows(parameter, self.world)[0].reshape(-1)
 
-    @property
-    def buffer(self) -> memoryview:
-        """The bytes that `files` refers to. The copy must have finished."""
-        assert self._buffer is not None
-        return self._buffer
-
     def close(self) -> None:
         """Free the buffer; nothing may be copying into it any more."""
         if self._locked:
             torch.cuda.cudart().cudaHostUnregister(self._filled.data_ptr())
-        self._locked, self._filled, self._buffer = False, torch.empty(0, dtype=self.dtype), None
+        self._locked, self._filled, self.buffer = False, torch.empty(0, dtype=self.dtype), memoryview(b"")
 
 
 class GatheredCopy:
@@ -182,6 +174,7 @@ class GatheredCopy:
 
     Attributes:
         tensors: Name, dtype and shape of each, in the order of the buffer; `places` in it, `size` bytes in all.
+        files: Which ranges of the buffer belong into which file.
         handle: Opens the buffer for other processes on this GPU, if the driver can.
     """
 
@@ -193,6 +186,10 @@ class GatheredCopy:
         }
         self.headers, self.slots = layout(self.stored, dtype)
         self.places, self.size = buffer_layout(self.tensors)
+        self.files: dict[str, list[Range]] = {}
+        for name, slot in self.slots.items():
+            start, size = self.places[name]
+            self.files.setdefault(slot.file, []).append(Range(start, start + size, slot.start))
         self._lock = threading.Lock()  # bounded: held for a copy between device and host
         self.buffer = torch.empty(0, dtype=torch.uint8)  # on the other ranks, for good
         self.handle: str | None = None
@@ -253,14 +250,6 @@ class GatheredCopy:
             with self._lock:
                 host.copy_(self.buffer)
         return host
-
-    def ranges(self) -> dict[str, list[Range]]:
-        """Which ranges of the buffer belong into which file."""
-        files: dict[str, list[Range]] = {}
-        for name, slot in self.slots.items():
-            start, size = self.places[name]
-            files.setdefault(slot.file, []).append(Range(start, start + size, slot.start))
-        return files
 
 
 def on_device(size: int, device: torch.device) -> bool:

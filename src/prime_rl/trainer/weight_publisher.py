@@ -37,14 +37,7 @@ from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import CommitError, Stage, clean_stages, give_up, list_steps, prune
 from prime_rl.transport.exchange import Publisher
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
-from prime_rl.transport.tmpfs import (
-    check_room,
-    in_tmpfs,
-    open_tmpfs,
-    remove_in_tmpfs,
-    tmpfs_dir,
-    tmpfs_of,
-)
+from prime_rl.transport.tmpfs import check_room, in_tmpfs, open_tmpfs, remove_in_tmpfs, tmpfs_dir, tmpfs_of
 from prime_rl.transport.weights import (
     INDEX,
     TensorEntry,
@@ -117,12 +110,8 @@ def write_version(
         world: The ranks, with the group that the calling thread may use.
         tmpfs: The directory to commit the files to first; `final` then only names it (None: `final` holds them).
 
-    Returns:
-        Seconds of writing, hashing and committing.
-
-    Raises:
-        UserError: the disk is full (on any rank); nothing is left under the final name.
-        CommitError: `final` is committed already.
+    Returns the seconds of writing, hashing and committing. Raises UserError if a disk is full, on any rank, or `final`
+    is committed already; nothing new is left under the final name.
     """
     copied.finish()
     nonce = broadcast(world, secrets.token_hex(8))
@@ -241,8 +230,7 @@ class WeightPublisher:
             spares: Keep the newest of them as `given_up_<life>_step_v`.
             saved_by: The incarnations that saved the training states. Rank 0's counts.
 
-        Returns:
-            The incarnation's number, and the base model's hash (None: random weights).
+        Returns the incarnation's number, and the base model's hash (None: random weights).
         """
         self._start = start
         # Only a policy that is not trained yet is the base model.
@@ -272,9 +260,7 @@ class WeightPublisher:
             check: Called by the thread before it commits anything. The version is not committed if it raises.
             durable: The version must survive this process and this host.
 
-        Raises:
-            UserError: an earlier version failed, for instance because the disk is full, or another trainer has gone on
-                with the run.
+        Raises UserError if the version before it failed, e.g. since the disk is full or another trainer has gone on.
         """
         self._settle(everything=False)
         began = time.perf_counter()
@@ -285,8 +271,7 @@ class WeightPublisher:
             self._publisher.withdraw()
         self._copied, self._held = self._copies.copy(), version
         durable = durable or self._is_saved(version)
-        prunes = [task.future for task in self._prunes]
-        committing = self._thread.submit(self._commit, version, durable, self._copied, scored, check, prunes)
+        committing = self._thread.submit(self._commit, version, durable, scored, check, list(self._prunes))
         self._commits.append(_Task(f"weights/step_{version}", "the thread that commits it", committing))
         self._waited += time.perf_counter() - copying
 
@@ -305,11 +290,7 @@ class WeightPublisher:
             self._prunes.append(_Task("end of removing old versions", "the thread that removes them", removing))
 
     def settle(self) -> None:
-        """Wait until versions under way are committed, durable if they must be, and old ones are pruned.
-
-        Raises:
-            UserError: one of these failed, or took longer than `timeout`.
-        """
+        """Wait until versions are committed, durable if they must be, and pruned; UserError if one fails or is late."""
         self._settle(everything=True)
 
     def leave_tmpfs(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
@@ -348,11 +329,7 @@ class WeightPublisher:
             self._on_committed(self._held, times)
 
     def _take_results(self, everything: bool) -> Times | None:
-        """Drop tasks that have ended, after waiting for those that must have. One that is late stays.
-
-        Returns:
-            The times of the version that was under way, if there was one.
-        """
+        """Wait, drop the tasks that have ended, and return the times of the version that was under way, if any."""
         results: list[Any] = []
 
         def take(tasks: list[_Task], owed: Sequence[_Task]) -> None:
@@ -371,28 +348,21 @@ class WeightPublisher:
 
     def _prepare(self) -> None:
         agree(self._background, self._copies.allocate)
-        if self._memory is not None:
-            on_main(self._background, self._open_publisher)
+        on_main(self._background, self._open_publisher)
 
     def _open_publisher(self) -> None:
         memory, copies = self._memory, self._copies
-        assert memory is not None
-        assert isinstance(copies, GatheredCopy)
+        if memory is None or not isinstance(copies, GatheredCopy):
+            return
         host, port = memory.host or own_address(), memory.port
         self._publisher = Publisher(copies.buffer, host=host, port=port, timeout=memory.timeout, handle=copies.handle)
         if memory.fallback:
             threading.Thread(target=self._await_call_for_files, name="files", daemon=True).start()
 
     def _commit(
-        self,
-        version: int,
-        durable: bool,
-        copied: Copy,
-        scored: Scored | None,
-        check: Callable[[], object],
-        prunes: Collection["Future[None]"],
+        self, version: int, durable: bool, scored: Scored | None, check: Callable[[], object], prunes: Sequence[_Task]
     ) -> Times:
-        world, copies = self._background, self._copies
+        world, copies, copied = self._background, self._copies, self._copied
         try:
             agree(world, check)
             canary = None if scored is None else agree(world, scored.read)
@@ -437,10 +407,10 @@ class WeightPublisher:
             self._writes.append(_Task("files of a version", "the thread that writes them", writing))
         return {"checksum": summed - began, "commit": time.perf_counter() - summed}
 
-    def _make_room(self, place: Path, size: int, prunes: Collection["Future[None]"]) -> None:
+    def _make_room(self, place: Path, size: int, prunes: Sequence[_Task]) -> None:
         """Wait until older versions are removed if there is no room for another one."""
         if shutil.disk_usage(place.parent).free < size:
-            wait_for_futures(prunes, timeout=self._timeout)
+            wait_for_futures([task.future for task in prunes], timeout=self._timeout)
 
     # ---- files of versions that are published from memory, on rank 0
 
@@ -454,7 +424,7 @@ class WeightPublisher:
 
         def write(stage: Path) -> None:
             allocate(stage, copies.headers, copies.slots)
-            write_ranges(host.numpy().data, stage, copies.ranges())
+            write_ranges(host.numpy().data, stage, copies.files)
 
         try:
             make_durable(directory, write)

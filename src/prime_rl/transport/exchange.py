@@ -152,9 +152,13 @@ class Channel:
         return not look.poll(0)
 
     def close(self) -> None:
-        with suppress(OSError):  # the other side was first
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        _close(self._socket)
+
+
+def _close(connection: socket.socket) -> None:
+    with suppress(OSError):  # the other side was first
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _proof(token: str, challenge: str) -> str:
@@ -170,6 +174,9 @@ class _Request(NamedTuple):
     version: int
     incarnation: int
     hash: str
+
+    def __str__(self) -> str:
+        return f"version {self.version} of incarnation {self.incarnation}"
 
 
 @dataclass
@@ -230,18 +237,14 @@ class Publisher:
             current, self._current = self._current, None
             if current is not None and not self._changed.wait_for(lambda: not current.readers, timeout=self._timeout):
                 current.withdrawn = True
-                logger.warning(
-                    "{} workers have not read version {} in {:.0f} s: they are cut off",
-                    current.readers, current.key.version, self._timeout,
-                )  # fmt: skip
+                late = f"{current.readers} workers have not read version {current.key.version}"
+                logger.warning("{} in {:.0f} s: they are cut off", late, self._timeout)
 
     def close(self) -> None:
         """Accept no more connections. Those that are open end with the process."""
         with self._changed:
             self._current, self._closed = None, True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        _close(self._socket)
 
     def _accept(self) -> None:
         while True:  # bounded: it ends with the process, or when the socket is closed
@@ -277,7 +280,7 @@ class Publisher:
         finally:
             if group is not None:
                 group.abort()
-            connection.close()
+            _close(connection)
 
     def _welcome(self, channel: Channel) -> str:
         """Have the worker prove that it knows the token, and choose a backend."""
@@ -315,10 +318,8 @@ class Publisher:
             if current is not None and current.key == asked:
                 current.readers += 1
         if current is None or current.key != asked:
-            key = None if current is None else current.key
-            held = "none" if key is None else f"version {key.version} of incarnation {key.incarnation}"
-            wanted = f"version {asked.version} of incarnation {asked.incarnation}"
-            channel.send(superseded=f"{wanted} is superseded: the trainer holds {held}")
+            held = "none" if current is None else current.key
+            channel.send(superseded=f"{asked} is superseded: the trainer holds {held}")
             return
         try:
             channel.send(size=current.size)
