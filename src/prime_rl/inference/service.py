@@ -1,7 +1,7 @@
-"""What is being served, and how it changes: the state behind the weight routes. Knows neither HTTP nor vLLM.
+"""The state behind the weight routes: which version is served, and its updates. Imports neither HTTP nor vLLM.
 
-One change at a time, under a lock with a deadline. A change runs as a task of its own, so that a client that hangs up leaves
-neither a paused engine nor half-loaded weights behind.
+One change at a time, under a lock with a deadline. A change runs as a task of its own, so that a client that hangs up
+leaves neither a paused engine nor half-loaded weights behind.
 """
 
 import asyncio
@@ -29,11 +29,10 @@ LOAD_SECONDS = 900.0  # for a call that loads weights
 PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resume
 DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
 ANSWER_SECONDS = 10.0  # for a call that only asks
-# Between two looks at what the workers stage: each takes the engine a millisecond or so. At most so long, and a share of the time until now.
+# Between two calls that ask for the progress of staging, which take the engine 1 ms each: a share of the time until
+# now, at most so many seconds.
 POLL_SECONDS, _POLL_SHARE = 0.02, 0.05
-EXCHANGE_FAILED = (
-    424  # HTTP's "failed dependency": the trainer's publisher did not give the version, and may do so another time
-)
+EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PLACES = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -41,17 +40,24 @@ T = TypeVar("T")
 
 
 class EngineClient(Protocol):
-    """The part of vLLM's client that is used here."""
+    """The methods of vLLM's client that are used here."""
 
     async def pause_generation(self, *, mode: PauseMode, clear_cache: bool) -> None: ...
     async def resume_generation(self) -> None: ...
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]: ...  # fmt: skip
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]: ...
 
 
 @dataclass(frozen=True)
 class Served:
-    """The policy version in the engine. `hash` is the manifest's; `weight_dir` is None for the weights it started with; `boot` names the server's
-    incarnation: one that was started again between two questions, and given the same version again, served its base in between."""
+    """The policy version in the engine.
+
+    Attributes:
+        hash: The manifest's.
+        weight_dir: None for the weights it started with.
+        boot: Identifies the incarnation of the server: one that was restarted has served its base in between.
+    """
 
     version: int
     hash: str
@@ -62,11 +68,10 @@ class Served:
 
 @dataclass
 class Parts:
-    """What a change took.
+    """Measurements of a change.
 
     Attributes:
-        seconds: Of `check` (what the server itself reads), `stage` (beside generation), `pause` (until generation resumes), and within the pause
-            `stop` and `load`.
+        seconds: Of `check` (of the manifest), `stage` (beside generation), `pause`, and within it `stop` and `load`.
         place: Where the workers kept the staged version: device, host, nowhere; of several the worst.
     """
 
@@ -75,7 +80,7 @@ class Parts:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Count what happens in the block as `part`."""
+        """Add the time of the block to `part`."""
         began = time.perf_counter()
         try:
             yield
@@ -87,19 +92,18 @@ class Parts:
 
 
 class WeightService:
-    """Updates the engine's weights and says what they are.
+    """Updates the engine's weights and reports which they are.
 
     Args:
-        engine: vLLM's engine client.
+        engine: vLLM's engine client; it answers for all of the `engines` data-parallel engines behind this server.
         base: The directory of the base model.
-        roots: Where updates may come from.
+        roots: Allowed roots of updates.
         label: Called with the version after a change, before generation goes on.
-        tied: The model's output head shares the embedding: a checkpoint may then hold it or not.
-        status: Shows a change under way, which keeps the engine from answering, with its deadline.
+        tied: The model's output head shares the embedding: a checkpoint may or may not hold it.
+        status: Shows a change under way, during which the engine does not answer, with its deadline.
         stage: The workers may keep new weights in memory before the engine pauses, `on_device` or in the host's.
-        servers_on_host: Servers that do so on this host at the same time; of one with several engines each of these counts.
-        engines: Data-parallel engines behind this server. `engine` answers for all of them.
-        fixed: Why this server's weights cannot be changed; None where they can.
+        servers_on_host: Engines that do so on this host at the same time.
+        fixed: Why this server's weights cannot be changed; None if they can.
     """
 
     def __init__(
@@ -127,16 +131,12 @@ class WeightService:
         self.boot = secrets.token_hex(8)  # names this incarnation of the server
         self._paused_by_client = False
         self._broken: str | None = None
-        self._standing: str | None = None  # why the engine, which is to go on, may not do so
-        # Hashed beside the start of the server, not before it.
+        self._standing: str | None = None  # why the engine did not resume
+        # Beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(self._hash_base())
 
     async def served(self) -> Served:
-        """Ask every worker what it serves.
-
-        Raises:
-            Rejected: the engine does not answer or go on, its ranks disagree, or a failed update left it unusable (5xx).
-        """
+        """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree."""
         self._check_usable()
         if self._standing is not None:
             raise Rejected(503, self._standing)
@@ -149,10 +149,9 @@ class WeightService:
         return Served(base=str(self._base), boot=self.boot, **answers[0])
 
     async def update(self, weight_dir: str, version: int, parts: Parts | None = None) -> Served:
-        """Serve the committed directory `weight_dir`, which must hold `version`. Requests in flight go on with it. `parts` is filled.
+        """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it.
 
-        Raises:
-            Rejected: 4xx and the old weights serve on; 500 if they could not be restored.
+        `parts` is filled. Rejected: with a 4xx the old weights serve on; with 500 they could not be restored.
         """
         return await self._alone(lambda: self._update(weight_dir, version, parts or Parts()), changes_weights=True)
 
@@ -171,7 +170,7 @@ class WeightService:
         await self._alone(pause)
 
     async def resume(self) -> None:
-        """Go on generating. Rejected (500) where the weights are unusable: the first forward pass would kill the engine."""
+        """Resume generation. Rejected (500) if the weights are unusable: a forward pass would kill the engine."""
 
         async def resume() -> None:
             self._check_usable()
@@ -181,7 +180,7 @@ class WeightService:
         await self._alone(resume)
 
     def stop(self) -> None:
-        """End all changes under way: the engine ends, too, and whoever waits for them is answered."""
+        """Cancel all changes, since the engine is ending; their clients are answered."""
         for task in self._tasks:
             task.cancel()
 
@@ -198,7 +197,7 @@ class WeightService:
             if manifest.base is None:
                 check_fit(manifest.tensors, base, self._tied)
         if manifest.base is not None:
-            # Version 0 has no tensors of its own; the path in its manifest is not followed, its hash must be that of our base model.
+            # The path in the manifest of version 0 is not followed; its hash must be that of our base model.
             if manifest.hash != version_hash(base):
                 raise Rejected(400, f"{directory} describes another base model than {self._base}")
             return await self._reload(parts, str(directory))
@@ -225,24 +224,15 @@ class WeightService:
         return await self._swap(self._base, target, parts)
 
     async def _stage(self, manifest: WeightsManifest, parts: Parts) -> None:
-        """Have every worker stage the version while generation goes on.
-
-        Raises:
-            Rejected: it is not what its manifest says (400), makes no progress (503), or its publisher does not give it (424).
-        """
+        """Have every worker stage the version while generation goes on."""
         directory, publisher = manifest.directory, manifest.publisher
         silence = STALL_SECONDS if publisher is None else LOAD_SECONDS  # an exchange has deadlines of its own
         self._staged = True
         with parts.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
                 began = since = time.perf_counter()
-                args = (
-                    str(directory),
-                    manifest.hash,
-                    self._stage_weights,
-                    self._servers_on_host,
-                    self._stage_on_device,
-                )
+                options = self._stage_weights, self._servers_on_host, self._stage_on_device
+                args = str(directory), manifest.hash, *options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 while _staging(answers):
                     poll = min(_POLL_SHARE * (time.perf_counter() - began), POLL_SECONDS)
@@ -253,28 +243,29 @@ class WeightService:
                     elif time.perf_counter() - since > silence:
                         raise Rejected(503, f"{directory} could not be read: no progress for {silence:.0f} s")
         if failed := [answer for answer in answers if answer["state"] == "failed"]:
-            worst = min(failed, key=lambda answer: answer["retry"])  # what another attempt will not mend
+            worst = min(failed, key=lambda answer: answer["retry"])  # a failure that no retry mends
+            status, what = 400, "read"
             if publisher is not None and worst["retry"]:
                 where = f"by {socket.gethostname()} from the trainer at {publisher.host}:{publisher.port}"
-                raise Rejected(EXCHANGE_FAILED, f"{directory} could not be received {where}, the previous weights go on: {worst['why']}")  # fmt: skip
-            raise Rejected(400, f"{directory} could not be read, the previous weights go on: {worst['why']}")
+                status, what = EXCHANGE_FAILED, f"received {where}"
+            raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
         parts.place = max((answer["place"] for answer in answers), key=_PLACES.index)
         if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True
             logger.warning("no memory to keep a second copy of the weights: they are read while generation is paused")
 
     async def _unstage(self) -> None:
-        """Free what the workers hold."""
+        """Free the staged version."""
         if self._staged:
             self._staged = False
             try:
                 async with _engine_call("free the memory of a staged version", ANSWER_SECONDS):
                     await self._engine.collective_rpc("prime_unstage")
-            except Rejected as rejection:  # what the change itself came to is what counts
+            except Rejected as rejection:  # the outcome of the change itself counts
                 logger.warning("{}", rejection.message)
 
     async def _swap(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> Served:
-        """Pause, load on every rank, commit or restore, resume. With a `stamp`, only while the directory's manifest is the same."""
+        """Pause, load on every rank, commit or restore, resume. With a `stamp`, the manifest must not have changed."""
         if self._status is not None:
             self._status.waiting(f"version {target.version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
         try:
@@ -313,16 +304,16 @@ class WeightService:
         identity = {"version": target.version, "hash": target.hash, "weight_dir": target.weight_dir}
         async with asyncio.timeout(LOAD_SECONDS):
             await self._engine.collective_rpc("prime_load", args=(str(directory), identity, str(self._base)))
-            # A new incarnation of the trainer may have set the directory aside, or made it again, since its tensors were verified.
+            # A new incarnation of the trainer may have removed the directory, or made it again, since it was verified.
             if stamp is not None and await read(lambda _: read_stamp(directory), directory) != stamp:
                 manifest = await read(lambda _: weights_manifest(directory), directory)
                 if manifest.hash != target.hash:
                     raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
-            self._staged = False  # freed with it: a call of its own would wait for the first step, the longest
+            self._staged = False  # freed with it: another call would wait for the first step, the longest
 
     async def _restore(self, cause: Exception) -> None:
-        """Undo a failed load on every rank; on failure generation stays paused, since a forward pass would kill the engine."""
+        """Undo a failed load on every rank. If that fails, generation stays paused: it would kill the engine."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
                 await self._engine.collective_rpc("prime_restore")
@@ -345,12 +336,12 @@ class WeightService:
             raise Rejected(500, self._broken)
 
     async def _go_on(self) -> None:
-        """Unless a client has paused it, or its weights are unusable. One that does not go on is not said to serve, until it does."""
+        """Resume, unless a client paused the engine or its weights are unusable. Until it does, it does not serve."""
         if self._paused_by_client or self._broken is not None:
             return
         try:
             async with _engine_call("resume", PAUSE_SECONDS):
-                await self._engine.resume_generation()  # several engines do not while one is still pausing
+                await self._engine.resume_generation()  # of several engines none does while one is pausing
         except Rejected as rejection:
             self._standing = rejection.message
             raise
@@ -397,22 +388,22 @@ class WeightService:
 
 
 async def _changed(directory: Path, stamp: bytes) -> bool:
-    """Whether the version stands there otherwise than it did: the trainer brings what lies in memory to the disk."""
+    """Whether the manifest has changed, as it does when the trainer makes the version durable."""
     try:
         return await read(lambda _: read_stamp(directory), directory) != stamp
-    except (CommitError, OSError):  # gone: whoever asked for it sees that, too
+    except (CommitError, OSError):  # removed, as the client sees itself
         return False
 
 
 def _staging(answers: list[dict[str, Any]]) -> bool:
-    """Whether a worker is still at it; where one has failed nobody is waited for."""
+    """Whether a worker is still staging and none has failed."""
     states = {answer["state"] for answer in answers}
     return "reading" in states and "failed" not in states
 
 
 @asynccontextmanager
 async def _engine_call(what: str, seconds: float) -> AsyncIterator[None]:
-    """Reject (503) where the engine does not do in time what the block asks of it, or fails."""
+    """Reject (503) if the engine fails, or takes longer than `seconds`, in the block."""
     try:
         async with asyncio.timeout(seconds):
             yield

@@ -1,11 +1,10 @@
-"""Staging a committed version in memory beside generation, so that the engine pauses for no more than the exchange of parameters.
+"""Staging of a committed version beside generation, so that the engine pauses only to exchange parameters.
 
-A worker reads the version's files, or receives its tensors from the trainer's publisher, into one buffer, and verifies there what it will load. The
-buffer is on the device where that has room beside the engine, else in the host's memory. A version in files may also be kept nowhere: it is hashed, and
-vLLM reads it during the pause.
+A worker reads the version's files, or receives its tensors from the trainer's publisher, into one buffer, and verifies
+what it will load. The buffer is on the device if that has room beside the engine, else in the host's memory. A version
+in files may also be kept nowhere: it is verified, and vLLM reads it during the pause.
 """
 
-import math
 import os
 import sys
 import threading
@@ -14,8 +13,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import torch
@@ -25,17 +25,17 @@ from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
+from prime_rl.transport import weights
 from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import CommitError, open_file
-from prime_rl.transport.exchange import DTYPES, ExchangeError, Subscriber, layout, tensor_views
-from prime_rl.transport.tensor_hash import chunks, of_chunks
-from prime_rl.transport.weights import WeightsManifest, check_hash, never_written, read_header, weights_manifest
+from prime_rl.transport.exchange import ExchangeError, Subscriber, layout, tensor_views
+from prime_rl.transport.weights import WeightsManifest
 
 Place = Literal["device", "host", "nowhere"]
-Ranges = Mapping[str, tuple[int, int]]  # by tensor: where it starts in the buffer, and its size, in bytes
+Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
 
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
-TURN_SECONDS = 1e-4  # for which the engine keeps the interpreter from a thread that asks for it
+TURN_SECONDS = 1e-4  # for which the engine keeps the interpreter from another thread
 SPARE = 2  # free memory must be this many times the buffer: others need some, too
 
 
@@ -51,14 +51,14 @@ class Staging:
         digest: The hash that it must have.
         device: The model's.
         subscriber: Receives versions that are in no file.
-        keep: Keep the tensors in memory where there is room.
+        keep: Keep the tensors in memory if there is room.
         on_device: The device's memory may be used.
         verify: Hash files that are kept nowhere. One worker of an engine does.
         sharing: Workers that share the host's memory.
 
     Attributes:
         place: Where the tensors are kept.
-        seconds: That staging took.
+        seconds: The time that staging took.
     """
 
     def __init__(
@@ -72,15 +72,17 @@ class Staging:
         self._keep, self._on_device, self._verify, self._sharing = keep, on_device, verify, sharing
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._dropped = threading.Event()
-        self._blocks = 0  # a sign of progress: threads may count over each other
+        self._blocks = 0  # a sign of progress; threads may lose counts of each other
         self._tensors: list[tuple[str, Tensor]] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
 
     def answer(self, seconds: float = 0.0) -> dict[str, Any]:
-        """The progress after at most `seconds`: `{"state": "reading", "blocks"}`, `{"state": "failed", "why", "retry"}` (another attempt may succeed: the
-        exchange with the publisher failed) or `{"state": "ready", "place", "seconds"}`."""
+        """The state after at most `seconds`: "reading" with `blocks`, "ready" with `place` and `seconds`, or "failed".
+
+        A failure has `why` and `retry`: whether another attempt may succeed, since the exchange failed.
+        """
         self._thread.join(seconds)
         if self._thread.is_alive():
             return {"state": "reading", "blocks": self._blocks}
@@ -90,12 +92,7 @@ class Staging:
         return {"state": "ready", "place": self.place, "seconds": self.seconds}
 
     def wait(self, seconds: float) -> None:
-        """Return once the version is staged.
-
-        Raises:
-            UserError: it is not, after `seconds`.
-            Exception: what staging failed with.
-        """
+        """Return once the version is staged. Raises UserError after `seconds`, or what staging failed with."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             raise UserError(f"{self.directory} could not be read within {seconds:.0f} s")
@@ -103,11 +100,11 @@ class Staging:
             raise self._error
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The staged tensors in the order of the manifest; none where they are kept nowhere."""
+        """The staged tensors in the order of the manifest; none if they are kept nowhere."""
         yield from self._tensors
 
     def drop(self) -> None:
-        """Free the memory, at once or when the block at hand is read; nothing more is read."""
+        """Stop reading and free the memory, at once or after the present block."""
         self._dropped.set()
         self._tensors = []
 
@@ -124,18 +121,18 @@ class Staging:
             self._tensors = []
 
     def _stage(self) -> list[tuple[str, Tensor]]:
-        manifest = weights_manifest(self.directory)
+        manifest = weights.weights_manifest(self.directory)
         if manifest.hash != self.digest:
             raise CommitError(f"{self.directory} holds {manifest.hash[:12]}, not {self.digest[:12]}")
-        check_hash(manifest)
+        weights.check_hash(manifest)
         ranges, size = layout(manifest.tensors)
         self.place = self._choose(size)
         if self.place == "nowhere":
             if manifest.publisher is not None:
                 why = "there is no memory here to receive them" if self._keep else "inference.stage_weights is off"
-                raise UserError(f"{never_written(self.directory)}, and {why}")
+                raise UserError(f"{weights.never_written(self.directory)}, and {why}")
             if self._verify:
-                self._read(manifest, ranges, None)
+                weights.check_tensors(manifest, weights.hash_directory(manifest.files, self._progress))
             return []
         buffer = self._allocate(size)
         if manifest.publisher is not None:
@@ -164,12 +161,7 @@ class Staging:
         return torch.from_numpy(empty_on_host(size))
 
     def _receive(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
-        """Have the publisher fill the buffer, once more where a checksum is wrong.
-
-        Raises:
-            ExchangeError: it does not.
-            CommitError: a checksum is wrong again.
-        """
+        """Receive the version from the publisher, a second time if a checksum is wrong."""
         for attempt in range(2):
             self._subscriber.receive(manifest, buffer, self._progress)
             found = checksums(buffer, ranges)
@@ -177,53 +169,47 @@ class Staging:
             if not wrong:
                 return
             if attempt == 0:
-                logger.warning("{}: receiving it once more", _other_tensor(manifest, wrong[0]))
-        raise _other_tensor(manifest, wrong[0])
+                logger.warning("{}: receiving it once more", weights.other_tensor(manifest, wrong[0]))
+        raise weights.other_tensor(manifest, wrong[0])
 
-    def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor | None) -> None:
-        """Read and hash every tensor of the files, into the buffer if there is one: what is hashed is what is loaded.
-
-        Raises:
-            CommitError: the files do not hold the tensors of the manifest.
-        """
-        stored = stored_tensors(manifest.files)
-        for name in sorted(manifest.tensors.keys() | stored.keys()):
-            entry, place = manifest.tensors.get(name), stored.get(name)
-            if entry is None or place is None or (place.path.name, place.dtype, place.shape) != (entry.file, entry.dtype, entry.shape):  # fmt: skip
-                raise _other_tensor(manifest, name)
+    def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
+        """Read and verify every tensor of the files: what is hashed is what is loaded."""
+        paths = sorted(manifest.files.glob("*.safetensors"))
+        stored = {name: tensor for path in paths for name, tensor in weights.read_header(path).items()}
+        for name, tensor in stored.items():
+            if name not in ranges or tensor.stop - tensor.start != ranges[name][1]:
+                raise weights.other_tensor(manifest, name)
         with ExitStack() as stack:
-            opened = {path: stack.enter_context(open_file(path)) for path in {place.path for place in stored.values()}}
+            files = {path.name: stack.enter_context(open_file(path)) for path in paths}
             threads = ThreadPoolExecutor(THREADS, thread_name_prefix="stage")
             # Once the version is dropped, each thread stops at its next chunk.
             stack.callback(threads.shutdown, cancel_futures=True)
 
             def read(name: str, first: int, last: int) -> "Future[bytes]":
-                start, place = ranges[name][0], stored[name]
-                target = None if buffer is None else buffer[start + first : start + last]
-                return threads.submit(self._read_chunk, opened[place.path], place.offset + first, last - first, target)
+                (entry, offset, _), start = stored[name], ranges[name][0]
+                target = buffer[start + first : start + last]
+                return threads.submit(self._read_chunk, files[entry.file], offset + first, target)
 
-            reading = {name: [read(name, *chunk) for chunk in chunks(size)] for name, (_, size) in ranges.items()}
-            for name, digests in reading.items():
-                found = [digest.result() for digest in digests]  # bounded: the service gives up on a read that hangs
-                if of_chunks(found) != manifest.tensors[name].xxh3:
-                    raise _other_tensor(manifest, name)
+            reading = {name: [read(name, *chunk) for chunk in weights.chunks(ranges[name][1])] for name in stored}
+            found = {}
+            for name, futures in reading.items():
+                digests = [future.result() for future in futures]  # bounded: the service gives up on a read that hangs
+                found[name] = replace(stored[name].entry, xxh3=weights.of_chunks(digests))
+        weights.check_tensors(manifest, found)
 
-    def _read_chunk(self, file: BinaryIO, offset: int, size: int, target: Tensor | None) -> bytes:
+    def _read_chunk(self, file: BinaryIO, offset: int, target: Tensor) -> bytes:
         """Read a range of a file into `target`; returns its hash."""
         self._progress()
         with self._aside():
-            on_device = target is not None and target.is_cuda
-            block = target
-            if block is None or on_device:
-                block = torch.empty(size, dtype=torch.uint8, pin_memory=on_device)
+            block = torch.empty(len(target), dtype=torch.uint8, pin_memory=True) if target.is_cuda else target
             data = block.numpy().data
             done = 0
-            while done < size:
+            while done < len(target):
                 count = os.preadv(file.fileno(), [data[done:]], offset + done)
                 if not count:
                     raise CommitError(f"{file.name} ended while it was read")
                 done += count
-            if on_device and target is not None:
+            if target.is_cuda:
                 target.copy_(block)
             return xxhash.xxh3_128_digest(data)
 
@@ -233,57 +219,21 @@ class Staging:
         self._blocks += 1
 
     def _aside(self) -> AbstractContextManager[object]:
-        """What this thread does on a GPU is done beside the engine's stream."""
+        """A context in which this thread's work on a GPU runs beside the engine's stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
-class StoredTensor(NamedTuple):
-    """A tensor's place in a file, in bytes."""
-
-    path: Path
-    offset: int
-    dtype: str
-    shape: list[int]
-
-
-def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """The tensors that the headers of a directory's safetensors files describe.
-
-    Raises:
-        CommitError: a file is truncated or malformed, or describes a tensor of an unknown type, of another size than its shape has, or one that
-            overlaps another.
-    """
-    stored: dict[str, StoredTensor] = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        header, data = read_header(path)
-        end, before = 0, ""
-        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
-            (start, stop), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
-            if dtype not in DTYPES:
-                raise CommitError(f"{path}: tensor {name} is of type {dtype}, which cannot be loaded")
-            if stop - start != math.prod(shape) * DTYPES[dtype].itemsize:
-                raise CommitError(f"{path}: tensor {name} has {stop - start} bytes, not what its shape says")
-            if start < end:
-                raise CommitError(f"{path}: tensor {name} overlaps {before or 'the header'}")
-            end, before = stop, name
-            stored[name] = StoredTensor(path, data + start, dtype, shape)
-    return stored
-
-
 def empty_on_host(size: int) -> np.ndarray:
-    """Zeros: uint8 [size]. The system gives out pages only as they are written to."""
+    """Zeros: uint8 [size]. The system provides pages only as they are written to."""
     return np.zeros(size, np.uint8)
-
-
-def _other_tensor(manifest: WeightsManifest, name: str) -> CommitError:
-    return CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
 
 
 @contextmanager
 def _short_turns() -> Iterator[None]:
-    """Hand the interpreter over sooner: by default a thread waits 5 ms for it, several times a block, which is longer than reading and hashing one.
+    """Switch threads sooner: a thread waits 5 ms for the interpreter by default, which is longer than a block takes.
 
-    Of two that overlap, the first sets and restores the interval."""
+    Of two that overlap, the first sets and restores the interval.
+    """
     before = sys.getswitchinterval()
     if before <= TURN_SECONDS:
         yield
@@ -296,7 +246,7 @@ def _short_turns() -> Iterator[None]:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Free what the functions that failed held, all that was read: the error refers to them."""
+    """Free the buffers that the frames of a failure refer to."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

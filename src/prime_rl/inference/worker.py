@@ -1,7 +1,7 @@
 """Worker side of a weight update: `--worker-extension-cls prime_rl.inference.worker.WeightsExtension`.
 
-vLLM mixes the class into its worker, so no name here may exist there already (all begin with `prime_`). Every rank runs the
-same call; the server (`service.py`) keeps generation paused from the load until every rank has committed or gone back.
+vLLM mixes the class into its worker, so no name here may exist there already (all begin with `prime_`). Every rank runs
+the same call; the server (`service.py`) pauses generation from the load until every rank has committed or restored.
 """
 
 from collections.abc import Iterable
@@ -18,18 +18,17 @@ from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import never_written, weights_manifest
 
-# A small model is staged by then; asking for it would take another of the engine's steps, which takes longer.
-AT_ONCE_SECONDS = 5e-3
-STAGE_SECONDS = 600.0  # to wait in a load for what is being staged; the server has asked before, so that nothing is
+AT_ONCE_SECONDS = 5e-3  # a small model is staged by then; another call would cost the engine a step, which is longer
+STAGE_SECONDS = 600.0  # to wait for staging in a load; the server has asked before, so that nothing is under way
 
 Identity = dict[str, Any]  # {"version", "hash", "weight_dir"}: what the server calls these weights
 Tensors = Iterable[tuple[str, torch.Tensor]]
 
 
 class WeightsExtension:
-    """Loads committed weights through vLLM's own reload, which keeps parameters in place and re-runs their processing; without it where there is none."""
+    """Loads committed weights: in place if the model allows it, else through vLLM's own reload."""
 
-    # Given by vLLM's worker, which this class is mixed into.
+    # Provided by vLLM's worker, which this class is mixed into.
     device: torch.device
     model_runner: Any
     model_config: Any
@@ -41,13 +40,15 @@ class WeightsExtension:
     prime_next: tuple[str, Identity] | None = None
     prime_staging: Staging | None = None
     prime_subscriber: Subscriber | None = None
-    prime_plain: bool | None = None  # whether the model computes with what is loaded as it is; None: not looked at yet
-    prime_whole = True  # no reload of vLLM's has ended before its end: only another one mends what it leaves behind
+    prime_plain: bool | None = None  # whether the model computes with weights as they are loaded; None: not known yet
+    prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
 
-    def prime_stage(self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True) -> dict[str, Any]:  # fmt: skip
-        """Begin to stage a committed version that must have this hash (see `Staging`). Returns the progress after a moment that is shorter than a step.
+    def prime_stage(
+        self, directory: str, digest: str, keep: bool, servers_on_host: int = 1, on_device: bool = True
+    ) -> dict[str, Any]:
+        """Begin to stage a committed version with this hash (see `Staging`), and return the progress soon after.
 
-        `servers_on_host`: engines that do so at the same time; vLLM tells those of a dense model nothing of each other.
+        `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other.
         """
         self.prime_unstage()
         if self.prime_subscriber is None:
@@ -71,15 +72,13 @@ class WeightsExtension:
             self.prime_staging.drop()
             self.prime_staging = None
             if self.device.type == "cuda":
-                torch.cuda.empty_cache()  # what it held is others' again
+                torch.cuda.empty_cache()  # for other processes
 
     def prime_load(self, directory: str, identity: Identity, base: str) -> None:
-        """Load what was staged, or the base model's files where nothing was. A failure leaves the model unusable: `prime_restore` must follow.
+        """Load the staged version, or the base model's files if none is staged.
 
-        `base`: where the weights lie that this worker was started with; vLLM itself knows them by a name, and does not look for its revision again.
-
-        Raises:
-            Exception: what staging failed with, or whatever vLLM's loader raises for weights that do not fit.
+        A failure leaves the model unusable: `prime_restore` must follow. `base` is the directory of the weights that
+        this worker was started with, which vLLM knows by a name only.
         """
         if self.prime_directory is None:
             self.prime_directory = base
@@ -96,12 +95,12 @@ class WeightsExtension:
             return
         try:
             self.prime_reload(self.prime_tensors(staging, identity))
-        finally:  # before the memory of what was copied is given back
+        finally:  # the staged memory is freed next
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
 
     def prime_commit(self) -> None:
-        """Every rank has loaded: from now on this is what is served."""
+        """Serve the loaded version, since every rank has loaded it."""
         if self.prime_next is None:
             raise RuntimeError("nothing was loaded that could be committed")
         self.prime_directory, self.prime_identity = self.prime_next
@@ -109,11 +108,9 @@ class WeightsExtension:
         self.prime_unstage()
 
     def prime_restore(self) -> None:
-        """Some rank failed: go back to what was served before the load, here too.
+        """Go back to the weights before the load, since some rank failed.
 
-        Raises:
-            RuntimeError: no file holds that: it was received, or something else stands there now. The next load that succeeds makes the model usable
-                again.
+        Raises RuntimeError if no file holds them. The next load that succeeds makes the model usable again.
         """
         self.prime_next = None
         self.prime_unstage()
@@ -121,10 +118,10 @@ class WeightsExtension:
             self.prime_reload(files_of(Path(self.prime_directory), self.prime_identity))
 
     def prime_is_plain(self) -> bool:
-        """Whether tensors may be loaded without vLLM's reload. Looked at once: nothing changes it."""
+        """Whether tensors may be loaded without vLLM's reload, which never changes."""
         if self.prime_plain is None:
             config = self.vllm_config
-            # Layers with adapters go by other names; scales of a quantized cache are made anew by a reload.
+            # Layers with adapters have other names; scales of a quantized cache are made anew by a reload.
             known = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
             model = self.model_runner.get_model()
             self.prime_plain = self.device.type == "cuda" and known and compat.keeps_as_loaded(model)
@@ -135,15 +132,15 @@ class WeightsExtension:
         return self.prime_identity
 
     def prime_follow(self, server: int) -> bool:
-        """End with the server, process id `server`, even if that is killed. The first call that a worker gets."""
-        faults.arm("inference")  # the server's process is armed by itself
+        """End with the server process, even if that is killed. The first call that a worker gets."""
+        faults.arm("inference")  # the server arms its own process
         return follow(server)
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Tensors:
         """The staged tensors."""
         for name, tensor in staging.tensors():
             yield name, tensor
-            # vLLM has some of the tensors of a layer that it makes of several now.
+            # In the middle of a layer, which vLLM assembles from several tensors.
             within = name.endswith("layers.0.self_attn.k_proj.weight")
             if within and faults.point(f"loading:v{identity['version']}") == "error":
                 raise RuntimeError("fault injection")
@@ -158,7 +155,7 @@ class WeightsExtension:
             if self.device.type == "cpu":
                 forget_packed_experts(model)
             if not self.prime_whole:
-                # Also where going back has failed, too: the next reload would take half a layer of the last one for its own.
+                # Else the next reload would take half a layer of the last one for its own.
                 compat.settle_reload(model, self.model_config)
             elif not isinstance(source, Path) and self.prime_is_plain():
                 compat.load_in_place(model, source, self.model_config)
@@ -175,10 +172,9 @@ class WeightsExtension:
 
 
 def files_of(directory: Path, identity: Identity | None) -> Path:
-    """The directory of the files that hold these weights, which were loaded from `directory`. The base model's is not a committed version.
+    """The directory of the files of weights that were loaded from `directory`, which is no committed version for 0.
 
-    Raises:
-        RuntimeError: there are none.
+    Raises RuntimeError if there are none any more.
     """
     if identity is None or identity["version"] == 0:
         return directory
@@ -194,8 +190,10 @@ def files_of(directory: Path, identity: Identity | None) -> Path:
 
 
 def forget_packed_experts(model: torch.nn.Module) -> None:
-    """CPU: make the reload pack the experts again. vLLM packs them only while their method has no kernel, that is at the first load; later ones would
-    leave the old experts in use, silently (0.24 nats on a small Qwen3-MoE)."""
+    """CPU: have the reload pack the experts again. vLLM packs them only while their method has no kernel.
+
+    Otherwise a reload would silently leave the old experts in use (0.24 nats on a small Qwen3-MoE).
+    """
     for module in model.modules():
         # vLLM's layers carry their method as an attribute; most modules have none.
         method = getattr(module, "quant_method", None)
@@ -204,8 +202,11 @@ def forget_packed_experts(model: torch.nn.Module) -> None:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> None:
-    """CPU: pack again every linear layer that kept its plain weight beside a packed copy: the output head of a model with tied embeddings. No tensor of
-    the checkpoint is loaded into it, so that the reload leaves it with a copy of the old embedding, silently (0.20 nats on a small Qwen3)."""
+    """CPU: pack again every linear layer that kept its plain weight, i.e. the head of a model with tied embeddings.
+
+    No tensor of the checkpoint is loaded into it, so that a reload would silently leave it with a copy of the old
+    embedding (0.20 nats on a small Qwen3).
+    """
     for module in model.modules():
         weight, method = getattr(module, "weight", None), getattr(module, "quant_method", None)
         packed = "cpu_linear" in vars(module)

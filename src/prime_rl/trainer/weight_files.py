@@ -1,7 +1,7 @@
-"""The files of a version: which tensor lies where in them, and how the ranks write, flush and hash them beside the steps that follow.
+"""Safetensors files of a version: where each tensor lies, and how the ranks write and hash them.
 
-Nothing is gathered. A safetensors file is a header and byte ranges, and a tensor that is sharded by rows is one contiguous range per rank: each rank
-writes its own.
+Nothing is gathered. A safetensors file is a header and byte ranges, and a tensor that is sharded by rows is one
+contiguous range per rank: each rank writes its own.
 """
 
 import json
@@ -15,43 +15,39 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import xxhash
 
 from prime_rl.host_memory import local_ranks
 from prime_rl.trainer.names import StoredTensor
 from prime_rl.trainer.source import Source
-from prime_rl.transport.commit import CommitError, disk_errors
-from prime_rl.transport.tensor_hash import chunks, of_chunks
-from prime_rl.transport.weights import INDEX, TensorEntry, version_hash
+from prime_rl.transport.commit import disk_errors
+from prime_rl.transport.weights import INDEX, hash_tensors
 
 FILE = "model.safetensors"
 DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-FILE_BYTES = 256 << 20  # a file holds more only where one tensor does
+FILE_BYTES = 256 << 20  # a file holds more only if one tensor does
 _LEAST_FILE_BYTES = 64 << 20
-_FILES = 16  # of a small model, or more: of those who write to one file the kernel lets one in at a time
+_FILES = 16  # of a small model, or more: the kernel lets one thread at a time write to a file
 _THREADS = 8  # at most
-_BLOCK = 1 << 24  # bytes read at once
 _COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
-_NOT_COPIED = {"manifest.json", INDEX}  # the first is ours when the source is a committed version itself
+_NOT_COPIED = {"manifest.json", INDEX}  # there if the source is a committed version itself
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A tensor's place: its file, the first byte there, and how many."""
+    """A tensor's place: its file, its first byte there, and its size in bytes."""
 
     file: str
-    shape: list[int]
     start: int
     size: int
 
 
 class Range(NamedTuple):
-    """Bytes `start` to `end` of a host buffer, and where they belong in the file."""
+    """Bytes `start` to `end` of a host buffer, and their offset in the file."""
 
     start: int
     end: int
@@ -59,7 +55,7 @@ class Range(NamedTuple):
 
 
 def layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[str, bytes], dict[str, Slot]]:
-    """The safetensors header of every file with its length, and the place of every tensor."""
+    """The safetensors header of every file, with its length in front, and the place of every tensor."""
     size_of = {tensor.name: math.prod(tensor.shape) * dtype.itemsize for tensor in tensors}
     most = min(FILE_BYTES, max(sum(size_of.values()) // _FILES, _LEAST_FILE_BYTES))
     groups: list[list[StoredTensor]] = [[]]
@@ -77,7 +73,7 @@ def layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[st
         headers[file] = header = _header(dtype, group, ends)
         for tensor, end in zip(group, ends, strict=True):
             size = size_of[tensor.name]
-            slots[tensor.name] = Slot(file, tensor.shape, len(header) + end - size, size)
+            slots[tensor.name] = Slot(file, len(header) + end - size, size)
     return headers, slots
 
 
@@ -91,7 +87,7 @@ def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[
 
 
 def allocate(directory: Path, headers: Mapping[str, bytes], slots: Mapping[str, Slot]) -> None:
-    """Make the files, with headers and of their full size, and their index where there are several."""
+    """Create the files in their full size, with headers, and their index if there are several."""
     sizes = {slot.file: slot.start + slot.size for slot in slots.values()}  # the last tensor of a file ends it
     with disk_errors(directory):
         for file, header in headers.items():
@@ -100,19 +96,13 @@ def allocate(directory: Path, headers: Mapping[str, bytes], slots: Mapping[str, 
                 opened.truncate(sizes[file])
         if len(headers) > 1:
             total = sum(slot.size for slot in slots.values())
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": {name: slot.file for name, slot in slots.items()},
-            }
+            weight_map = {name: slot.file for name, slot in slots.items()}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (directory / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
 def write_ranges(buffer: memoryview, directory: Path, files: Mapping[str, Sequence[Range]]) -> None:
-    """Write ranges of a host buffer into files that are there already, and have them on the disk.
-
-    Raises:
-        OSError: with the path of the file.
-    """
+    """Write ranges of a host buffer into files that exist already, and sync these. UserError if the disk is full."""
 
     def write(file: str) -> None:
         path = os.fspath(directory / file)
@@ -129,58 +119,19 @@ def write_ranges(buffer: memoryview, directory: Path, files: Mapping[str, Sequen
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
 
-    _side_by_side([partial(write, file) for file in files])
+    with disk_errors(directory):
+        _in_threads([partial(write, file) for file in files])
 
 
-def joined(ranges: Sequence[Range]) -> list[Range]:
-    """The same bytes in as few ranges as possible: a single rank's file is one."""
-    found: list[Range] = []
-    for start, end, offset in ranges:
-        if found and found[-1].end == start and found[-1].offset + found[-1].end - found[-1].start == offset:
-            found[-1] = found[-1]._replace(end=end)
-        else:
-            found.append(Range(start, end, offset))
-    return found
-
-
-def hash_files(directory: Path, slots: Mapping[str, Slot]) -> dict[str, str]:
-    """The xxh3-128 of tensors as they lie there: what was written is read again, so that every rank's bytes are seen to have arrived.
-
-    Raises:
-        OSError: a file cannot be read, or ends too soon.
-    """
-
-    def hash_chunk(path: Path, start: int, end: int) -> bytes:
-        digest = xxhash.xxh3_128()
-        with open(path, "rb") as file:
-            file.seek(start)
-            while start < end:
-                data = file.read(min(_BLOCK, end - start))
-                if not data:
-                    raise CommitError(f"{path} ends at byte {start} of {end}")
-                digest.update(data)
-                start += len(data)
-        return digest.digest()
-
-    tasks = [
-        partial(hash_chunk, directory / slot.file, slot.start + first, slot.start + last)
-        for slot in slots.values()
-        for first, last in chunks(slot.size)
-    ]
-    digests = iter(_side_by_side(tasks))
-    return {name: of_chunks([next(digests) for _ in chunks(slot.size)]) for name, slot in slots.items()}
-
-
-def file_hashes(tensors: Mapping[str, TensorEntry]) -> dict[str, str]:
-    """A file's hash in the manifest is that of its tensors' hashes."""
-    files: dict[str, dict[str, TensorEntry]] = {}
-    for name, entry in tensors.items():
-        files.setdefault(entry.file, {})[name] = entry
-    return {file: version_hash(entries) for file, entries in files.items()}
+def hash_files(directory: Path, files: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Read files back, to see that the bytes of every rank have arrived; the fields of each tensor's `TensorEntry`."""
+    with disk_errors(directory):
+        hashed = _in_threads([partial(hash_tensors, directory / file) for file in files])
+    return {name: vars(entry) for tensors in hashed for name, entry in tensors.items()}
 
 
 def copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> None:
-    """Config, generation config and tokenizer beside the tensors."""
+    """Copy config, generation config and tokenizer into a version's directory."""
     with disk_errors(directory):
         if source.directory is not None:
             for pattern in _COPIED:
@@ -196,10 +147,10 @@ def copy_model_files(source: Source, directory: Path, dtype: torch.dtype) -> Non
         config.write_text(json.dumps(described, indent=2) + "\n")
 
 
-def _side_by_side(tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Several at once: the disk and xxh3 run without the interpreter."""
+def _in_threads(tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Run several tasks at a time: the disk and xxh3 do not hold the interpreter."""
     threads = min(max((os.cpu_count() or 1) // local_ranks() - 4, 2), _THREADS, len(tasks))
     if threads < 2:
         return [task() for task in tasks]
-    with ThreadPoolExecutor(threads, thread_name_prefix="export") as pool:  # bounded: by the disk, as one would be
+    with ThreadPoolExecutor(threads, thread_name_prefix="export") as pool:  # bounded: by the disk
         return list(pool.map(lambda task: task(), tasks))

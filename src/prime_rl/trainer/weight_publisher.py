@@ -1,20 +1,20 @@
-"""The policy versions of a run: made available to servers beside the loop, and committed under `weights/step_v`.
+"""Policy versions of a run: published to servers beside the loop, and committed under `weights/step_v`.
 
-`filesystem`: a Hugging Face directory that transformers and vLLM load. `memory`: a manifest alone, and the tensors from the trainer's memory
-(`transport/exchange.py`); only what must outlive this process is written as well, afterwards.
+`filesystem`: a Hugging Face directory that transformers and vLLM load. `memory`: only a manifest; the tensors come from
+the trainer's memory (`transport/exchange.py`), and versions that must be durable are written to files afterwards.
 """
 
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
 from dataclasses import asdict, dataclass, replace
-from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from loguru import logger
@@ -25,76 +25,51 @@ from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
 from prime_rl.monitor.process import boot_id
 from prime_rl.trainer.canary import CanaryScorer, Scored
-from prime_rl.trainer.model import Policy, compute_dtype
+from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies, on_device
-from prime_rl.trainer.weight_files import (
-    DTYPE_NAMES,
-    allocate,
-    copy_model_files,
-    file_hashes,
-    hash_files,
-    write_ranges,
-)
+from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
+from prime_rl.transport import lives
 from prime_rl.transport.addresses import own_address
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.checksum import checksums
-from prime_rl.transport.commit import CommitError, Stage, clean_stages, disk_errors, give_up, list_steps, prune
+from prime_rl.transport.commit import CommitError, Stage, clean_stages, give_up, list_steps, prune
 from prime_rl.transport.exchange import Publisher
-from prime_rl.transport.lives import (
-    Seen,
-    call_for_files,
-    lost_versions,
-    next_life,
-    open_life,
-    read_lives,
-    read_versions,
-    run_id,
-    sparing_lives,
-    strictest_lease,
-)
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
-from prime_rl.transport.tmpfs import (
-    check_room,
-    clean_tmpfs,
-    in_tmpfs,
-    note_tmpfs,
-    open_tmpfs,
-    remove_in_tmpfs,
-    tmpfs_dir,
-    tmpfs_of,
-)
+from prime_rl.transport.tmpfs import check_room, in_tmpfs, open_tmpfs, remove_in_tmpfs, tmpfs_dir, tmpfs_of
 from prime_rl.transport.weights import (
     INDEX,
     TensorEntry,
     make_durable,
     manifest_extra,
     version_dir,
+    version_hash,
     weights_manifest,
     write_base_version,
 )
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
-    from prime_rl.config import SFTConfig, TrainerConfig
+    from prime_rl.config import TrainerConfig
 
-Times = dict[str, float]
+Times = dict[str, float]  # seconds
 _FILES_POLL_SECONDS = 0.5  # between two looks at whether servers ask for files
 
 
 def refuse_outlived(output_dir: Path, life: int) -> None:
-    """Raise UserError where a later life than `life` was opened: two trainers must not write one history."""
-    newest = max(read_lives(output_dir), default=life)
+    """Raise UserError if a later life than `life` was opened: two trainers must not write one history."""
+    newest = max(lives.read_lives(output_dir), default=life)
     if newest > life:
         raise UserError(
-            f"another trainer has gone on with the run in {output_dir} (life {newest}; this one is {life}): this one ends and commits no more"
+            f"another trainer has gone on with the run in {output_dir} (life {newest}; this one is {life}): "
+            "this one ends and commits no more"
         )
 
 
 @dataclass(frozen=True)
 class Tmpfs:
-    """Where files lie that need not outlive the host, and how many versions at the same time at most, with what makes so many."""
+    """A root for files that need not survive the host, the most versions it holds at a time, and how these add up."""
 
     root: Path
     versions: int
@@ -103,8 +78,13 @@ class Tmpfs:
 
 @dataclass(frozen=True)
 class MemoryTransport:
-    """Where servers reach the trainer (None: on its default route; port 0: any), the seconds without progress after which a transfer fails, and
-    whether versions are written to files as well once servers say that they cannot reach it."""
+    """Options of `memory`.
+
+    Attributes:
+        host: The address that servers reach (None: that of the default route), and `port` (0: any).
+        timeout: Seconds without progress after which a transfer fails.
+        fallback: Versions are written to files as well once servers report that they cannot reach it.
+    """
 
     host: str | None = None
     port: int = 0
@@ -124,59 +104,45 @@ def write_version(
     canary: Canary | None = None,
     tmpfs: Path | None = None,
 ) -> Times:
-    """Commit a copy as `final`, with config and tokenizer of the source. Every rank calls it, perhaps in a thread, and writes its own rows.
+    """Commit a copy as `final`, with config and tokenizer of the source. Every rank calls it and writes its own rows.
 
     Args:
         world: The ranks, with the group that the calling thread may use.
-        tmpfs: Where the files are committed, before `final` which then only names that place (None: they lie in `final`).
+        tmpfs: The directory to commit the files to first; `final` then only names it (None: `final` holds them).
 
-    Returns:
-        Seconds of writing, hashing and committing.
-
-    Raises:
-        UserError: the disk is full (on any rank); nothing is left under the final name.
-        CommitError: `final` is committed already.
+    Returns the seconds of writing, hashing and committing. Raises UserError if a disk is full, on any rank, or `final`
+    is committed already; nothing new is left under the final name.
     """
     copied.finish()
     nonce = broadcast(world, secrets.token_hex(8))
     stage = agree(world, lambda: Stage(final, nonce))
     file_stage = stage if tmpfs is None else agree(world, lambda: Stage(tmpfs, nonce))
-    directory, share = file_stage.path, dict(list(copies.slots.items())[world.rank :: world.size])
-
-    def write() -> None:
-        with disk_errors(directory):
-            write_ranges(copies.bytes_of(copied), directory, copies.files)
-
-    def hash_share() -> dict[str, str]:
-        with disk_errors(directory):
-            return hash_files(directory, share)
+    directory, share = file_stage.path, list(copies.headers)[world.rank :: world.size]
 
     def commit() -> None:
+        found = {name: TensorEntry(**entry) for part in hashes for name, entry in part.items()}
+        tensors = {name: found[name] for name in copies.slots}  # in the order of the files
+        by_file = groupby(tensors.items(), key=lambda item: item[1].file)
+        known = {file: version_hash(dict(items)) for file, items in by_file}
         copy_model_files(source, stage.path, copies.dtype)
-        extra, known = manifest_extra(version, incarnation, tensors, canary=canary), file_hashes(tensors)
-        if file_stage is stage:
-            stage.commit(step=version, producer="trainer", extra=extra, hashes=known)
-            return
-        file_stage.commit(step=version, producer="trainer", hashes=known)
-        extra["tmpfs"] = asdict(in_tmpfs(file_stage.final, file_stage.nonce))
+        extra = manifest_extra(version, incarnation, tensors, canary=canary)
+        if file_stage is not stage:
+            file_stage.commit(step=version, producer="trainer", hashes=known)
+            extra["tmpfs"] = asdict(in_tmpfs(file_stage.final, file_stage.nonce))
         try:
-            stage.commit(step=version, producer="trainer", extra=extra)
+            stage.commit(step=version, producer="trainer", extra=extra, hashes=known)
         except BaseException:
-            if not stage.final.is_dir():
+            if file_stage is not stage and not stage.final.is_dir():
                 prune(file_stage.final)
             raise
 
     try:
         began = time.perf_counter()
         on_main(world, lambda: allocate(directory, copies.headers, copies.slots))
-        agree(world, write)
+        agree(world, lambda: write_ranges(copies.buffer, directory, copies.files))
         wrote = time.perf_counter()
-        hashes = {name: one for part in gather(world, agree(world, hash_share)) for name, one in part.items()}
+        hashes = gather(world, agree(world, lambda: hash_files(directory, share)))
         hashed = time.perf_counter()
-        tensors = {
-            name: TensorEntry(slot.file, DTYPE_NAMES[copies.dtype], slot.shape, hashes[name])
-            for name, slot in copies.slots.items()
-        }
         on_main(world, commit)
     except BaseException:
         stage.abort()
@@ -185,22 +151,33 @@ def write_version(
     return {"write": wrote - began, "hash": hashed - wrote, "commit": time.perf_counter() - hashed}
 
 
-class WeightPublisher:
-    """The policy versions of one incarnation of the trainer. Every rank calls every method, at the same point of the run.
+class _Task(NamedTuple):
+    """Work of a background thread: what it makes, which thread does it, and its result."""
 
-    Versions are committed by one thread, in their order, made durable by a second and pruned by a third: `publish` and `prune` return at once, `settle`
-    waits. What has failed is raised by a later `publish` or by `settle`, on every rank; nothing is committed after it.
+    subject: str
+    owner: str
+    future: Future[Any]
+
+    def wait(self, seconds: float) -> None:
+        """Return once it has ended, with success or not; raise WaitTimeout if it takes longer."""
+        if wait_for_futures([self.future], timeout=seconds).not_done:
+            raise WaitTimeout(self.subject, self.owner, seconds)
+
+
+class WeightPublisher:
+    """Publish the policy versions of one incarnation of the trainer. Every rank calls every method in the same order.
+
+    One thread commits versions, one at a time; a second makes them durable, a third prunes. `publish` and `prune`
+    return at once, `settle` waits. A failure is raised by the next `publish` or `settle`, on every rank.
 
     Args:
-        timeout: Seconds that committing one may take.
-        overlapping: Versions follow each other so fast that one may be copied while the one before it is still being written, where there is
-            host memory for that.
+        timeout: Seconds that committing a version may take.
         memory: Publish from memory (None: every version is written to files).
-        canary: Scores what goes into each version's manifest for those who serve it (None: nobody compares).
-        tmpfs: For the files of versions that nobody needs after a crash of the host (None: all lie on the disk).
+        canary: Scores the canary that goes into each version's manifest (None: no logprob check).
+        tmpfs: Holds the files of versions that need not survive the host (None: all files are on the disk).
         save_interval: Versions whose number is a multiple are durable, and never pruned.
-        on_committed: Gets, in the loop's thread, each version that was settled and the seconds that its parts took (`time/export_*`); `time/export` is
-            what the loop waited for, `time/canary` what it took to score the canary, or to hand that to the device.
+        on_committed: Called in the loop's thread with each committed version and the seconds of its parts
+            (`time/export_*`), of the loop's waiting (`time/export`) and of scoring the canary (`time/canary`).
     """
 
     def __init__(
@@ -212,7 +189,6 @@ class WeightPublisher:
         dtype: torch.dtype,
         *,
         timeout: float = 600.0,
-        overlapping: bool = True,
         canary: CanaryScorer | None = None,
         memory: MemoryTransport | None = None,
         tmpfs: Tmpfs | None = None,
@@ -221,44 +197,40 @@ class WeightPublisher:
     ) -> None:
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world, self.dtype = source, world, dtype
-        self.life, self._start, self._overlapping = 0, 0, overlapping
+        self.life, self._start = 0, 0
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
-        self._save_interval = save_interval
-        self._memory = memory
+        self._memory, self._tmpfs, self._save_interval = memory, tmpfs, save_interval
         self._copies: RowCopies | GatheredCopy
         self._copies = RowCopies(policy, world, dtype) if memory is None else GatheredCopy(policy, world, dtype)
+        self._copied, self._held = Copy(), 0  # the copy, and its version
         self._publisher: Publisher | None = None  # of rank 0
-        self._held = 0  # the version in the gathered copy
         self._files_wanted = False
         self._closed = threading.Event()
-        self._tmpfs = tmpfs
         self._tmpfs_dir: Path | None = None  # of this run
-        self._had_tmpfs = True  # the files of some version may lie there
-        self._seen: Seen = {}
+        self._had_tmpfs = True  # it may hold files of some version
+        self._seen: lives.Seen = {}
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="durable")
         self._pruner = ThreadPoolExecutor(1, thread_name_prefix="prune")
-        self._copied = Copy(0)
-        self._pending: list[tuple[int, Future[Times | None]]] = []  # None: not committed, as the one before it failed
-        self._others: list[Future[Any]] = []  # what the first thread does beside
-        self._writes: list[Future[None]] = []  # of rank 0: versions from memory that become durable
-        self._prunes: list[Future[None]] = []  # of rank 0
+        self._commits: list[_Task] = []  # of one version at most
+        self._writes: list[_Task] = []  # of rank 0: versions from memory that become durable
+        self._prunes: list[_Task] = []  # of rank 0
         self._waited, self._scoring = 0.0, 0.0
 
     # ---- the loop's side
 
     def open(self, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> tuple[int, str | None]:
-        """Begin an incarnation that starts from step `start`, with that version committed: the base model's manifest for 0.
+        """Begin an incarnation at step `start` and have that version committed: the base model's manifest for 0.
 
-        The incarnation is committed first: from then on nobody counts versions beyond `start` that earlier ones made. They are removed next.
+        The incarnation is committed first: from then on versions beyond `start` of earlier ones do not count. They are
+        removed next.
 
         Args:
             spares: Keep the newest of them as `given_up_<life>_step_v`.
             saved_by: The incarnations that saved the training states. Rank 0's counts.
 
-        Returns:
-            The incarnation's number, and the base model's hash (None: random weights).
+        Returns the incarnation's number, and the base model's hash (None: random weights).
         """
         self._start = start
         # Only a policy that is not trained yet is the base model.
@@ -268,31 +240,29 @@ class WeightPublisher:
             raise UserError(f"weights.tmpfs is the memory of one host, and the trainer's ranks are on {hosts}")
         self.life, base, place = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
         self._tmpfs_dir = None if place is None else Path(place)
-        if isinstance(self._copies, RowCopies) and self._overlapping and all(gather(self.world, self._copies.affords_two())):  # fmt: skip
-            self._copies.count = 2
-        self._others.append(self._thread.submit(self._prepare))
+        preparing = self._thread.submit(self._prepare)
+        self._commits.append(_Task("memory for the weights", "the thread that makes it ready", preparing))
         if start > 0:
             self.ensure(start)
         return self.life, base
 
     def ensure(self, version: int, *, durable: bool = False) -> None:
-        """Have the policy's weights committed as `version`, where this history has no files of it already, and wait for it."""
+        """Commit the policy's weights as `version`, unless this history has files of it already, and wait for it."""
         self.settle()
         if not on_main(self.world, lambda: self._has_files(version)):
             self.publish(version, durable=durable or self._memory is None)
             self.settle()
 
     def publish(self, version: int, check: Callable[[], object] = lambda: None, *, durable: bool = False) -> None:
-        """Let the policy's weights, as the device has them after what it was given so far, become `version`.
+        """Make the policy's weights `version`, as they are on the device after the work enqueued so far.
 
         Args:
-            check: Called by the thread before it commits anything. What it raises keeps the version from being committed.
-            durable: It must outlive this process and this host's memory.
+            check: Called by the thread before it commits anything. The version is not committed if it raises.
+            durable: The version must survive this process and this host.
 
-        Raises:
-            UserError: an earlier one failed, for instance because the disk is full, or another trainer has gone on with the run.
+        Raises UserError if the version before it failed, e.g. since the disk is full or another trainer has gone on.
         """
-        self._settle(versions=self._copies.count - 1 if isinstance(self._copies, RowCopies) else 0, prunes=1)
+        self._settle(everything=False)
         began = time.perf_counter()
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
         copying = time.perf_counter()
@@ -300,181 +270,121 @@ class WeightPublisher:
         if self._publisher is not None:
             self._publisher.withdraw()
         self._copied, self._held = self._copies.copy(), version
-        before = self._pending[-1][1] if self._pending else None
-        durable = durable or (self._save_interval is not None and version % self._save_interval == 0)
-        committed = self._thread.submit(
-            self._commit, version, durable, self._copied, scored, check, before, list(self._prunes)
-        )
-        self._pending.append((version, committed))
+        durable = durable or self._is_saved(version)
+        committing = self._thread.submit(self._commit, version, durable, scored, check, list(self._prunes))
+        self._commits.append(_Task(f"weights/step_{version}", "the thread that commits it", committing))
         self._waited += time.perf_counter() - copying
 
     def before_update(self) -> None:
-        """To be called before the weights change: the device changes them after they are copied. The host does not wait."""
+        """Have the device change the weights only after they are copied. The host does not wait."""
         self._copied.before_update()
 
     def prune(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
-        """Remove the versions that no reader, no sampling ahead and none of the `checkpoints` needs any more (`protocol.prunable`), after the
-        version that is under way. `checkpoints` is called by the thread."""
+        """Remove versions that no reader, no sampling ahead and no checkpoint needs (`protocol.prunable`).
+
+        It begins once the version under way is committed. `checkpoints` is called by the thread.
+        """
         if keep is not None and self.world.is_main:
-            under_way = self._pending[-1][1] if self._pending else None
-            self._prunes.append(self._pruner.submit(self._prune, under_way, async_level, keep, checkpoints))
+            under_way = self._commits[-1].future if self._commits else None
+            removing = self._pruner.submit(self._prune, under_way, async_level, keep, checkpoints)
+            self._prunes.append(_Task("end of removing old versions", "the thread that removes them", removing))
 
     def settle(self) -> None:
-        """Wait until the versions that are under way are committed, durable where they must be, and what they make superfluous is gone; for each at
-        most `timeout`.
-
-        Raises:
-            UserError: it failed, or takes longer.
-        """
-        self._settle(versions=0, prunes=0)
-        if self._memory is not None:  # by now each that must be durable is being written
-            agree(self.world, self._take_writes)
+        """Wait until versions are committed, durable if they must be, and pruned; UserError if one fails or is late."""
+        self._settle(everything=True)
 
     def leave_tmpfs(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
-        """Bring what lies in tmpfs and is kept for its own sake (`prune`) to the disk, and remove the rest: nobody is there any more who would."""
+        """Move the versions in tmpfs that `prune` keeps to the disk, and remove the rest, at the end of a run."""
         self.settle()
         if self._tmpfs_dir is not None and keep is not None:
             on_main(self.world, lambda: self._leave_tmpfs(async_level, keep, checkpoints))
 
     def close(self) -> None:
-        """Let the threads finish what they are at, for at most `timeout` each version, and say what failed."""
+        """Wait for the threads, for at most `timeout` a task, and log what failed."""
         self._closed.set()
         for thread in (self._thread, self._writer, self._pruner):
             thread.shutdown(wait=False)
         if self._publisher is not None:
             self._publisher.close()
-        for left in self._one_by_one(versions=0):
-            if (late := self._late(left, prunes=None if left else 0)) is not None:
-                logger.error("{}", late)
-                return  # a buffer may still be read
-        if wait_for_futures(self._writes, timeout=self._timeout).not_done:
-            logger.error("a version was not written within {:.0f} s", self._timeout)
-            return
+        for tasks in (self._commits, self._writes, self._prunes):
+            for task in tasks:
+                try:
+                    task.wait(self._timeout)
+                except WaitTimeout as late:
+                    logger.error("{}", late)
+                    return  # a buffer may still be read
+                if (failure := task.future.exception(timeout=0)) is not None:
+                    logger.error("{}", failure)
         if isinstance(self._copies, RowCopies):
             self._copies.close()
-        futures: list[Future[Any]] = [*self._others, *self._writes, *self._prunes, *(done for _, done in self._pending)]
-        for failure in filter(None, (future.exception(timeout=0) for future in futures)):
-            logger.error("{}", failure)
 
-    def _settle(self, versions: int, prunes: int) -> None:
-        """Wait for commits and removals, but let the newest `versions` and `prunes` go on."""
-        if not self._pending and not self._others and not on_main(self.world, lambda: bool(self._prunes or self._writes)):  # fmt: skip
-            return
-        for left in self._one_by_one(versions):
-            began = time.perf_counter()
-            version, times = agree(self.world, partial(self._take_results, left, prunes if left == versions else None))
-            self._waited += time.perf_counter() - began
-            if version is not None:
-                times["time/export"], self._waited = self._waited, 0.0
-                times["time/canary"], self._scoring = self._scoring, 0.0
-                self._on_committed(version, times)
+    def _settle(self, *, everything: bool) -> None:
+        """Wait for the version under way and all removals but the newest; with `everything`, for all tasks."""
+        began = time.perf_counter()
+        times = agree(self.world, lambda: self._take_results(everything))
+        self._waited += time.perf_counter() - began
+        if times is not None:
+            times |= {"time/export": self._waited, "time/canary": self._scoring}
+            self._waited = self._scoring = 0.0
+            self._on_committed(self._held, times)
 
-    def _one_by_one(self, versions: int) -> range:
-        """How many versions are left to go on after each that is waited for: every one has the time-out for itself."""
-        return range(max(len(self._pending) - 1, versions), versions - 1, -1)
+    def _take_results(self, everything: bool) -> Times | None:
+        """Wait, drop the tasks that have ended, and return the times of the version that was under way, if any."""
+        results: list[Any] = []
 
-    def _take_writes(self) -> None:
-        writes, self._writes = self._writes, []
-        late = wait_for_futures(writes, timeout=self._timeout).not_done
-        if late:
-            raise WaitTimeout("files of a version", "the thread that writes them", self._timeout)
-        for done in writes:
-            done.result(timeout=0)
+        def take(tasks: list[_Task], owed: Sequence[_Task]) -> None:
+            for task in owed:
+                task.wait(self._timeout)
+            for task in [task for task in tasks if task.future.done()]:
+                tasks.remove(task)
+                results.append(task.future.result(timeout=0))
 
-    def _take_results(self, versions: int, prunes: int | None) -> tuple[int | None, Times]:
-        """Those of one version at most."""
-        if (late := self._late(versions, prunes)) is not None:
-            raise late
-        others, self._others = self._others, []
-        for other in others:
-            other.result(timeout=0)
-        version: int | None = None
-        times: Times | None = None
-        if len(self._pending) > versions:
-            version, committed = self._pending.pop(0)
-            if committed.exception(timeout=0) is not None:  # the thread gives up those after it at once
-                wait_for_futures([after for _, after in self._pending], timeout=self._timeout)
-                self._pending = [(after, future) for after, future in self._pending if not future.done()]
-            times = committed.result(timeout=0)
-        for futures in (self._writes, self._prunes):
-            for done in [future for future in futures if future.done()]:
-                futures.remove(done)
-                done.result(timeout=0)
-        return (None, {}) if times is None else (version, times)
-
-    def _late(self, versions: int, prunes: int | None) -> WaitTimeout | None:
-        """What the threads have not done in time, but for the newest `versions` and `prunes` (None: all), after waiting for it."""
-        removals = [] if prunes is None else self._prunes[: max(len(self._prunes) - prunes, 0)]
-        owed: list[tuple[str, str, Future[Any]]] = [
-            *(("memory for the weights", "the thread that makes it ready", other) for other in self._others),
-            *(
-                (f"weights/step_{version}", "the thread that commits it", committed)
-                for version, committed in self._pending[: max(len(self._pending) - versions, 0)]
-            ),
-            *(("end of removing old versions", "the thread that removes them", one) for one in removals),
-        ]
-        late = wait_for_futures([future for *_, future in owed], timeout=self._timeout).not_done
-        return next((WaitTimeout(what, who, self._timeout) for what, who, future in owed if future in late), None)
+        take(self._commits, self._commits)
+        take(self._prunes, self._prunes if everything else self._prunes[:-1])
+        take(self._writes, self._writes if everything else [])
+        return next((result for result in results if result is not None), None)
 
     # ---- in the thread that commits
 
     def _prepare(self) -> None:
-        """Before the first version."""
         agree(self._background, self._copies.allocate)
-        if self._memory is not None:
-            on_main(self._background, self._open_publisher)
+        on_main(self._background, self._open_publisher)
 
     def _open_publisher(self) -> None:
-        assert isinstance(self._copies, GatheredCopy)
-        assert self._copies.buffer is not None
-        assert self._memory is not None
-        memory = self._memory
-        self._publisher = Publisher(
-            self._copies.buffer,
-            host=memory.host or own_address(),
-            port=memory.port,
-            timeout=memory.timeout,
-            handle=self._copies.handle,
-        )
+        memory, copies = self._memory, self._copies
+        if memory is None or not isinstance(copies, GatheredCopy):
+            return
+        host, port = memory.host or own_address(), memory.port
+        self._publisher = Publisher(copies.buffer, host=host, port=port, timeout=memory.timeout, handle=copies.handle)
         if memory.fallback:
             threading.Thread(target=self._await_call_for_files, name="files", daemon=True).start()
 
     def _commit(
-        self,
-        version: int,
-        durable: bool,
-        copied: Copy,
-        scored: Scored | None,
-        check: Callable[[], object],
-        before: "Future[Times | None] | None",
-        prunes: Collection["Future[None]"],
-    ) -> Times | None:
-        """`before` is the version before this one, which the thread is done with; `prunes` are under way, on rank 0."""
-        world = self._background
+        self, version: int, durable: bool, scored: Scored | None, check: Callable[[], object], prunes: Sequence[_Task]
+    ) -> Times:
+        world, copies, copied = self._background, self._copies, self._copied
         try:
-            if before is not None and not _is_committed(before):
-                return None
             agree(world, check)
             canary = None if scored is None else agree(world, scored.read)
             on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
         finally:
             copy_seconds = copied.finish()
-        if isinstance(self._copies, GatheredCopy):
+        if isinstance(copies, GatheredCopy):
             times = on_main(world, lambda: self._commit_in_memory(version, durable, canary))
         else:
+            final = version_dir(self.root, version)
             place = None if durable or self._tmpfs_dir is None else version_dir(self._tmpfs_dir, version)
-            final, copies = version_dir(self.root, version), self._copies
-            on_main(world, lambda: self._make_room(final if place is None else place, prunes))
+            on_main(world, lambda: self._make_room(place or final, copies.file_bytes, prunes))
             times = write_version(
-                copies, copied, self.source, world, final, version=version, incarnation=self.life, canary=canary, tmpfs=place
+                copies, copied, self.source, world, final,
+                version=version, incarnation=self.life, canary=canary, tmpfs=place,
             )  # fmt: skip
         return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
 
     def _commit_in_memory(self, version: int, durable: bool, canary: Canary | None) -> Times:
-        """Rank 0: a manifest that names the publisher, which has the version before anybody knows of it."""
+        """Offer a version, and commit a manifest that names the publisher, on rank 0."""
         copies, publisher, memory = self._copies, self._publisher, self._memory
         assert isinstance(copies, GatheredCopy)
-        assert copies.buffer is not None
         assert publisher is not None
         assert memory is not None
         began = time.perf_counter()
@@ -483,7 +393,7 @@ class WeightPublisher:
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
         address = publisher.address(fallback=memory.fallback)
         extra = manifest_extra(version, self.life, tensors, canary=canary, publisher=address)
-        stage = Stage(version_dir(self.root, version), secrets.token_hex(8))
+        stage = Stage(version_dir(self.root, version))
         try:
             copy_model_files(self.source, stage.path, self.dtype)
             publisher.offer(version, self.life, extra["hash"], copies.size)
@@ -492,21 +402,20 @@ class WeightPublisher:
             stage.abort()
             raise
         if durable or self._files_wanted:
-            # Before the next version is gathered, which waits for this thread.
-            host = copies.to_host()
-            self._writes.append(self._writer.submit(self._write_files, version, host, tensors))
+            # Copied before the next version is gathered, which waits for this thread.
+            writing = self._writer.submit(self._write_files, version, copies.to_host(), tensors)
+            self._writes.append(_Task("files of a version", "the thread that writes them", writing))
         return {"checksum": summed - began, "commit": time.perf_counter() - summed}
 
-    def _make_room(self, place: Path, prunes: Collection["Future[None]"]) -> None:
-        """Where there is none for one version more, let the older ones be gone before it is written."""
-        assert isinstance(self._copies, RowCopies)
-        if shutil.disk_usage(place.parent).free < self._copies.file_bytes:
-            wait_for_futures(prunes, timeout=self._timeout)
+    def _make_room(self, place: Path, size: int, prunes: Sequence[_Task]) -> None:
+        """Wait until older versions are removed if there is no room for another one."""
+        if shutil.disk_usage(place.parent).free < size:
+            wait_for_futures([task.future for task in prunes], timeout=self._timeout)
 
     # ---- files of versions that are published from memory, on rank 0
 
-    def _write_files(self, version: int, host: Tensor, tensors: "dict[str, TensorEntry]") -> None:
-        """In the writer's thread, from a copy on the host."""
+    def _write_files(self, version: int, host: Tensor, tensors: dict[str, TensorEntry]) -> None:
+        """Make a version durable from a copy in host memory."""
         copies, directory = self._copies, version_dir(self.root, version)
         assert isinstance(copies, GatheredCopy)
         sums = checksums(host, copies.places)
@@ -515,7 +424,7 @@ class WeightPublisher:
 
         def write(stage: Path) -> None:
             allocate(stage, copies.headers, copies.slots)
-            write_ranges(host.numpy().data, stage, copies.ranges())
+            write_ranges(host.numpy().data, stage, copies.files)
 
         try:
             make_durable(directory, write)
@@ -524,10 +433,9 @@ class WeightPublisher:
                 raise
 
     def _await_call_for_files(self) -> None:
-        """In a thread of its own, under `transport = "auto"`: once servers that cannot reach the publisher ask for files, write the version that waits
-        for them, and every later one."""
+        """Write versions to files once servers ask for it, from the present one on (`transport = "auto"`)."""
         while not self._closed.wait(_FILES_POLL_SECONDS):  # bounded: it ends with `close`
-            reason = call_for_files(self.output_dir, self.life)
+            reason = lives.call_for_files(self.output_dir, self.life)
             if reason is None:
                 continue
             logger.warning("weights are written to files from now on: {}", reason)
@@ -536,8 +444,7 @@ class WeightPublisher:
             assert isinstance(copies, GatheredCopy)
             version, host = self._held, copies.to_host()
             try:
-                manifest = weights_manifest(version_dir(self.root, version))
-                self._write_files(version, host, manifest.tensors)
+                self._write_files(version, host, weights_manifest(version_dir(self.root, version)).tensors)
             except (UserError, CommitError) as error:  # superseded: the next one is written anyway
                 logger.info("version {} is not written: {}", version, error)
             return
@@ -545,26 +452,25 @@ class WeightPublisher:
     # ---- rank 0's side of the disk
 
     def _prune(
-        self,
-        under_way: Future[Times | None] | None,
-        async_level: int,
-        keep: int,
-        checkpoints: Callable[[], Collection[int]],
+        self, under_way: "Future[Any] | None", async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]
     ) -> None:
-        if under_way is not None:
-            under_way.exception()  # bounded: by whoever waits for this version, and says what has failed
-            if not _is_committed(under_way):
-                return
-        versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
-        lease, needed = strictest_lease(self.output_dir), checkpoints()
-        for version in prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed):
-            if self._save_interval is not None and version % self._save_interval == 0:
-                continue
+        if under_way is not None and under_way.exception() is not None:  # bounded: by whoever settles that version
+            return
+        for version in self._prunable(async_level, keep, checkpoints):
             try:
                 self._remove(version)
             except OSError as error:
                 directory = version_dir(self.root, version)
                 raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
+
+    def _prunable(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> list[int]:
+        versions, starts = lives.read_versions(self.root, self._seen), lives.read_lives(self.output_dir)
+        lease, needed = lives.strictest_lease(self.output_dir), checkpoints()
+        found = prunable(versions, starts, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
+        return [version for version in found if not self._is_saved(version)]
+
+    def _is_saved(self, version: int) -> bool:
+        return self._save_interval is not None and version % self._save_interval == 0
 
     def _open(
         self, start: int, spares: bool, saved_by: Collection[int], canary: Canary | None
@@ -572,51 +478,45 @@ class WeightPublisher:
         self.root.mkdir(parents=True, exist_ok=True)
         if (place := self._tmpfs) is not None:
             assert isinstance(self._copies, RowCopies)
-            root = tmpfs_dir(place.root, self.output_dir, run_id(self.output_dir) or "none")
+            root = tmpfs_dir(place.root, self.output_dir, lives.run_id(self.output_dir) or "none")
             check_room(root, place.versions, self._copies.file_bytes, place.arithmetic, available_bytes())
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, canary).hash
-        faults.point(f"life:{next_life(self.output_dir, saved_by)}")
-        life = open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
-        for version in lost_versions(self.root):  # the host was started again
+        faults.point(f"life:{lives.next_life(self.output_dir, saved_by)}")
+        life = lives.open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
+        for version in lives.lost_versions(self.root):  # the host was started again
             prune(version_dir(self.root, version))
         self._set_aside(life)
-        tmpfs = self._open_tmpfs()
-        held = [tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root)]
-        self._had_tmpfs = tmpfs is not None or any(place is not None for place in held)
-        return life, base, None if tmpfs is None else str(tmpfs)
-
-    def _open_tmpfs(self) -> Path | None:
-        """This run's place there, without what a dead trainer has left."""
+        places = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
+        used = {place.directory for place in places if place is not None}
+        self._had_tmpfs = self._tmpfs is not None or bool(used)
         if self._tmpfs is None:
-            return None
-        run = run_id(self.output_dir)
+            return life, base, None
+        run = lives.run_id(self.output_dir)
         assert run is not None, "each life file holds it"
         root = tmpfs_dir(self._tmpfs.root, self.output_dir, run)
-        note_tmpfs(root, self.output_dir)
-        open_tmpfs(root, self.output_dir)
-        held = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
-        clean_tmpfs(root, {place.directory for place in held if place is not None})
-        return root
+        open_tmpfs(root, self.output_dir, used)
+        return life, base, str(root)
 
     def _has_files(self, version: int) -> bool:
-        """Whether the disk holds such a version. One that is damaged, or went with the memory of an earlier incarnation, is removed: it can be
-        committed anew."""
-        if version in list_steps(self.root) and not self._bring_to_disk(version):
+        """Whether the disk holds a version, after bringing it there from tmpfs.
+
+        A version that is damaged, or was in the memory of an earlier incarnation, is removed: it can be made again.
+        """
+        if version not in list_steps(self.root):
+            return False
+        if not (whole := self._bring_to_disk(version)):
             self._remove(version)
-        return version in list_steps(self.root)
+        return whole
 
     def _bring_to_disk(self, version: int) -> bool:
-        """What is in tmpfs goes once the disk has it. Returns False for a version that is damaged, or has no files."""
+        """Move a version from tmpfs to the disk. Returns False for a version that is damaged, or has no files."""
         directory = version_dir(self.root, version)
-        place = tmpfs_of(directory)
         try:
             manifest = weights_manifest(directory)
-            if manifest.publisher is not None:
-                return False
-            if place is None:
-                return True
+            if manifest.publisher is not None or manifest.tmpfs is None:
+                return manifest.publisher is None
 
             def write(stage: Path) -> None:
                 for file in {*(entry.file for entry in manifest.tensors.values()), INDEX}:
@@ -627,13 +527,11 @@ class WeightPublisher:
         except (CommitError, FileNotFoundError) as error:
             logger.warning("version {} cannot be brought to the disk: {}", version, error)
             return False
-        remove_in_tmpfs(place, self.output_dir, run_id(self.output_dir))
+        remove_in_tmpfs(manifest.tmpfs, self.output_dir, lives.run_id(self.output_dir))
         return True
 
     def _leave_tmpfs(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> None:
-        versions, lives = read_versions(self.root, self._seen), read_lives(self.output_dir)
-        lease, needed = strictest_lease(self.output_dir), checkpoints()
-        dropped = prunable(versions, lives, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
+        dropped = self._prunable(async_level, keep, checkpoints)
         for version in sorted(set(list_steps(self.root)).difference(dropped), reverse=True):
             if tmpfs_of(version_dir(self.root, version)) is not None:
                 self._bring_to_disk(version)
@@ -642,17 +540,19 @@ class WeightPublisher:
             self._tmpfs_dir.rmdir()
 
     def _remove(self, version: int) -> None:
-        """The tensors first: a version without them counts as not there."""
+        """Remove a version, its tensors first: without them it does not count."""
         directory = version_dir(self.root, version)
         if self._had_tmpfs:  # reading a manifest of many tensors takes the interpreter from the loop
-            remove_in_tmpfs(tmpfs_of(directory), self.output_dir, run_id(self.output_dir))
+            remove_in_tmpfs(tmpfs_of(directory), self.output_dir, lives.run_id(self.output_dir))
         prune(directory)
 
     def _set_aside(self, life: int) -> None:
-        versions = read_versions(self.root)
-        superseded = to_set_aside(versions, read_lives(self.output_dir))
-        on_disk = [version for version in superseded if weights_manifest(version_dir(self.root, version)).publisher is None]  # fmt: skip
-        kept = spared({version: versions[version] for version in on_disk}, sparing_lives(self.output_dir))
+        """Remove the versions that the new life gives up, or keep the newest under another name."""
+        versions = lives.read_versions(self.root)
+        superseded = to_set_aside(versions, lives.read_lives(self.output_dir))
+        manifests = {version: weights_manifest(version_dir(self.root, version)) for version in superseded}
+        on_disk = {version: versions[version] for version in superseded if manifests[version].publisher is None}
+        kept = spared(on_disk, lives.sparing_lives(self.output_dir))
         if kept is not None and not self._bring_to_disk(kept):
             kept = None
         for version in superseded:  # ascending, so that after a crash the newest is still there to be kept
@@ -660,11 +560,6 @@ class WeightPublisher:
                 self._remove(version)
             elif (aside := give_up(version_dir(self.root, version), life)) is not None:
                 logger.warning("version {} is given up; it lies in {} now", version, aside)
-
-
-def _is_committed(committed: "Future[Times | None]") -> bool:
-    """Whether a version that the thread is done with was committed."""
-    return committed.exception(timeout=0) is None and committed.result(timeout=0) is not None
 
 
 # ---- what a config asks for
@@ -678,7 +573,7 @@ def export_dtype(config_dtype: str, source: Source) -> torch.dtype:
 
 
 def transport_of(config: "TrainerConfig", world: World) -> MemoryTransport | None:
-    """What `weights.transport` comes to here; None for files."""
+    """The options of `memory`, if `weights.transport` asks for it here; None for `filesystem`."""
     weights = config.weights
     if weights.transport == "filesystem" or config.data.fake is not None:
         return None
@@ -688,8 +583,11 @@ def transport_of(config: "TrainerConfig", world: World) -> MemoryTransport | Non
 
 
 def published_bytes(config: "TrainerConfig", source: Source, world: World, parameters: int) -> float:
-    """Bytes per parameter of a rank's share that published weights take on the trainer's GPU, and, where a server shares it, twice as much again for its
-    own copy, which it wants to find free (`inference.staging`)."""
+    """Bytes per parameter of a rank's share that published weights take on the trainer's GPU.
+
+    A server that shares the GPU takes twice as much again for its own copy, which it wants to find free
+    (`inference.staging`).
+    """
     if transport_of(config, world) is None:
         return 0.0
     itemsize = export_dtype(config.weights.dtype, source).itemsize
@@ -699,7 +597,7 @@ def published_bytes(config: "TrainerConfig", source: Source, world: World, param
 
 
 def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:
-    """One version more than is kept (`protocol.prunable`) is there while it is being written."""
+    """The tmpfs of a run. It holds one version more than is kept (`protocol.prunable`) while that is being written."""
     root, keep = config.weights.tmpfs, config.weights.keep
     if root is None or keep is None:
         return None
@@ -707,43 +605,8 @@ def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:
     return Tmpfs(root, config.async_level + keep + 2, arithmetic)
 
 
-def make_publisher(
-    config: "TrainerConfig | SFTConfig",
-    policy: Policy,
-    source: Source,
-    world: World,
-    on_times: Callable[[int, Times], None],
-    *,
-    overlapping: bool,
-    canary: bool = False,
-    memory: MemoryTransport | None = None,
-    tmpfs: Tmpfs | None = None,
-    save_interval: int | None = None,
-) -> WeightPublisher:
-    """The publisher of a run. `on_times` gets the step that made a version, and the times that committing it took. With `canary` each carries one."""
-    dtype = export_dtype(config.weights.dtype, source)
-    scorer = None
-    if canary:
-        vocabulary = source.config.get_text_config().vocab_size
-        scorer = CanaryScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), dtype)
-    return WeightPublisher(
-        config.output_dir,
-        policy,
-        source,
-        world,
-        dtype,
-        timeout=config.dist_timeout,
-        overlapping=overlapping,
-        canary=scorer,
-        memory=memory,
-        tmpfs=tmpfs,
-        save_interval=save_interval,
-        on_committed=lambda version, times: on_times(version - 1, times),
-    )
-
-
-def _aside(buffer: Tensor, work: "Callable[[Tensor], dict[str, str]]") -> dict[str, str]:
-    """Do this on a stream of its own where the buffer is on a GPU: not behind what the training computes."""
+def _aside(buffer: Tensor, work: Callable[[Tensor], dict[str, str]]) -> dict[str, str]:
+    """Do work on a stream of its own if the buffer is on a GPU: not behind what the training computes."""
     if not buffer.is_cuda:
         return work(buffer)
     with torch.cuda.device(buffer.device), torch.cuda.stream(torch.cuda.Stream(buffer.device)):

@@ -1,8 +1,9 @@
-"""A checksum that the GPU of the trainer and that of a server compute alike, with plain torch operations, for tensors that are in no file.
+"""A checksum of tensors in memory, in plain torch operations that give the same result on every device.
 
-The words of a tensor (64 bits each) are multiplied by odd numbers that depend on their places and added up, modulo 2^64. Integers wrap the same way on
-every device and in every order, so the result is exact. One changed word always changes the sum; what else goes wrong (tensors exchanged, a block that
-never arrived) is missed with a probability of about 2^-64. It guards against accidents, not against forgery.
+The words of a tensor (64 bits each) are multiplied by odd numbers that depend on their places, and summed modulo 2^64.
+Integers wrap the same way on every device and in every order, so the result is exact. One changed word always changes
+the sum; other damage (exchanged tensors, a missing block) is missed with a probability of about 2^-64. It guards
+against accidents, not against forgery.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 512
-"""Bytes: every tensor begins at a multiple of it, as torch's own allocator has it, and is padded with zeros up to the next one."""
+"""Bytes: every tensor begins at a multiple of it, as in torch's own allocator, and is padded with zeros."""
 _COLUMNS = ALIGNMENT // 8
 _CHUNK_ROWS = 1 << 17  # 64 MiB multiplied at once: the products take as much again
 
@@ -20,8 +21,8 @@ def checksums(buffer: Tensor, places: Mapping[str, tuple[int, int]]) -> dict[str
     """The checksum of every tensor in a buffer, as 16 hex digits.
 
     Args:
-        buffer: uint8 [B], on any device; what lies between two tensors is zero.
-        places: Where each tensor starts, a multiple of `ALIGNMENT`, and its size, both in bytes.
+        buffer: uint8 [B], on any device, with zeros between two tensors.
+        places: The start of each tensor, a multiple of `ALIGNMENT`, and its size, both in bytes.
     """
     names = list(places)
     if not names:
@@ -42,8 +43,7 @@ def checksums(buffer: Tensor, places: Mapping[str, tuple[int, int]]) -> dict[str
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Spread small integers over 64 bits (the finalizer of splitmix64; Steele, Lea, Flood 2014). Shifts of negative numbers keep the sign here: it
-    is the same on every device, and no more is asked for."""
+    """Spread small integers over 64 bits: the finalizer of splitmix64 (Steele, Lea, Flood 2014), with signed shifts."""
     values = values * -7046029254386353131
     values = (values ^ (values >> 30)) * -4658895280553007687
     values = (values ^ (values >> 27)) * -7723592293110705685

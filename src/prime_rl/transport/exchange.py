@@ -1,12 +1,12 @@
-"""Versions from the memory of trainer rank 0 to the workers of servers, beside what both compute.
+"""Transfer of versions from the memory of trainer rank 0 to the workers of servers.
 
-The trainer's `Publisher` holds one version, in one buffer on its GPU or on its host. Each worker's `Subscriber` opens a TCP connection to it, proves that
-it knows the run's token, asks for a version, and gets its bytes by the fastest way that the two have: CUDA IPC on the same GPU, NCCL between two GPUs,
-else the TCP connection itself (CPUs, or a host buffer on either side). Two sides make a group, not all servers: a server that dies, hangs or joins
-concerns nobody else.
+The trainer's `Publisher` holds one version, in a buffer on its GPU or host. Each worker's `Subscriber` connects to it
+by TCP, proves that it knows the run's token, asks for a version, and receives its bytes by the fastest backend of the
+two: CUDA IPC on the same GPU, NCCL between two GPUs, else the TCP connection itself. A group is the publisher and one
+worker: a server that dies, hangs or joins affects no other.
 
-What travels is neither encrypted nor signed, as everywhere in torch.distributed: workers compare checksums with the committed manifest. Every wait has
-a deadline, and a peer that dies ends it at once; a connection on which anything failed is not used again.
+What travels is neither encrypted nor signed, as in torch.distributed: workers compare checksums with the committed
+manifest. Every wait has a deadline, and the death of a peer ends it at once. A connection that failed is not reused.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,29 +39,30 @@ from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import UNREACHABLE, PublisherAddress, TensorEntry, WeightsManifest
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool,
+    "F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-"""Of safetensors."""
-PROTOCOL = 1
+"""By their names in safetensors."""
+PROTOCOL = 2
 BLOCK_BYTES = 32 << 20
 _AHEAD = 2  # blocks under way at the same time (NCCL)
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 2e-4  # between two looks at whether a GPU is done
-_WATCH_SECONDS = 0.05  # between two looks at whether a peer that NCCL waits for is still there
+_WATCH_SECONDS = 0.05  # between two looks at whether the peer that NCCL waits for is still there
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
+_CLOSED = "the other side has closed the connection"
+_STRANGER = "the other side does not speak this protocol"
 
 
 class ExchangeError(Exception):
-    """The other side has this version no more, refuses, is silent or gone; the message says which. Another attempt may succeed."""
+    """The other side holds another version, refuses, is silent or dead, as the message says. A retry may succeed."""
 
 
 def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where each tensor of a version starts in the buffer, its size, and the size of the buffer, in bytes.
+    """The start and size of each tensor in the buffer, and the size of the buffer, in bytes.
 
-    Raises:
-        CommitError: the manifest describes a tensor that cannot be.
+    Raises CommitError for a tensor of an unknown type or an impossible shape.
     """
     places, at = {}, 0
     for name, entry in tensors.items():
@@ -74,7 +75,7 @@ def layout(tensors: Mapping[str, TensorEntry]) -> tuple[dict[str, tuple[int, int
 
 
 def tensor_views(buffer: Tensor, tensors: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor as it lies in a buffer, in the order of the manifest."""
+    """Every tensor as a view of the buffer, in the order of the manifest."""
     for name, (start, size) in layout(tensors)[0].items():
         entry = tensors[name]
         yield name, buffer[start : start + size].view(DTYPES[entry.dtype]).view(entry.shape)
@@ -90,7 +91,7 @@ class Channel:
         self._socket, self.seconds = connection, seconds
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _KEEPALIVE:  # a host that vanishes says nothing
+        for option, value in _KEEPALIVE:  # notices a host that vanishes
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, **message: object) -> None:
@@ -105,56 +106,59 @@ class Channel:
             raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
 
     def receive(self, *, wait: bool = False) -> dict[str, Any]:
-        """The next message. With `wait` there may be none for as long as the other side is there, which keep-alive probes find out."""
+        """The next message. With `wait` there is no deadline; keep-alive probes find out if the other side dies."""
         header = bytearray(4)
-        self.receive_bytes(memoryview(header), None if wait else self.seconds)
+        self.receive_bytes(memoryview(header), wait=wait)
         (size,) = struct.unpack("<I", header)
         if size > _MESSAGE_BYTES:
-            raise ExchangeError("the other side does not speak this protocol")
+            raise ExchangeError(_STRANGER)
         data = bytearray(size)
         self.receive_bytes(memoryview(data))
         try:
             message = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ExchangeError("the other side does not speak this protocol") from error
+            raise ExchangeError(_STRANGER) from error
         if not isinstance(message, dict):
-            raise ExchangeError("the other side does not speak this protocol")
+            raise ExchangeError(_STRANGER)
         if "error" in message:
             raise ExchangeError(str(message["error"]))
         return message
 
     def expect(self, key: str) -> Any:
-        """What the next message says under `key`."""
+        """The value of `key` in the next message."""
         message = self.receive()
         if key not in message:
             raise ExchangeError(f"the other side says {sorted(message)} where {key} was expected")
         return message[key]
 
-    def receive_bytes(self, data: memoryview, seconds: float | None = -1.0) -> None:
-        """Fill `data`. A part of it must come within every `seconds` (None: at some time; by default the channel's)."""
-        limit = self.seconds if seconds == -1.0 else seconds
+    def receive_bytes(self, data: memoryview, *, wait: bool = False) -> None:
+        """Fill `data`. Some bytes must come within every `seconds`, unless `wait`."""
         try:
-            self._socket.settimeout(limit)
+            self._socket.settimeout(None if wait else self.seconds)
             while data:
                 count = self._socket.recv_into(data)  # bounded: by the time-out just set, or by the other side's end
                 if not count:
-                    raise ExchangeError("the other side has closed the connection")
+                    raise ExchangeError(_CLOSED)
                 data = data[count:]
         except TimeoutError as error:
-            raise ExchangeError(f"the other side sent nothing for {limit:.0f} s") from error
+            raise ExchangeError(f"the other side sent nothing for {self.seconds:.0f} s") from error
         except OSError as error:
             raise ExchangeError(f"the other side is gone ({error.strerror or error})") from error
 
     def is_open(self) -> bool:
-        """Whether the other side is there, as far as can be seen at once."""
-        look = select.poll()  # not `select`, which knows no descriptors above 1,023
+        """Whether the other side is connected, as far as is known at once."""
+        look = select.poll()  # not `select`, which is limited to descriptors below 1,024
         look.register(self._socket, select.POLLRDHUP)
         return not look.poll(0)
 
     def close(self) -> None:
-        with suppress(OSError):  # the other side was first
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        _close(self._socket)
+
+
+def _close(connection: socket.socket) -> None:
+    with suppress(OSError):  # the other side was first
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
 
 
 def _proof(token: str, challenge: str) -> str:
@@ -164,29 +168,40 @@ def _proof(token: str, challenge: str) -> str:
 # ---- the trainer's side
 
 
-@dataclass
-class _Published:
-    """A version that may be asked for, and how many read it."""
+class _Request(NamedTuple):
+    """A version that a worker asks for, or that the publisher holds."""
 
     version: int
     incarnation: int
     hash: str
+
+    def __str__(self) -> str:
+        return f"version {self.version} of incarnation {self.incarnation}"
+
+
+@dataclass
+class _Published:
+    """The version in the buffer, the number of its readers, and whether the buffer may change under them."""
+
+    key: _Request
     size: int
     readers: int = 0
     withdrawn: bool = False
 
+    def check(self) -> None:
+        """Raise if the buffer may change; a worker that is in the middle of it sees the connection close."""
+        if self.withdrawn:
+            raise ExchangeError(f"version {self.key.version} is superseded: its memory is needed for a newer one")
+
 
 class Publisher:
-    """Gives the version that lies in `buffer` to every worker that asks for it, in a thread per worker.
+    """Sends the version in `buffer` to every worker that asks for it, in a thread per worker.
 
     Args:
         buffer: uint8 [B] on the trainer's GPU or host. `shared_buffer` makes one that CUDA IPC can share.
-        handle: By which a process on the same GPU opens it (None: none can).
-        host: The address that servers reach; it listens there only.
+        handle: Opens the buffer in other processes on the same GPU (None: not shared).
+        host: The address to listen on, which servers must reach.
         timeout: Seconds without progress after which a worker is cut off.
-
-    Raises:
-        UserError: it cannot listen there.
     """
 
     def __init__(self, buffer: Tensor, *, host: str, port: int, timeout: float, handle: str | None = None) -> None:
@@ -195,59 +210,41 @@ class Publisher:
         self._current: _Published | None = None
         self._closed = False
         self._changed = threading.Condition()  # bounded: held for a look at who reads
-        self._store: tuple[dist.TCPStore, int] | None = None
+        self._store: tuple[dist.TCPStore, int] | None = None  # and its port
         self._announced: set[tuple[str, str]] = set()
         self._host = host
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._socket = socket.create_server((host, port), family=family, backlog=128)
+            self._socket = _listen(host, port)
         except OSError as error:
+            why = error.strerror or error
             raise UserError(
-                f"weights cannot be published at {host}:{port} ({error.strerror or error}): see trainer.weights.host and port"
+                f"weights cannot be published at {host}:{port} ({why}): see trainer.weights.host and port"
             ) from error
         threading.Thread(target=self._accept, name="publisher", daemon=True).start()
 
     def address(self, *, fallback: bool) -> PublisherAddress:
-        """What a version's manifest says of this publisher."""
+        """This publisher, as a version's manifest names it."""
         return PublisherAddress(self._host, self._socket.getsockname()[1], self._token, self._timeout, fallback)
 
     def offer(self, version: int, incarnation: int, digest: str, size: int) -> None:
-        """Let workers ask for what the buffer holds now; it must stay as it is until `withdraw`."""
+        """Let workers ask for the version in the buffer, which must not change until `withdraw`."""
         with self._changed:
-            self._current = _Published(version, incarnation, digest, size)
+            self._current = _Published(_Request(version, incarnation, digest), size)
 
     def withdraw(self) -> None:
-        """Return once nobody reads the buffer any more. Whoever still does after `timeout` seconds is cut off."""
+        """Return once nobody reads the buffer. Workers that still do after `timeout` seconds are cut off."""
         with self._changed:
             current, self._current = self._current, None
             if current is not None and not self._changed.wait_for(lambda: not current.readers, timeout=self._timeout):
                 current.withdrawn = True
-                logger.warning("{} workers have not read version {} in {:.0f} s: they are cut off", current.readers, current.version, self._timeout)  # fmt: skip
+                late = f"{current.readers} workers have not read version {current.key.version}"
+                logger.warning("{} in {:.0f} s: they are cut off", late, self._timeout)
 
     def close(self) -> None:
-        """Accept nobody any more. Connections end with the process."""
+        """Accept no more connections. Those that are open end with the process."""
         with self._changed:
             self._current, self._closed = None, True
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-
-    @contextmanager
-    def _reading(self, version: int, incarnation: int, digest: str) -> Iterator[_Published]:
-        with self._changed:
-            current = self._current
-            if current is None or (current.version, current.incarnation, current.hash) != (version, incarnation, digest):  # fmt: skip
-                held = "none" if current is None else f"version {current.version} of incarnation {current.incarnation}"
-                raise _Superseded(
-                    f"version {version} of incarnation {incarnation} is superseded: the trainer holds {held}"
-                )
-            current.readers += 1
-        try:
-            yield current
-        finally:
-            with self._changed:
-                current.readers -= 1
-                self._changed.notify_all()
+        _close(self._socket)
 
     def _accept(self) -> None:
         while True:  # bounded: it ends with the process, or when the socket is closed
@@ -262,8 +259,7 @@ class Publisher:
             threading.Thread(target=self._serve, args=(connection, address[0]), name="publish", daemon=True).start()
 
     def _serve(self, connection: socket.socket, address: str) -> None:
-        """Answer one worker until it goes or something fails. Other workers, and the trainer, are not concerned."""
-        channel: Channel | None = None
+        """Answer one worker until it leaves or something fails. Other workers and the trainer are not affected."""
         group: _NcclGroup | None = None
         try:
             channel = Channel(connection, self._timeout)
@@ -279,25 +275,22 @@ class Publisher:
                 self._answer(channel, group, backend, _request(channel.receive(wait=True)))
         except ExchangeError as error:
             logger.debug("publishing to {}: {}", address, error)
-        except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for one
+        except (OSError, RuntimeError) as error:  # torch's, of a GPU without memory for a group
             logger.warning("publishing to {}: {}", address, _brief(error))
         finally:
             if group is not None:
                 group.abort()
-            if channel is not None:
-                channel.close()
-            connection.close()
+            _close(connection)
 
     def _welcome(self, channel: Channel) -> str:
-        """Have the worker prove that it knows the token and choose a backend."""
+        """Have the worker prove that it knows the token, and choose a backend."""
         challenge, cuda = secrets.token_hex(16), self._buffer.is_cuda
         gpu = _uuid(self._buffer.device) if cuda else None
         offers = ["tcp", *(["nccl"] if cuda else []), *(["cuda-ipc"] if self._handle is not None else [])]
         channel.send(protocol=PROTOCOL, challenge=challenge, backends=offers, gpu=gpu)
         answer = channel.receive()
-        if not hmac.compare_digest(
-            str(answer.get("proof")).encode(errors="replace"), _proof(self._token, challenge).encode()
-        ):
+        proof = str(answer.get("proof")).encode(errors="replace")
+        if not hmac.compare_digest(proof, _proof(self._token, challenge).encode()):
             channel.send(error="the publisher does not know this token: another run's trainer listens there")
             raise ExchangeError("somebody asked for weights without knowing the token")
         if answer.get("backend") not in offers:
@@ -306,66 +299,74 @@ class Publisher:
 
     def _make_group(self, channel: Channel) -> "_NcclGroup":
         with self._changed:
-            if self._store is None:
-                self._store = _open_store(self._host, self._timeout)
+            if self._store is None:  # by which the two ranks of a group find each other
+                listening, limit = _listen(self._host, 0), timedelta(seconds=self._timeout)
+                port = int(listening.getsockname()[1])
+                store = dist.TCPStore(
+                    self._host, port, is_master=True, wait_for_workers=False, timeout=limit,
+                    master_listen_fd=listening.detach(),
+                )  # fmt: skip
+                self._store = store, port
             store, port = self._store
         name = secrets.token_hex(16)
         channel.send(store=[port, name])
         return _NcclGroup(channel, dist.PrefixStore(name, store), 0, self._buffer.device)
 
-    def _answer(self, channel: Channel, group: "_NcclGroup | None", backend: str, asked: tuple[int, int, str]) -> None:
-        try:
-            with self._reading(*asked) as current:
-                channel.send(size=current.size)
-                if backend == "cuda-ipc":
-                    channel.expect("read")
-                else:
-                    for block in self._buffer[: current.size].split(BLOCK_BYTES):
-                        _check(current)
-                        if group is not None:
-                            group.send(block)
-                        else:
-                            channel.send_bytes(block.cpu().numpy().data)
-                    if group is not None:
-                        group.flush()
-                _check(current)
-        except _Superseded as error:
-            channel.send(error=str(error))
+    def _answer(self, channel: Channel, group: "_NcclGroup | None", backend: str, asked: _Request) -> None:
+        with self._changed:
+            current = self._current
+            if current is not None and current.key == asked:
+                current.readers += 1
+        if current is None or current.key != asked:
+            held = "none" if current is None else current.key
+            channel.send(superseded=f"{asked} is superseded: the trainer holds {held}")
             return
+        try:
+            channel.send(size=current.size)
+            if backend == "cuda-ipc":
+                channel.expect("read")
+            else:
+                for block in self._buffer[: current.size].split(BLOCK_BYTES):
+                    current.check()
+                    if group is not None:
+                        group.send(block)
+                    else:
+                        channel.send_bytes(block.cpu().numpy().data)
+                if group is not None:
+                    group.flush()
+            current.check()
+        finally:
+            with self._changed:
+                current.readers -= 1
+                self._changed.notify_all()
         channel.send(done=True)
 
 
-class _Superseded(Exception):
-    """What was asked for is not given; the message goes to who asked."""
-
-
-def _check(published: _Published) -> None:
-    """Raise where the buffer may be written over: the worker, which may be in the middle of it, sees the end of the connection."""
-    if published.withdrawn:
-        raise ExchangeError(f"version {published.version} is superseded: its memory is needed for a newer one")
-
-
-def _request(message: Mapping[str, Any]) -> tuple[int, int, str]:
+def _request(message: Mapping[str, Any]) -> _Request:
     try:
-        return int(message["version"]), int(message["incarnation"]), str(message["hash"])
+        return _Request(int(message["version"]), int(message["incarnation"]), str(message["hash"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise ExchangeError(f"a worker asks for something else than a version ({error!r})") from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
 
 
 # ---- the server's side
 
 
 class _Connection:
-    """To a publisher, made ready for one backend."""
+    """A connection to a publisher, set up for one backend."""
 
     def __init__(self, address: PublisherAddress, buffer: Tensor) -> None:
         host, port = address.host, address.port
+        self.key = address, buffer.is_cuda
         try:
             self.channel = Channel(socket.create_connection((host, port), address.timeout), address.timeout)
         except OSError as error:
-            raise ExchangeError(
-                f"{socket.gethostname()} {UNREACHABLE} at {host}:{port} ({error.strerror or error})"
-            ) from error
+            why = error.strerror or error
+            raise ExchangeError(f"{socket.gethostname()} {UNREACHABLE} at {host}:{port} ({why})") from error
         self.group: _NcclGroup | None = None
         self.handle = ""
         try:
@@ -383,9 +384,7 @@ class _Connection:
                 self.group = _NcclGroup(self.channel, dist.PrefixStore(str(name), store), 1, buffer.device)
         except BaseException as error:
             self.close()
-            if isinstance(
-                error, RuntimeError | TypeError | ValueError
-            ):  # torch's own, of a store that cannot be reached
+            if isinstance(error, RuntimeError | TypeError | ValueError):  # torch's, if the store cannot be reached
                 raise ExchangeError(f"no group with the publisher at {host}:{port} ({_brief(error)})") from error
             raise
 
@@ -396,60 +395,52 @@ class _Connection:
 
 
 class Subscriber:
-    """Receives versions for one worker of a server. The connection is kept for the next version, while both sides live."""
+    """Receives versions for one worker of a server. The connection is kept for the next version."""
 
     def __init__(self) -> None:
-        self._kept: tuple[tuple[PublisherAddress, bool], _Connection] | None = None
+        self._connection: _Connection | None = None
 
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
-        """Fill `buffer` with a version.
+        """Fill `buffer` with a version and return the backend.
 
         Args:
-            buffer: uint8 [B] as `layout` has it, on a CPU or a GPU; written to by the current stream's device work and complete at return.
+            buffer: uint8 [B] laid out by `layout`, on a CPU or a GPU; written by work on the current stream, which is
+                complete at return.
             progress: Called between blocks; what it raises ends the transfer.
 
-        Returns:
-            The backend.
-
         Raises:
-            ExchangeError: the publisher has this version no more, is unreachable, refuses, or makes no progress within its deadline.
+            ExchangeError: the publisher holds another version, is unreachable, refuses, or misses its deadline.
         """
-        address = manifest.publisher
-        assert address is not None
-        connection = self._take(address, buffer)
+        connection = self._connect(manifest, buffer)
         try:
             connection.channel.send(version=manifest.version, incarnation=manifest.incarnation, hash=manifest.hash)
-            try:
-                size = connection.channel.expect("size")
-            except ExchangeError:
-                if (
-                    connection.channel.is_open()
-                ):  # it answered that it has another one: the connection is as good as before
-                    self._kept, connection = ((address, buffer.is_cuda), connection), None  # type: ignore[assignment]
-                raise
-            if size != buffer.numel():
-                raise ExchangeError(f"the publisher has {size} bytes of version {manifest.version}, not {buffer.numel()}")  # fmt: skip
-            self._fill(connection, buffer, progress)
-            connection.channel.expect("done")
+            answer = connection.channel.receive()
+            if "superseded" not in answer:
+                if (size := answer.get("size")) != buffer.numel():
+                    version = f"{size} bytes of version {manifest.version}"
+                    raise ExchangeError(f"the publisher has {version}, not {buffer.numel()}")
+                self._fill(connection, buffer, progress)
+                connection.channel.expect("done")
         except BaseException:
-            if connection is not None:
-                connection.close()
+            self.close()
             raise
-        self._kept = (address, buffer.is_cuda), connection
+        if "superseded" in answer:  # the connection is as good as before
+            raise ExchangeError(str(answer["superseded"]))
         return connection.backend
 
     def close(self) -> None:
-        if self._kept is not None:
-            self._kept[1].close()
-            self._kept = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _take(self, address: PublisherAddress, buffer: Tensor) -> _Connection:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            if kept[0] == (address, buffer.is_cuda) and kept[1].channel.is_open():
-                return kept[1]
-            kept[1].close()
-        return _Connection(address, buffer)
+    def _connect(self, manifest: WeightsManifest, buffer: Tensor) -> _Connection:
+        """The connection that is open, if it is to the same publisher and for the same kind of buffer, or a new one."""
+        assert manifest.publisher is not None
+        kept = self._connection
+        if kept is None or kept.key != (manifest.publisher, buffer.is_cuda) or not kept.channel.is_open():
+            self.close()
+            kept = self._connection = _Connection(manifest.publisher, buffer)
+        return kept
 
     def _fill(self, connection: _Connection, buffer: Tensor, progress: Callable[[], None]) -> None:
         if connection.backend == "cuda-ipc":
@@ -459,7 +450,8 @@ class Subscriber:
                 torch.cuda.current_stream(buffer.device).synchronize()
             connection.channel.send(read=True)
             return
-        host = None if connection.group is not None or not buffer.is_cuda else torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)  # fmt: skip
+        through_host = connection.group is None and buffer.is_cuda
+        host = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if through_host else None
         for block in buffer.split(BLOCK_BYTES):
             progress()
             if connection.group is not None:
@@ -474,7 +466,7 @@ class Subscriber:
 
 
 def _choose(hello: Mapping[str, Any], buffer: Tensor) -> str:
-    """The fastest backend for this buffer of those that the publisher offers. NCCL does not connect a GPU with itself."""
+    """The fastest of the offered backends for this buffer. NCCL does not connect a GPU with itself."""
     offers = hello.get("backends")
     offers = offers if isinstance(offers, list) else []
     if buffer.is_cuda:
@@ -490,7 +482,7 @@ def _choose(hello: Mapping[str, Any], buffer: Tensor) -> str:
 
 
 class _NcclGroup:
-    """A group of two ranks, on a stream of its own: rank 0 sends, rank 1 receives, so many blocks in the same order."""
+    """A group of two ranks on a stream of its own: rank 0 sends blocks, rank 1 receives them in the same order."""
 
     def __init__(self, channel: Channel, store: dist.Store, rank: int, device: torch.device) -> None:
         self._channel, self._rank, self._device = channel, rank, device
@@ -506,13 +498,13 @@ class _NcclGroup:
         self._begin(lambda: self._group.recv([block], 0, 0), block)  # bounded: `_finish`
 
     def flush(self) -> None:
-        """Wait until all blocks have gone, or come."""
+        """Wait until all blocks are transferred."""
         while self._under_way:
             self._finish(*self._under_way.popleft())
 
     def abort(self) -> None:
         self._aborted = True
-        with suppress(RuntimeError):  # whatever NCCL finds wrong with what is left
+        with suppress(RuntimeError):  # of unfinished blocks
             self._group.abort()
 
     def _begin(self, begin: Callable[[], dist.Work], block: Tensor) -> None:
@@ -527,7 +519,7 @@ class _NcclGroup:
             return work
 
         try:
-            # The first call meets the peer, and does not see it die: a thread that can be left behind makes it.
+            # The first call waits for the peer and does not notice its death: a thread that can be left makes it.
             work = run() if self._met else self._watched(run)
         except RuntimeError as error:
             raise ExchangeError(f"NCCL failed ({_brief(error)})") from error
@@ -549,7 +541,7 @@ class _NcclGroup:
         while thread.is_alive():
             thread.join(_WATCH_SECONDS)
             if thread.is_alive() and not self._channel.is_open():
-                raise ExchangeError("the other side has closed the connection")
+                raise ExchangeError(_CLOSED)
             if thread.is_alive() and time.monotonic() > until:
                 raise ExchangeError(f"the other side did not join the NCCL group within {self._channel.seconds:.0f} s")
         if isinstance(result[0], BaseException):
@@ -557,21 +549,21 @@ class _NcclGroup:
         return result[0]
 
     def _finish(self, work: dist.Work, block: Tensor) -> None:
-        """Wait for a block, which is kept until then."""
+        """Wait for a block, whose memory is kept until then."""
         until = time.monotonic() + self._channel.seconds
         while not work.is_completed():  # bounded: by `until`
             if time.monotonic() > until:
                 raise ExchangeError(f"the transfer made no progress for {self._channel.seconds:.0f} s")
             if not self._channel.is_open():
-                raise ExchangeError("the other side has closed the connection")
+                raise ExchangeError(_CLOSED)
             time.sleep(_POLL_SECONDS)
         try:
-            work.wait(timedelta(seconds=self._channel.seconds))  # done: it only says what NCCL found wrong
+            work.wait(timedelta(seconds=self._channel.seconds))  # done: raises what NCCL found wrong
         except RuntimeError as error:
             raise ExchangeError(f"the transfer failed within NCCL ({_brief(error)})") from error
 
 
-# NCCL's own watchdog would end the process, an engine or a training, for a peer that is gone: the deadlines here are what counts.
+# NCCL's own watchdog would end the process, an engine or a trainer, if a peer dies: the deadlines here replace it.
 _NCCL_ENVIRONMENT = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -596,39 +588,24 @@ def _nccl_group(store: dist.Store, rank: int, device: torch.device) -> Any:
                     os.environ[name] = value
 
 
-def _open_store(host: str, seconds: float) -> tuple[dist.TCPStore, int]:
-    """By which the two ranks of a group find each other, and its port."""
-    listening = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    port = int(listening.getsockname()[1])
-    store = dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=seconds), master_listen_fd=listening.detach()
-    )  # fmt: skip
-    return store, port
-
-
 def _brief(error: BaseException) -> str:
-    """The first line of what torch says, without where in its own source that is."""
+    """The first line of torch's message, without the place in its own source."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line.partition("] ")[2] if line.startswith("[") and "] " in line else line
 
 
 # ---- CUDA IPC
 
-_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE; the bindings show a handle by its address only
-_GRANULE = (
-    2 << 20
-)  # bytes that the driver hands out at least: a smaller buffer would be shared with what lies beside it
-_ipc_failed: list[str] = []  # why this process cannot open memory of other processes: it is not tried again
+_HANDLE_BYTES = 64  # CUDA_IPC_HANDLE_SIZE; the bindings give a handle's address only
+_GRANULE = 2 << 20  # bytes that the driver allocates at least: a smaller buffer would be shared with others beside it
+_ipc_failed: list[str] = []  # why this process cannot open memory of other processes: it does not try again
 
 
 def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
-    """A buffer on a GPU, and the handle by which processes on the same GPU open it. It lives as long as the process.
+    """A buffer on a GPU, for as long as the process lives, and the handle that opens it in others on the same GPU.
 
-    The memory comes from the driver by itself: what torch's allocator gives out, in segments that can grow, cannot be shared. Where the driver does
-    not share (some containers), the handle is None.
-
-    Raises:
-        torch.OutOfMemoryError: the GPU has no room for it.
+    The driver allocates the memory: segments of torch's allocator, which can grow, cannot be shared. If the driver does
+    not share memory (in some containers), the handle is None.
     """
     from cuda.bindings import runtime  # comes with torch for GPUs
 
@@ -644,11 +621,7 @@ def shared_buffer(size: int, device: torch.device) -> tuple[Tensor, str | None]:
 
 @contextmanager
 def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
-    """The bytes that another process on this GPU shares. Not longer than needed: an open mapping outlives a trainer that has died.
-
-    Raises:
-        ExchangeError: they cannot be opened.
-    """
+    """Memory that another process on this GPU shares. It is unmapped at once: a mapping outlives a dead trainer."""
     from cuda.bindings import runtime
 
     try:
@@ -663,7 +636,9 @@ def opened(handle: str, size: int, device: torch.device) -> Iterator[Tensor]:
         failed, address = runtime.cudaIpcOpenMemHandle(native, runtime.cudaIpcMemLazyEnablePeerAccess)
     if failed:
         _ipc_failed.append(str(failed.name))
-        raise ExchangeError(f"the trainer's memory on this GPU cannot be opened ({failed.name}): weights come by TCP from now on")  # fmt: skip
+        raise ExchangeError(
+            f"the trainer's memory on this GPU cannot be opened ({failed.name}): weights come by TCP from now on"
+        )
     try:
         yield _tensor(int(address), size, device)
     finally:
@@ -677,7 +652,7 @@ def _uuid(device: torch.device) -> str:
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """For the bindings, which have an idea of their own of what the device is, beside torch's."""
+    """Make a device the current one of torch and of the bindings, which keep one each."""
     from cuda.bindings import runtime
 
     with torch.cuda.device(device):
@@ -686,7 +661,7 @@ def _on(device: torch.device) -> Iterator[None]:
 
 
 class _Bytes:
-    """What `torch.as_tensor` makes a tensor of, in place."""
+    """Memory that `torch.as_tensor` makes a tensor of, in place."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 2}

@@ -109,12 +109,13 @@ def check_room(root: Path, versions: int, version_bytes: int, arithmetic: str, a
         )
 
 
-def open_tmpfs(root: Path, output_dir: Path) -> None:
-    """Make the run's directory if it is not there.
+def open_tmpfs(root: Path, output_dir: Path, used: Collection[str]) -> None:
+    """Make the run's directory if it is not there, and remove what a dead trainer left: versions that are half-written, or not in `used`.
 
     Raises:
         UserError: it cannot be made, or is another user's.
     """
+    note_tmpfs(root, output_dir)
     with disk_errors(root):
         root.mkdir(mode=0o755, exist_ok=True)
     if root.is_symlink() or root.stat().st_uid != os.geteuid():
@@ -124,21 +125,17 @@ def open_tmpfs(root: Path, output_dir: Path) -> None:
             logger.warning(
                 "{} holds weights of an earlier run in {}: remove it unless that is at work", other, output_dir
             )
+    clean_stages(root)
+    for step in list_steps(root):
+        directory = root / f"step_{step}"
+        if str(directory) not in used:
+            prune(directory)
 
 
 def note_tmpfs(root: Path, output_dir: Path) -> None:
     """Leave word in the run directory of where in memory it has its place: before there is a version that says so."""
     with disk_errors(output_dir):
         write_atomically(output_dir / "weights" / NOTE, json.dumps({"root": str(root)}).encode())
-
-
-def clean_tmpfs(root: Path, used: Collection[str]) -> None:
-    """Remove what a dead trainer left in the run's directory: half-written versions, and those that no manifest names."""
-    clean_stages(root)
-    for step in list_steps(root):
-        directory = root / f"step_{step}"
-        if str(directory) not in used:
-            prune(directory)
 
 
 def remove_in_tmpfs(memory: InTmpfs | None, output_dir: Path, run: str | None) -> None:

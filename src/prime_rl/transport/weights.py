@@ -1,45 +1,35 @@
-"""Committed policy versions, from the trainer to the servers: `weights/step_v` is version v.
+"""Manifests and files of policy versions: `weights/step_v` is version v.
 
-A version is durable, a Hugging Face directory with xxh3-128 of every tensor (`tensor_hash.py`) in its manifest; or it is published from the trainer's
-memory (`exchange.py`), and the manifest, with a checksum of every tensor, is all there is on disk. One hash over those identifies the version wherever
-it is served. Version 0 is the base model: a manifest with its hashes and its path, no copy. Nothing here needs torch: a safetensors file is a header and
-byte ranges.
+A durable version is a Hugging Face directory whose manifest holds a hash of every tensor (`of_chunks`). A version that
+is published from the trainer's memory (`exchange.py`) is a manifest with a checksum of every tensor. One hash over
+all tensors identifies a version wherever it is served. Version 0 is the base model: a manifest with its hashes and its
+path. Nothing here imports torch.
 """
 
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import xxhash
 
 from prime_rl import faults
-from prime_rl.transport import tensor_hash
+from prime_rl.transport import commit
 from prime_rl.transport.canary import Canary, read_canary
-from prime_rl.transport.commit import (
-    CommitError,
-    Manifest,
-    disk_errors,
-    hash_file,
-    list_steps,
-    open_file,
-    read_manifest,
-    replace_manifest,
-    stage,
-    subject_of,
-    sync,
-    verify,
-)
-from prime_rl.transport.tensor_hash import chunks, of_chunks
+from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, open_file, read_manifest
 from prime_rl.transport.tmpfs import InTmpfs, check_tmpfs, read_in_tmpfs
 
 INDEX = "model.safetensors.index.json"  # where there are several files: which holds which tensor
+ASIDE = ".durable"  # files of a version that is being made durable
+HASH_CHUNK_BYTES = 8 << 20  # part of every manifest: other chunks give other hashes
 _BLOCK = 1 << 24  # bytes read at once
-_HEADER_BYTES = 100_000_000  # of a safetensors file, at most: as its own library has it
+_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers, too
 
 
 @dataclass(frozen=True)
@@ -47,8 +37,8 @@ class TensorEntry:
     """One tensor of a version: its safetensors dtype ("F32", "BF16", …) and shape.
 
     Attributes:
-        file: Where it lies, with the `xxh3` of its bytes; both are empty while it is in no file.
-        checksum: Of a version that was published from memory (`checksum.py`), for good; else empty.
+        file: The file that holds it, and `xxh3` the hash of its bytes; both are empty while no file does.
+        checksum: Of versions that were published from memory (`checksum.py`), also once they are durable; else empty.
     """
 
     file: str
@@ -59,15 +49,15 @@ class TensorEntry:
 
 
 UNREACHABLE = "does not reach the trainer's publisher"
-"""In what a server says of an address that it cannot connect to: then files may help (`lives.ask_for_files`)."""
+"""Part of a server's error when it cannot connect: files may help then (`lives.ask_for_files`)."""
 
 
 @dataclass(frozen=True)
 class PublisherAddress:
-    """Where workers get a version from the trainer's memory (`exchange.Publisher`).
+    """Where workers receive a version from the trainer's memory (`exchange.Publisher`).
 
     Attributes:
-        timeout: Seconds without progress after which either side gives a transfer up.
+        timeout: Seconds without progress after which either side ends a transfer.
         fallback: Servers that cannot reach it may ask for files (`transport = "auto"`, see `ask_for_files`).
     """
 
@@ -84,9 +74,9 @@ class WeightsManifest:
 
     Attributes:
         base: The model directory that holds the tensors (version 0), else None.
-        canary: None where the trainer scored none.
-        tmpfs: Where in its host's memory the files lie; None where they are on a disk, or nowhere.
-        publisher: Who holds the tensors that are in no file; None where files hold them.
+        canary: None if the trainer scored none.
+        tmpfs: The tmpfs directory that holds the files; None if none does.
+        publisher: The publisher that holds the tensors; None if files hold them.
     """
 
     version: int
@@ -108,13 +98,19 @@ class WeightsManifest:
 
 
 def version_dir(root: Path, version: int) -> Path:
-    """The final place of `version` under the weights root."""
+    """The directory of a version under the weights root."""
     return root / f"step_{version}"
 
 
-def newest(root: Path) -> int | None:
-    """The newest committed version under `root`, or None."""
-    return max(list_steps(root), default=None)
+def chunks(size: int) -> list[tuple[int, int]]:
+    """The start and end of every chunk of a tensor of so many bytes, which threads may hash side by side."""
+    starts = range(0, max(size, 1), HASH_CHUNK_BYTES)
+    return [(start, min(start + HASH_CHUNK_BYTES, size)) for start in starts]
+
+
+def of_chunks(digests: Sequence[bytes]) -> str:
+    """The hash of a tensor, in hex: its xxh3-128 or, if it has several chunks, that of their hashes in order."""
+    return (digests[0] if len(digests) == 1 else xxhash.xxh3_128_digest(b"".join(digests))).hex()
 
 
 def version_hash(tensors: Mapping[str, TensorEntry]) -> str:
@@ -135,36 +131,29 @@ def manifest_extra(
     canary: Canary | None = None,
     publisher: PublisherAddress | None = None,
 ) -> dict[str, Any]:
-    """What a writer of weights puts into the manifest's `extra`."""
-    scored = {} if canary is None else {"canary": canary.as_extra()}
-    published = {} if publisher is None else {"publisher": asdict(publisher)}
+    """The `extra` of a version's manifest."""
     return {
-        **scored,
-        **published,
+        **({} if canary is None else {"canary": canary.as_extra()}),
+        **({} if publisher is None else {"publisher": asdict(publisher)}),
         "version": version,
         "incarnation": incarnation,
         "hash": version_hash(tensors),
-        "hash_chunk": tensor_hash.CHUNK_BYTES,
+        "hash_chunk": HASH_CHUNK_BYTES,
         "tensors": {name: vars(entry) for name, entry in tensors.items()},
         "base": base,
     }
 
 
 def weights_manifest(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
-    """A committed version's identity, without touching its tensors. `committed` is its manifest where that was read already.
+    """Read a committed version's identity, without its tensors. `committed` is its manifest, if it was read already.
 
-    Raises:
-        CommitError: the directory is not a committed version, or one that another release wrote in a way that this one cannot read.
+    Raises CommitError if it is not a committed version, or another release wrote it in a way this one cannot read.
     """
     extra = (committed or read_manifest(directory)).extra
-    changes = extra.get("delta")
-    if ("tensors" in extra and extra.get("hash_chunk") != tensor_hash.CHUNK_BYTES) or (
-        isinstance(changes, Mapping) and changes.get("version") is not None
-    ):
-        raise CommitError(
-            f"{directory} was written by another release of prime-rl, in a way that this one does not read: go on with that one"
-        )
     try:
+        other_hashes = "tensors" in extra and extra.get("hash_chunk") != HASH_CHUNK_BYTES
+        if other_hashes or (extra.get("delta") or {}).get("version") is not None:
+            raise CommitError(f"{directory} was written by another release of prime-rl, which this one cannot read")
         tensors = {name: TensorEntry(**entry) for name, entry in extra["tensors"].items()}
         published = extra.get("publisher", extra.get("sender"))
         return WeightsManifest(
@@ -183,11 +172,7 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
 
 
 def verify_weights(directory: Path) -> WeightsManifest:
-    """Hash every tensor of a durable version again and compare.
-
-    Raises:
-        CommitError: naming the first tensor or file that differs, is missing or is not listed.
-    """
+    """Hash every tensor of a durable version again. Raises CommitError naming the first one or file that differs."""
     manifest = verify_small_files(directory)
     if manifest.publisher is not None:
         raise CommitError(never_written(directory))
@@ -196,194 +181,85 @@ def verify_weights(directory: Path) -> WeightsManifest:
 
 
 def never_written(directory: Path) -> str:
-    """Says why a committed version has no files: to whoever looks for them."""
-    return f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never written (trainer.weights.transport memory)"
-
-
-def without_tensors(directory: Path) -> str:
-    """Says of a directory, which may be any, why no tensors are found there."""
-    try:
-        published = weights_manifest(directory).publisher is not None
-    except CommitError:
-        published = False
+    """The message for a version that was published from memory and has no files."""
     return (
-        never_written(directory)
-        if published
-        else f"{directory} holds no safetensors files (older formats are to be converted)"
+        f"{directory} holds no tensors: they went to the servers from the trainer's memory and were never written "
+        "(trainer.weights.transport memory)"
     )
 
 
-def verify_small_files(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
-    """Check all of a committed version but its tensors' bytes: the sizes of all files, and the hashes of those that hold no tensors. `committed` is its
-    manifest where that was read already.
+def without_tensors(directory: Path) -> str:
+    """The message for any directory without safetensors files."""
+    with suppress(CommitError):
+        if weights_manifest(directory).publisher is not None:
+            return never_written(directory)
+    return f"{directory} holds no safetensors files (older formats are to be converted)"
 
-    Raises:
-        CommitError: naming the first file that differs, is missing or is not listed.
+
+def verify_small_files(directory: Path, committed: Manifest | None = None) -> WeightsManifest:
+    """Check the sizes of all files of a committed version, and the hashes of those that hold no tensors.
+
+    Raises CommitError naming the first file that differs or is missing. `committed` is as for `weights_manifest`.
     """
     committed = committed or read_manifest(directory)
     manifest = weights_manifest(directory, committed)
     if manifest.tmpfs is not None:
         check_tmpfs(directory, manifest.tmpfs)
-        verify(manifest.files, hashes=False)
+        commit.verify(manifest.files, hashes=False)
     tensor_files = {entry.file for entry in manifest.tensors.values()}
-    for name, expected in verify(directory, hashes=False, manifest=committed).files.items():
+    for name, expected in commit.verify(directory, hashes=False, manifest=committed).files.items():
         if name not in tensor_files and hash_file(directory / name) != expected["xxh3"]:
             raise CommitError(f"{directory / name} has other bytes than the manifest's hash says")
     return manifest
 
 
-def _nothing() -> None:
-    pass
-
-
 def check_tensors(manifest: WeightsManifest, found: Mapping[str, TensorEntry]) -> None:
-    """Compare the tensors that a version's files hold with those that its manifest describes.
-
-    Raises:
-        CommitError: naming the first tensor that differs, is missing or is not listed.
-    """
+    """Raise CommitError naming the first tensor in a version's files that is not the one in its manifest."""
     for name in sorted(manifest.tensors.keys() | found.keys()):
         wanted, entry = manifest.tensors.get(name), found.get(name)
         if wanted is None or entry is None or replace(wanted, checksum="") != replace(entry, checksum=""):
-            raise CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
+            raise other_tensor(manifest, name)
     check_hash(manifest)
 
 
+def other_tensor(manifest: WeightsManifest, name: str) -> CommitError:
+    """The error for a tensor that is missing, not listed, or has other bytes, another type or another shape."""
+    return CommitError(f"{manifest.directory}: tensor {name} is not the one its manifest describes")
+
+
 def check_hash(manifest: WeightsManifest) -> None:
-    """Raise CommitError where a manifest's hash is not that of the tensors it lists."""
+    """Raise CommitError unless a manifest's hash is that of the tensors it lists."""
     if version_hash(manifest.tensors) != manifest.hash:
         raise CommitError(f"{manifest.directory}: the manifest's hash does not follow from its tensors")
 
 
-def hash_directory(directory: Path, go_on: Callable[[], None] = _nothing) -> dict[str, TensorEntry]:
-    """Hash every tensor of a model directory's safetensors files. `go_on` is called between two blocks, and may raise.
+def hash_directory(directory: Path, progress: Callable[[], None] = lambda: None) -> dict[str, TensorEntry]:
+    """Hash every tensor of a model directory. Raises CommitError if it has no safetensors files, or a malformed one.
 
-    Raises:
-        CommitError: there are none, or one is truncated or malformed.
+    `progress` is called between two blocks; what it raises ends the reading.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         raise CommitError(without_tensors(directory))
-    tensors: dict[str, TensorEntry] = {}
-    for file in files:
-        tensors |= hash_tensors(file, go_on)
-    return tensors
+    return {name: entry for file in files for name, entry in hash_tensors(file, progress).items()}
 
 
-def hash_tensors(file: Path, go_on: Callable[[], None] = _nothing) -> dict[str, TensorEntry]:
-    """The hash of each tensor in one safetensors file.
-
-    Raises:
-        CommitError: the file is truncated or malformed.
-    """
-    header, start = read_header(file)
-    tensors = {}
+def hash_tensors(file: Path, progress: Callable[[], None] = lambda: None) -> dict[str, TensorEntry]:
+    """Hash every tensor of one safetensors file, as `hash_directory`."""
     with open_file(file) as data:
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            tensors[name] = TensorEntry(
-                file.name, entry["dtype"], entry["shape"], _hash_range(data, start + first, last - first, file, go_on)
-            )
-    return tensors
-
-
-def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """A safetensors file's entries by tensor name, and the offset of its data in bytes.
-
-    Raises:
-        CommitError: the file is truncated or malformed.
-    """
-    try:
-        with open_file(file) as data:
-            size = os.fstat(data.fileno()).st_size
-            (length,) = struct.unpack("<Q", data.read(8))
-            if length > size - 8:
-                raise CommitError(f"{file} is truncated: its header alone is longer than the file")
-            if length > _HEADER_BYTES:
-                raise CommitError(
-                    f"{file} is not a safetensors file: its header is longer than {_HEADER_BYTES:,} bytes"
-                )
-            header = json.loads(data.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CommitError(f"{file} is not a safetensors file: {error}") from error
-    if 8 + length + end > size:
-        raise CommitError(f"{file} is truncated: {size} bytes of {8 + length + end}")
-    return header, 8 + length
-
-
-def write_base_version(root: Path, model: Path, canary: Canary | None = None) -> WeightsManifest:
-    """Commit version 0, the base model at `model`, unless it is committed already.
-
-    Raises:
-        CommitError: version 0 stands there for another base model.
-    """
-    directory = version_dir(root, 0)
-    tensors = hash_directory(model)
-    extra = manifest_extra(0, 0, tensors, str(model.resolve()), canary)
-    if 0 in list_steps(root):
-        existing = weights_manifest(directory)
-        if existing.hash != extra["hash"]:
-            raise CommitError(f"{directory} belongs to another base model ({existing.base}), not to {model}")
-        return existing
-    with stage(directory, step=0, producer="trainer", extra=extra):
-        pass
-    return weights_manifest(directory)
-
-
-ASIDE = ".durable"
-
-
-def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
-    """Bring the tensors of a committed version into its own directory, where they lie in a tmpfs or in the trainer's memory. Only the trainer does so.
-
-    Until the manifest is replaced, last, the version is what it was, and so is its hash afterwards. Readers that have read the old manifest of one in
-    tmpfs find nothing at its place once that is removed, and try again.
-
-    Args:
-        write: Writes the safetensors files, and their index where there are several, into a directory.
-
-    Raises:
-        CommitError: what was written is not what the manifest says.
-        UserError: the disk is full; the version is what it was.
-    """
-    manifest = weights_manifest(directory)
-    aside = directory / ASIDE
-    with disk_errors(directory, "the version is in no file" if manifest.publisher else "the version stays in memory"):
-        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
-        aside.mkdir()
-        try:
-            write(aside)
-            found = hash_directory(aside)
-            if manifest.publisher is None:
-                check_tensors(manifest, found)
-            for path in aside.iterdir():
-                sync(path)
-            faults.point(f"lasting:{subject_of(directory)}")
-            known = read_manifest(directory)
-            files = dict(known.files)
-            for path in sorted(aside.iterdir()):
-                files[path.name] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
-                os.rename(path, directory / path.name)
-            sync(directory)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-        tensors = {
-            name: vars(replace(found[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
+        return {
+            name: replace(stored.entry, xxh3=_hash_range(data, stored, file, progress))
+            for name, stored in read_header(file).items()
         }
-        kept = {key: value for key, value in known.extra.items() if key not in ("tmpfs", "memory", "publisher")}
-        replace_manifest(directory, files, kept | {"tensors": tensors})
-    faults.point(f"lasts:{subject_of(directory)}")
 
 
-def _hash_range(data: Any, offset: int, count: int, file: Path, go_on: Callable[[], None]) -> str:
-    data.seek(offset)
+def _hash_range(data: BinaryIO, stored: "TensorRange", file: Path, progress: Callable[[], None]) -> str:
+    data.seek(stored.start)
     digests = []
-    for start, end in chunks(count):
-        digest, left = xxhash.xxh3_128(), end - start
+    for start, stop in chunks(stored.stop - stored.start):
+        digest, left = xxhash.xxh3_128(), stop - start
         while left:
-            go_on()
+            progress()
             block = data.read(min(left, _BLOCK))
             if not block:
                 raise CommitError(f"{file} ended while it was read")
@@ -391,3 +267,92 @@ def _hash_range(data: Any, offset: int, count: int, file: Path, go_on: Callable[
             left -= len(block)
         digests.append(digest.digest())
     return of_chunks(digests)
+
+
+class TensorRange(NamedTuple):
+    """A tensor in a safetensors file, without its hash: bytes `start` to `stop` of the file."""
+
+    entry: TensorEntry
+    start: int
+    stop: int
+
+
+def read_header(file: Path) -> dict[str, TensorRange]:
+    """The tensors in a safetensors file, by name. Raises CommitError if it is truncated or malformed."""
+    try:
+        with open_file(file) as data:
+            size = os.fstat(data.fileno()).st_size
+            (length,) = struct.unpack("<Q", data.read(8))
+            if length > size - 8:
+                raise CommitError(f"{file} is truncated: its header alone is longer than the file")
+            if length > _HEADER_BYTES:
+                raise ValueError(f"its header is longer than {_HEADER_BYTES:,} bytes")
+            header = json.loads(data.read(length))
+        header.pop("__metadata__", None)
+        stored = {}
+        for name, described in header.items():
+            start, stop = described["data_offsets"]
+            entry = TensorEntry(file.name, described["dtype"], described["shape"], "")
+            stored[name] = TensorRange(entry, 8 + length + start, 8 + length + stop)
+        ranges = sorted((tensor.start, tensor.stop) for tensor in stored.values())
+        if any(start < stop for (_, stop), (start, _) in pairwise([(0, 8 + length), *ranges])):
+            raise ValueError("tensors overlap")
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CommitError(f"{file} is not a safetensors file: {error}") from error
+    if ranges and ranges[-1][1] > size:
+        raise CommitError(f"{file} is truncated: {size} bytes of {ranges[-1][1]}")
+    return stored
+
+
+def write_base_version(root: Path, model: Path, canary: Canary | None = None) -> WeightsManifest:
+    """Commit version 0, the base model at `model`, unless it is. Raises CommitError if another base model is."""
+    directory = version_dir(root, 0)
+    tensors = hash_directory(model)
+    extra = manifest_extra(0, 0, tensors, str(model.resolve()), canary)
+    if 0 in commit.list_steps(root):
+        existing = weights_manifest(directory)
+        if existing.hash != extra["hash"]:
+            raise CommitError(f"{directory} belongs to another base model ({existing.base}), not to {model}")
+        return existing
+    with commit.stage(directory, step=0, producer="trainer", extra=extra):
+        pass
+    return weights_manifest(directory)
+
+
+def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
+    """Bring a committed version's tensors into its own directory, from tmpfs or memory. Only the trainer does so.
+
+    The manifest is replaced last; until then the version is what it was. Its hash does not change. A reader that has
+    read the old manifest of a version in tmpfs finds nothing there once that is removed, and tries again.
+
+    Args:
+        write: Writes the safetensors files, and their index if there are several, into a directory. CommitError is
+            raised if these do not hold the tensors of the manifest.
+    """
+    committed = read_manifest(directory)
+    manifest = weights_manifest(directory, committed)
+    aside = directory / ASIDE
+    with disk_errors(directory, "the version is in no file" if manifest.publisher else "the version stays in memory"):
+        shutil.rmtree(aside, ignore_errors=True)  # left by a trainer that was killed
+        aside.mkdir()
+        try:
+            write(aside)
+            found = hash_directory(aside)
+            if manifest.publisher is None:
+                check_tensors(manifest, found)
+            for path in aside.iterdir():
+                commit.sync(path)
+            faults.point(f"lasting:{commit.subject_of(directory)}")
+            files = dict(committed.files)
+            for path in sorted(aside.iterdir()):
+                files[path.name] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
+                os.rename(path, directory / path.name)
+            commit.sync(directory)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        tensors = {
+            name: vars(replace(found[name], checksum=entry.checksum)) for name, entry in manifest.tensors.items()
+        }
+        extra = {key: value for key, value in committed.extra.items() if key not in ("tmpfs", "memory", "publisher")}
+        commit.replace_manifest(directory, files, extra | {"tensors": tensors})
+    faults.point(f"lasts:{commit.subject_of(directory)}")

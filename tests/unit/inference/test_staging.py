@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -16,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prime_rl.inference import staging
-from prime_rl.inference.staging import Staging, stored_tensors
-from prime_rl.transport import tensor_hash
+from prime_rl.inference.staging import Staging
+from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber, layout
-from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import TensorEntry, hash_directory, manifest_extra, version_dir, weights_manifest
 from prime_rl.wait import wait
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ FILES = {
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors are read and hashed in several chunks, of which the last is smaller."""
-    monkeypatch.setattr(tensor_hash, "CHUNK_BYTES", 30_000)
+    monkeypatch.setattr(weights, "HASH_CHUNK_BYTES", 30_000)
 
 
 def commit(root: Path, version: int = 1, shift: int = 0) -> Path:
@@ -202,15 +203,23 @@ def _write(path: Path, header: dict[str, Any], size: int) -> None:
     ("header", "says"),
     [
         ({"a": {"dtype": "F4", "shape": [4], "data_offsets": [0, 2]}}, "type F4"),
-        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}, "shape"),
-        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": {"dtype": "U8", "shape": [4], "data_offsets": [3, 7]}}, "overlaps"),
+        ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}}, "tensor a is not the one"),
+        ({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}, "b": {"dtype": "U8", "shape": [4], "data_offsets": [3, 7]}}, "tensors overlap"),
     ],
 )  # fmt: skip
 def test_files_that_make_no_sense(tmp_path: Path, header: dict[str, Any], says: str) -> None:
-    """Contract: a header that describes what cannot be loaded is refused before anything is read."""
-    _write(tmp_path / "model.safetensors", header, 16)
+    """Contract: a header that describes what cannot be loaded is refused before anything is read, though the manifest says the same."""
+    directory = version_dir(tmp_path, 1)
+    entries = {
+        name: TensorEntry("model.safetensors", each["dtype"], each["shape"], "") for name, each in header.items()
+    }
+    with stage(directory, step=1, producer="trainer", extra=manifest_extra(1, 0, entries)) as tmp:
+        _write(tmp / "model.safetensors", header, 16)
+    read = begin(directory)
     with pytest.raises(CommitError, match=says):
-        stored_tensors(tmp_path)
+        read.wait(SECONDS)
+    assert read.answer() == {"state": "failed", "why": ANY, "retry": False}
+    assert read._blocks == 0
 
 
 def test_a_tensor_that_lies_askew(tmp_path: Path) -> None:

@@ -8,13 +8,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +22,6 @@ from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.weight_copy import RowCopies
-from prime_rl.trainer.weight_files import Range, joined
 from prime_rl.trainer.weight_publisher import Tmpfs, WeightPublisher, export_dtype, write_version
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.lives import drop_lease, write_lease
@@ -49,23 +45,6 @@ def export(
     """Commit the policy's weights, all in this thread."""
     copies = RowCopies(policy, world, dtype)
     write_version(copies, copies.copy(), source, world, final, version=version, incarnation=incarnation)
-
-
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 50))
-def test_ranges_are_joined_where_they_lie_side_by_side(sizes: list[int], gap_every: int) -> None:
-    """Joined or not, the same bytes of the buffer belong at the same places of the file."""
-    ranges, at, offset = [], 0, 7
-    for index, size in enumerate(sizes):
-        offset += 3 if index % gap_every == 0 else 0
-        ranges.append(Range(at, at + size, offset))
-        at, offset = at + size, offset + size
-
-    def places(given: list[Range]) -> list[tuple[int, int]]:
-        return [(start + i, offset + i) for start, end, offset in given for i in range(end - start)]
-
-    found = joined(ranges)
-    assert places(found) == places(ranges)
-    assert len(found) <= -(-len(sizes) // gap_every)
 
 
 def test_large_weights_lie_in_several_files_written_at_once(
@@ -163,7 +142,7 @@ def tmpfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tmpfs")
 
 
-@pytest.fixture(params=["one buffer", "two", "tmpfs"])
+@pytest.fixture(params=["disk", "tmpfs"])
 def versions(
     request: pytest.FixtureRequest,
     world: World,
@@ -171,11 +150,8 @@ def versions(
     tied_model: Path,
     tmp_path: Path,
     tmpfs: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Callable[[], WeightPublisher]]:
-    """One life of a trainer each call, all on the same run directory; `two`: as beside a GPU. However versions get to those who read them, the
-    same holds."""
-    monkeypatch.setattr(RowCopies, "affords_two", lambda _: request.param == "two")
+    """One life of a trainer each call, all on the same run directory. However versions get to those who read them, the same holds."""
     policy, source = make_policy(tied_model), find_model(str(tied_model))
     made = []
     place = Tmpfs(tmpfs, 9, "of this test") if request.param == "tmpfs" else None
@@ -187,11 +163,6 @@ def versions(
     yield make
     for life in made:
         life.close()
-
-
-def buffers(life: WeightPublisher) -> int:
-    assert isinstance(life._copies, RowCopies)
-    return life._copies.count
 
 
 def test_life_and_resume(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
@@ -257,30 +228,24 @@ def test_prune(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
 
 
 def test_weights_may_change_meanwhile(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
-    """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written; as many versions are under way as
-    there are buffers."""
+    """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written."""
     life = versions()
     life.open(0)
-    parameter = life._copies.tensors[0].parameter
-    assert buffers(life) in (1, 2)
-    name, at_the_time = life._copies.tensors[0].name, {}
-    go_on, under_way = threading.Event(), range(1, buffers(life) + 1)
-    for version in under_way:
-        at_the_time[version] = parameter.full_tensor().detach().clone()
-        life.publish(version, lambda: go_on.wait(10))
-        with torch.no_grad():
-            parameter.to_local().add_(1.0)
+    parameter, name = life._copies.tensors[0].parameter, life._copies.tensors[0].name
+    go_on = threading.Event()
+    at_the_time = parameter.full_tensor().detach().clone()
+    life.publish(1, lambda: go_on.wait(10))
+    with torch.no_grad():
+        parameter.to_local().add_(1.0)
     assert list_steps(tmp_path / "weights") == [0]
     go_on.set()
     life.settle()
-    for version in under_way:
-        directory = tmp_path / "weights" / f"step_{version}"
-        files = verify_weights(directory).files
-        assert torch.equal(load_file(files / "model.safetensors")[name], at_the_time[version])
+    files = verify_weights(tmp_path / "weights" / "step_1").files
+    assert torch.equal(load_file(files / "model.safetensors")[name], at_the_time)
 
 
 def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
-    """A version that its check refuses is not committed, and none after it, until a call has said why."""
+    """A version that its check refuses is not committed, nor the next one, whose call says why."""
     told: list[int] = []
     life = versions()
     life._on_committed = lambda version, times: told.append(version)
@@ -290,8 +255,6 @@ def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_pa
         raise UserError("not finite")
 
     life.publish(1, refuse)
-    if buffers(life) == 2:
-        life.publish(2)
     with pytest.raises(UserError, match="not finite"):
         life.publish(3)
     life.settle()
@@ -303,17 +266,17 @@ def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_pa
 
 
 def test_every_version_has_the_time_out_for_itself(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
-    """What is under way together may take longer than one may; what was committed is told, though the next one failed."""
+    """Versions that follow each other may take longer than one may; what was committed is told, though the next one failed."""
     told: list[int] = []
     life = versions()
     life._on_committed = lambda version, times: told.append(version)
     life.open(0)
     life.settle()
     life._timeout = 5.0
-    for version in range(1, buffers(life) + 1):
+    for version in (1, 2):
         life.publish(version, lambda: time.sleep(3))
     life.settle()
-    assert told == [*range(1, buffers(life) + 1)]
+    assert told == [1, 2]
 
     def refuse() -> None:
         raise UserError("not finite")
@@ -325,47 +288,18 @@ def test_every_version_has_the_time_out_for_itself(versions: Callable[[], Weight
     assert told[-1] == 5
 
 
-def test_a_failed_copy_takes_no_buffer(
-    versions: Callable[[], WeightPublisher], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next one goes where nothing is read from."""
-    life = versions()
-    life.open(0)
-    life.settle()
-    first = life._copies.copy().buffer
-    with monkeypatch.context() as patch:
-        patch.setattr(RowCopies, "_local", lambda *_: [].pop())
-        with pytest.raises(IndexError):
-            life._copies.copy()
-    assert life._copies.copy().buffer == (first + 1) % buffers(life)
-
-
 def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
     life = versions()
     life.open(0)
     life.settle()
-    go_on, under_way = threading.Event(), range(1, buffers(life) + 1)
-    for version in under_way:
-        life.publish(version, lambda: go_on.wait(10))
+    go_on = threading.Event()
+    life.publish(1, lambda: go_on.wait(10))
     life._timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no weights/step_1 from the thread that commits it"):
-            life.publish(under_way.stop)
+            life.publish(2)
     go_on.set()
     life._timeout = 60
     life.settle()
-    assert list_steps(tmp_path / "weights") == [0, *under_way]
-
-
-def test_a_second_buffer_only_where_memory_is_plentiful(
-    world: World, make_policy: Callable[..., Policy], tied_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A host that has little is left what it has."""
-    copies = RowCopies(make_policy(tied_model), world, torch.float32)
-    copies.world = replace(world, device=torch.device("cuda"))
-    both = 2 * copies.file_bytes
-    monkeypatch.setattr("prime_rl.trainer.weight_copy.available_bytes", lambda: 4 * both - 1)
-    assert not copies.affords_two()
-    monkeypatch.setattr("prime_rl.trainer.weight_copy.available_bytes", lambda: 4 * both)
-    assert copies.affords_two()
+    assert list_steps(tmp_path / "weights") == [0, 1]

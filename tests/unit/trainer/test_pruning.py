@@ -112,7 +112,7 @@ def test_a_failure_is_heard(
         context.setattr(weight_publisher, "prune", failing)
         prune_old(life)
         (failed,) = life._prunes
-        assert failed.exception(timeout=60) is not None
+        assert failed.future.exception(timeout=60) is not None
     with pytest.raises(UserError, match="the file system fails at .*step_1"):
         hear(life)
     life.publish(5)

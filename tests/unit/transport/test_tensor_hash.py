@@ -11,13 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from prime_rl.inference.staging import Staging, stored_tensors
-from prime_rl.trainer.weight_files import Range, Slot, hash_files, write_ranges
-from prime_rl.transport import tensor_hash
+from prime_rl.inference.staging import Staging
+from prime_rl.trainer.weight_files import Range, hash_files, write_ranges
+from prime_rl.transport import weights
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.exchange import Subscriber
-from prime_rl.transport.tensor_hash import hash_tensor
-from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import chunks, hash_directory, manifest_extra, of_chunks, version_dir, weights_manifest
 
 CHUNK = 1000
 
@@ -25,7 +24,7 @@ CHUNK = 1000
 @pytest.fixture(autouse=True, scope="module")
 def _small_chunks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensor_hash, "CHUNK_BYTES", CHUNK)
+        patch.setattr(weights, "HASH_CHUNK_BYTES", CHUNK)
         yield
 
 
@@ -39,11 +38,12 @@ def by_hand(data: bytes) -> str:
 @given(st.binary(max_size=5 * CHUNK))
 def test_value(data: bytes) -> None:
     """Of a small tensor it is xxh3-128 of its bytes, as ever; of a large one that of its chunks' hashes."""
-    assert hash_tensor(data) == by_hand(data)
+    digests = [xxhash.xxh3_128_digest(data[start:end]) for start, end in chunks(len(data))]
+    assert of_chunks(digests) == by_hand(data)
 
 
 def test_writers_and_readers_agree(tmp_path: Path) -> None:
-    """Contract: who writes them and reads them back, and a server that reads the file, all find what `hash_tensor` says."""
+    """Contract: who writes them and reads them back, and a server that reads the file, all find the same."""
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randint(0, 256, (size,), generator=generator, dtype=torch.uint8)
@@ -64,11 +64,8 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
     data = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(bytes(len(data)))
     write_ranges(memoryview(data), directory, {"model.safetensors": [Range(0, len(data), 0)]})
-    slots = {
-        name: Slot("model.safetensors", [], stored.offset, tensors[name].nbytes)
-        for name, stored in stored_tensors(directory).items()
-    }
-    assert hash_files(directory, slots) == want
+    hashed = hash_files(directory, ["model.safetensors"])
+    assert {name: entry["xxh3"] for name, entry in hashed.items()} == want
 
 
 def test_hashes_that_are_made_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

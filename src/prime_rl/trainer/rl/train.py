@@ -17,12 +17,13 @@ from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.trainer import moe, perf
 from prime_rl.trainer.bench import SMALL_RL, HostSyncs, bench_table
+from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.ckpt import Checkpoints, Progress
 from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import make_loss
 from prime_rl.trainer.loss_metrics import describe
 from prime_rl.trainer.memory import watched
-from prime_rl.trainer.model import build_policy, check_head
+from prime_rl.trainer.model import build_policy, check_head, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world
@@ -32,7 +33,13 @@ from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 from prime_rl.trainer.warm_up import warm_up
-from prime_rl.trainer.weight_publisher import make_publisher, published_bytes, tmpfs_of_config, transport_of
+from prime_rl.trainer.weight_publisher import (
+    WeightPublisher,
+    export_dtype,
+    published_bytes,
+    tmpfs_of_config,
+    transport_of,
+)
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
@@ -94,18 +101,22 @@ def run(
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), report)
     ends.callback(data.close)
-    served = fake is None  # else nobody reads the versions
-    versions = make_publisher(
-        config,
+    exported, scorer = export_dtype(config.weights.dtype, source), None
+    if fake is None and config.weights.canary:  # else nobody reads the versions
+        vocabulary = source.config.get_text_config().vocab_size
+        scorer = CanaryScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported)
+    versions = WeightPublisher(
+        config.output_dir,
         policy,
         source,
         world,
-        report.more_metrics,
-        overlapping=served,
-        canary=served and config.weights.canary,
+        exported,
+        timeout=config.dist_timeout,
+        canary=scorer,
         memory=transport_of(config, world),
         tmpfs=tmpfs_of_config(config),
         save_interval=config.weights.save_interval,
+        on_committed=lambda version, times: report.more_metrics(version - 1, times),
     )
     ends.callback(versions.close)
     report.open(given)

@@ -29,7 +29,7 @@ from prime_rl.trainer.sft.rows import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model, stop_ids
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
-from prime_rl.trainer.weight_publisher import make_publisher
+from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.weights import version_dir
 
@@ -73,7 +73,15 @@ def run(config: SFTConfig, given: SFTConfig, world: World, report: Report, stop:
     matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
     data = make_data(config, world, source, perf.costs(matmul, width), progress.samples)
     ends.callback(data.close)
-    versions = make_publisher(config, policy, source, world, report.more_metrics, overlapping=False)
+    versions = WeightPublisher(
+        config.output_dir,
+        policy,
+        source,
+        world,
+        export_dtype(config.weights.dtype, source),
+        timeout=config.dist_timeout,
+        on_committed=lambda version, times: report.more_metrics(version - 1, times),
+    )
     ends.callback(versions.close)
     report.open(given)
     if not config.bench:
