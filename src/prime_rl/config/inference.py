@@ -101,11 +101,14 @@ class InferenceConfig(BaseConfig):
         default=None, description="Most tokens of prompt and reply (None: the model's own)."
     )
     gpu_memory_utilization: float | None = Field(
-        default=None, gt=0, le=1, description="Share of GPU memory (None: vLLM's choice)."
+        default=None,
+        gt=0,
+        le=1,
+        description="Share of a GPU's memory for all servers on it (None: vLLM's choice; 0.4 with share_gpus).",
     )
     kv_cache_gib: PositiveFloat | None = Field(
         default=None,
-        description="GPU memory for keys and values, in GiB (None: what is free of gpu_memory_utilization at the start).",
+        description="GPU memory for the KV cache of one server, in GiB per GPU (None: what gpu_memory_utilization leaves).",
     )
     tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one layer.")
     pipeline_parallel_size: PositiveInt = Field(

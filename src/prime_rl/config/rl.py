@@ -40,7 +40,7 @@ class RLConfig(BaseConfig):
     )
     inference_servers: PositiveInt | None = Field(
         default=None,
-        description="Servers to start, on ports from server.port on (None: as many as fit inference_gpus).",
+        description="Servers to start, on ports from server.port on (None: as many as fit inference_gpus, two a GPU for small models).",
     )
     share_gpus: bool = Field(
         default=False,

@@ -61,7 +61,7 @@ def worker_range(workers: int | Literal["auto"], max_workers: int | None, enviro
     if workers != "auto":
         return workers, workers
     most = max_workers or cores()
-    return min(most, max(1, min(_WORKERS, cores() // (_CORES_A_WORKER * environments)))), most
+    return min(most, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), most
 
 
 def why_replace(finished: int, resident: int, episodes: int | None, mib: int | None) -> str | None:

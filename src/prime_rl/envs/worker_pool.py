@@ -118,8 +118,8 @@ class WorkerPool:
         self._wanted_since = 0  # most workers that were wanted at a time since then
 
     def start(self) -> None:
-        """Start the workers that there are at least."""
-        for _ in range(self._bounds.least):
+        """Start the first worker, or all where their number is given. `scale` adds the others once it is known how large one is."""
+        for _ in range(1 if self.config.workers == "auto" else self._bounds.least):
             self._open(Worker(next(self._numbers)))
         if self.config.recycle_mib is not None:
             self._host.start_task(self._keep_measuring())

@@ -9,7 +9,7 @@ from typing import Any
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.checks import cache_values, gpu_count, local_model, read_json
+from prime_rl.inference.checks import cache_values, gpu_count, local_model, read_json, tiny_cache_bytes
 from prime_rl.inference.settings import PLUGIN
 from prime_rl.redact import is_secret
 
@@ -23,8 +23,6 @@ _OWN = {
 # Replicas with an address each, which have to be paused together and know nothing of each other's servers.
 _APART = ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb")  # fmt: skip
 ALL_ADDRESSES = "0.0.0.0"
-_CACHED_TOKENS = 1 << 20  # in float32; twice as many in 16 bits
-_CACHE_BYTES = 4 << 30
 
 
 def resolve_device(config: InferenceConfig, engine: compat.Engine | None) -> str:
@@ -206,15 +204,13 @@ def _cpu_flags(config: InferenceConfig) -> dict[str, Any]:
 
 
 def _cache_flags(config: InferenceConfig) -> dict[str, Any]:
-    """The size of the cache, where it is given. A tiny model's is limited: in all of a GPU's memory it would have millions of blocks, each of which vLLM
-    makes at its start and visits with every update of the weights (some 60 ns)."""
+    """The size of the cache, where it is given or the model is tiny."""
+    if config.kv_cache_gib is not None:
+        return {"kv_cache_memory_bytes": int(config.kv_cache_gib * (1 << 30))}
     model = local_model(config.model.name)
     values = None if model is None else cache_values(model)
-    size = None if values is None else values * 4 * _CACHED_TOKENS
-    sizes = [] if size is None or size > _CACHE_BYTES else [size]
-    if config.kv_cache_gib is not None:
-        sizes.append(int(config.kv_cache_gib * (1 << 30)))
-    return {"kv_cache_memory_bytes": min(sizes)} if sizes else {}
+    size = None if values is None else tiny_cache_bytes(values)
+    return {} if size is None else {"kv_cache_memory_bytes": size}
 
 
 def chunks_on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:

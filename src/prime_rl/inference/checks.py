@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header, without_tensors
 
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
+
+_CACHED_TOKENS = 1 << 20  # in float32; twice as many in 16 bits
+_CACHE_BYTES = 4 << 30
 
 
 def check(config: InferenceConfig, engine: Engine, host: str) -> None:
@@ -54,16 +58,60 @@ def local_model(name: str) -> Path | None:
     return None
 
 
-def model_gib(name: str) -> float | None:
-    """Size of a model's safetensors files, in GiB; None for one that is not on this host yet."""
-    directory = local_model(name)
-    if directory is None:
-        from huggingface_hub import try_to_load_from_cache  # half a second
+@dataclass(frozen=True)
+class ModelSize:
+    """What a model needs of a GPU's memory, in GiB.
 
+    Attributes:
+        weights: Its safetensors files.
+        sequence: KV cache of the longest sequence, in 16 bits; None where the config does not say.
+        cache: KV cache that is enough for a tiny model; None for others.
+    """
+
+    weights: float
+    sequence: float | None = None
+    cache: float | None = None
+
+
+def model_size(name: str, max_model_len: int | None = None) -> ModelSize | None:
+    """Sizes of a model; None for one that is not, or not wholly, on this host yet."""
+    directory = local_model(name) or _cached_model(name)
+    if directory is None or not (directory / "config.json").is_file():
+        return None
+    index = directory / "model.safetensors.index.json"
+    names = set(read_json(index).get("weight_map", {}).values()) if index.is_file() else {"model.safetensors"}
+    files = [directory / name for name in names]
+    if not files or not all(file.is_file() for file in files):
+        return None
+    config, values = read_json(directory / "config.json"), cache_values(directory)
+    length = max_model_len or config.get("text_config", config).get("max_position_embeddings")
+    sequence = None if values is None or length is None else 2 * values * length / (1 << 30)
+    most = None if values is None else tiny_cache_bytes(values)
+    weights = sum(file.stat().st_size for file in files) / (1 << 30)
+    return ModelSize(weights, sequence, None if most is None else most / (1 << 30))
+
+
+def _cached_model(name: str) -> Path | None:
+    """The snapshot of a model on the hub that an earlier download left."""
+    from huggingface_hub import try_to_load_from_cache  # half a second
+    from huggingface_hub.errors import HFValidationError
+
+    try:
         cached = try_to_load_from_cache(name, "config.json")
-        directory = Path(cached).parent if isinstance(cached, str) else None
-    files = [] if directory is None else list(directory.glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files) / (1 << 30) or None
+    except (HFValidationError, OSError):  # what is wrong with the name says who loads it
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def tiny_cache_bytes(values: int) -> int | None:
+    """The size to which a tiny model's cache is limited; None for other models. In all of a GPU's memory it would have millions of blocks, each of which
+    vLLM makes at its start and visits with every update of the weights (some 60 ns).
+
+    Args:
+        values: Numbers that the cache holds per token.
+    """
+    size = values * 4 * _CACHED_TOKENS
+    return size if size <= _CACHE_BYTES else None
 
 
 def check_model(model: Path, needs_weights: bool = True) -> None:

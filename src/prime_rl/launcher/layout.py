@@ -5,15 +5,19 @@ from dataclasses import dataclass
 
 from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.errors import UserError
+from prime_rl.inference.checks import ModelSize
 
 SERVING_SHARE = 0.4  # of a GPU's memory, where it is shared and nothing is said
 _SERVING_ONLY = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
 _OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
 _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
+_EXTRA_PORTS = 1000  # from the first server of a GPU to the one that was not asked for: the ports between are others'
 # vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second engine uses the time.
 _SMALL_GIB = 4.0
 _SERVERS_A_GPU = 2
+_SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say how large weights are
+LAST_PORT = 65_535
 _CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
 _EPISODES_A_SERVER = 64  # in flight: fewer keep an engine's Python little busy
 
@@ -24,14 +28,14 @@ class Machine:
 
     Attributes:
         gpu_gib: Memory of the smallest GPU; None where nobody can say.
-        weights_gib: Size of the model's files; None for a model that is not on this host, or without GPUs.
+        model: Sizes of the model that is served; None for one that is not on this host, or without GPUs.
     """
 
     gpus: Sequence[str]
     cores: int
     environ: Mapping[str, str]
     gpu_gib: float | None = None
-    weights_gib: float | None = None
+    model: ModelSize | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class Layout:
         trainer: GPUs of the trainer.
         utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
         cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on the GPU while it starts.
+        ports: Of the servers, counted from `server.port`.
         training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
     """
 
@@ -50,6 +55,7 @@ class Layout:
     trainer: tuple[str, ...]
     utilization: float | None = None
     cache_gib: float | None = None
+    ports: tuple[int, ...] = ()
     training_gib: float | None = None
 
 
@@ -78,30 +84,35 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     _check_enough({"inference": sum(counts), "trainer": training}, config.share_gpus, machine)
     left = list(machine.gpus)
     groups = [tuple(left.pop(0) for _ in range(count)) for count in counts]
-    if config.inference is None or not serving:
-        return Layout(tuple(groups), tuple(left[:training]))
-    utilization, limit = (
-        _split(config, machine) if config.share_gpus else (config.inference.gpu_memory_utilization, None)
-    )
-    engines = _engines_per_gpu(config, len(groups), machine)
-    cache = _cache_gib(config, utilization or _SERVING_ONLY, engines, machine)
-    if engines > 1 and cache is None:
-        raise UserError(
-            f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each may use for keys and "
-            "values, and the sizes of model or GPU are not known, or leave no room; give inference.kv_cache_gib"
+    inference = config.inference
+    if inference is None:
+        return Layout((), tuple(left[:training]))
+    ports = tuple(range(config.inference_servers or len(groups)))
+    if not serving:
+        return Layout(
+            tuple(groups), tuple(left[:training]), inference.gpu_memory_utilization, inference.kv_cache_gib, ports
         )
+    utilization, limit = _split(config, machine) if config.share_gpus else (inference.gpu_memory_utilization, None)
+    engines = _engines_per_gpu(config, len(groups), machine)
+    cache = inference.kv_cache_gib
+    room = _room_for_cache(config, (utilization or _SERVING_ONLY) / engines, engines, machine)
+    if cache is not None and room is not None and cache > room:
+        raise UserError(
+            f"inference.kv_cache_gib {cache:g}: {engines} server{'s'[: engines > 1]} on a GPU of {machine.gpu_gib:.1f} GiB leave {max(room, 0):.1f} for each, beside weights and engine"
+        )
+    if cache is None and (engines > 1 or config.share_gpus):
+        cache = _cache_gib(room, machine)
     if engines > 1:
+        if cache is None:
+            raise UserError(
+                f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each may use for keys and "
+                "values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give inference.kv_cache_gib"
+            )
         utilization = (utilization or _SERVING_ONLY) / engines
-    elif not config.share_gpus:
-        cache = config.inference.kv_cache_gib
-    servers = tuple(gpus for gpus in groups for _ in range(engines))
-    return Layout(
-        servers,
-        tuple(machine.gpus[:training]) if config.share_gpus else tuple(left[:training]),
-        utilization,
-        cache,
-        limit,
-    )
+        if config.inference_servers is None:
+            ports = tuple(extra * _EXTRA_PORTS + number for extra in range(engines) for number in range(len(groups)))
+    trainer = machine.gpus if config.share_gpus else left
+    return Layout(tuple(groups) * engines, tuple(trainer[:training]), utilization, cache, ports, limit)
 
 
 def gpus_of_a_server(inference: InferenceConfig) -> int:
@@ -115,6 +126,8 @@ def _groups(config: RLConfig) -> list[int]:
     assert config.inference is not None
     each = gpus_of_a_server(config.inference)
     wanted, total = config.inference_servers, config.inference_gpus
+    if config.share_gpus and total is None and each == 1 and wanted:
+        total = config.trainer_gpus
     if each == 1 and wanted and total and wanted % total == 0:
         return [1] * total
     count = wanted or (1 if total is None else total // each)
@@ -179,32 +192,41 @@ def _engines_per_gpu(config: RLConfig, groups: int, machine: Machine) -> int:
     assert inference is not None
     if config.inference_servers is not None:
         return config.inference_servers // groups
-    utilization = inference.gpu_memory_utilization or (SERVING_SHARE if config.share_gpus else _SERVING_ONLY)
-    in_flight = orchestrator.batch_size * (config.orchestrator.async_level + 1)
-    small = machine.weights_gib is not None and machine.weights_gib <= _SMALL_GIB
-    room = small and _cache_gib(config, utilization, _SERVERS_A_GPU, machine) is not None
-    alone = gpus_of_a_server(inference) > 1 or inference.deterministic or inference.server.advertise is not None
-    enough = machine.cores >= _CORES_A_GPU * groups and in_flight >= _EPISODES_A_SERVER * _SERVERS_A_GPU * groups
-    return _SERVERS_A_GPU if room and enough and not alone else 1
+    single = gpus_of_a_server(inference) > 1 or inference.deterministic or inference.server.advertise is not None
+    if single or inference.kv_cache_gib is not None or machine.model is None or machine.model.weights > _SMALL_GIB:
+        return 1
+    in_flight = orchestrator.batch_size * (config.async_level + 1)
+    if isinstance(orchestrator.max_concurrent, int):
+        in_flight = min(in_flight, orchestrator.max_concurrent)
+    if machine.cores < _CORES_A_GPU * groups or in_flight < _EPISODES_A_SERVER * _SERVERS_A_GPU * groups:
+        return 1
+    if inference.server.port + _EXTRA_PORTS * (_SERVERS_A_GPU - 1) + groups > LAST_PORT:
+        return 1
+    share = inference.gpu_memory_utilization or (SERVING_SHARE if config.share_gpus else _SERVING_ONLY)
+    room = _room_for_cache(config, share / _SERVERS_A_GPU, _SERVERS_A_GPU, machine)
+    return 1 if _cache_gib(room, machine) is None else _SERVERS_A_GPU
 
 
-def _cache_gib(config: RLConfig, utilization: float, engines: int, machine: Machine) -> float | None:
-    """KV cache of one server, in GiB: as given, else its share of memory less the weights, a staged copy of them and what the engine needs. None where
-    that is unknown or too little, or where `[vllm]` sets it."""
+def _room_for_cache(config: RLConfig, utilization: float, engines: int, machine: Machine) -> float | None:
+    """What one server's share of a GPU leaves for its KV cache, in GiB; None where sizes are not known or `[vllm]` sets them."""
     inference = config.inference
     assert inference is not None
-    if inference.kv_cache_gib is not None:
-        return inference.kv_cache_gib
     named = {name.replace("-", "_") for name in inference.vllm}
-    if (
-        machine.gpu_gib is None
-        or machine.weights_gib is None
-        or named & {"kv_cache_memory_bytes", "gpu_memory_utilization"}
-    ):
+    if named & {"kv_cache_memory_bytes", "gpu_memory_utilization"} or inference.model.dtype not in _SIXTEEN_BITS:
         return None
-    each = machine.weights_gib / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
-    left = utilization * machine.gpu_gib / engines - 2 * each - _ENGINE_GIB
-    return round(left, 1) if left >= _LEAST_CACHE_GIB else None
+    if machine.gpu_gib is None or machine.model is None:
+        return None
+    weights = machine.model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
+    # Room for a staged copy of one server is in the trainer's plan.
+    copies = 1 if engines == 1 else 2
+    return utilization * machine.gpu_gib - copies * weights - _ENGINE_GIB
+
+
+def _cache_gib(room: float | None, machine: Machine) -> float | None:
+    """The KV cache to give a server; None where there is too little room for one sequence, or its size is not known."""
+    if room is None or machine.model is None or room < max(_LEAST_CACHE_GIB, machine.model.sequence or 0.0):
+        return None
+    return round(min(room, machine.model.cache or room), 1)
 
 
 def _split(config: RLConfig, machine: Machine) -> tuple[float, float]:

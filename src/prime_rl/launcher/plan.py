@@ -12,11 +12,10 @@ from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.launcher.layout import Layout, Machine, lay_out
+from prime_rl.launcher.layout import LAST_PORT, Layout, Machine, lay_out
 
 RECOVER = "--recover"  # tells a job to go on from what is committed
 SERVER = "inference"
-_LAST_PORT = 65_535
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
     layout = lay_out(config, machine)
     if len(layout.servers) > 1 and config.inference is not None and config.inference.server.advertise is not None:
         raise UserError("inference.server.advertise is the address of one server, but several are started")
-    servers = tuple(_server(config, number) for number in range(len(layout.servers)))
+    servers = tuple(_server(config, number, offset) for number, offset in enumerate(layout.ports))
     placed = {server.name: gpus for server, gpus in zip(servers, layout.servers, strict=True)}
     placed |= {"trainer": layout.trainer, "orchestrator": ()}
     threads = _threads(config, machine, max(1, len(servers)))
@@ -262,11 +261,11 @@ def _running_already(config: RLConfig) -> tuple[Server, ...]:
     return (Server(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others)),)
 
 
-def _server(config: RLConfig, number: int) -> Server:
-    """One of those that are started: they listen on one port after the other."""
+def _server(config: RLConfig, number: int, offset: int) -> Server:
+    """One of those that are started, and so many ports after the first."""
     assert config.inference is not None
-    listens, port = config.inference.server, config.inference.server.port + number
-    if port > _LAST_PORT:
+    listens, port = config.inference.server, config.inference.server.port + offset
+    if port > LAST_PORT:
         raise UserError(f"inference.server.port {listens.port} leaves no ports for {number + 1} servers")
     host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"

@@ -15,7 +15,7 @@ from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
-from prime_rl.inference.checks import model_gib
+from prime_rl.inference.checks import model_size
 from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart
 from prime_rl.launcher.clock import Policy
@@ -45,10 +45,10 @@ def run(config: RLConfig) -> int:
         config = run_apart(config, print)
     gpus = visible_gpus(os.environ)
     gpu_gib = memory_gib(gpus) if config.inference is not None and gpus else None
-    weights_gib = (
-        model_gib(config.inference.model.name) if gpu_gib is not None and config.inference is not None else None
-    )
-    machine = Machine(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, weights_gib)
+    model = None
+    if gpu_gib is not None and config.inference is not None:
+        model = model_size(config.inference.model.name, config.inference.max_model_len)
+    machine = Machine(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
     if config.recover and not rundir.recoverable(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})

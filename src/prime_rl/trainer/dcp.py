@@ -249,7 +249,7 @@ class _SyncedFile(io.FileIO):
     _unsynced = 0
 
     def write(self, data: Any) -> int:
-        written = super().write(data)
+        written = super().write(memoryview(data).cast("B")[: _UNSYNCED_BYTES - self._unsynced])
         self._unsynced += written
         if self._unsynced >= _UNSYNCED_BYTES:
             os.fdatasync(self.fileno())

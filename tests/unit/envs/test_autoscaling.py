@@ -59,7 +59,7 @@ def test_by_hand() -> None:
     assert workers_wanted(Load(3, 0, 0.0, 0), Bounds(100, 3, 3), free=9) == 3
 
 
-@pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 4, 2), (16, 9, 1)])
+@pytest.mark.parametrize(("cores", "environments", "least"), [(2, 1, 1), (8, 1, 2), (32, 1, 4), (32, 2, 2), (16, 9, 1)])
 def test_settings(monkeypatch: pytest.MonkeyPatch, cores: int, environments: int, least: int) -> None:
     """A number is kept to; `auto` begins with one, or with some where there are cores for all environments, and never with more than it may have."""
     monkeypatch.setattr(autoscaling, "cores", lambda: cores)

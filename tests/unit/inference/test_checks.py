@@ -67,6 +67,34 @@ def test_broken_models_are_named(model: Path) -> None:
         checks.check_model(model)
 
 
+def test_the_size_of_a_model(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: known only where every file is on this host, also in a cache of the hub; files that are not loaded do not count; a name that the hub
+    would refuse is left to what loads it."""
+    config = {
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+    }
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "consolidated.safetensors").write_bytes(bytes(4096))
+    bytes_ = (model / "model.safetensors").stat().st_size
+    assert checks.model_size(str(model)) == checks.ModelSize(bytes_ / (1 << 30), 4.375)
+    assert checks.model_size(str(model), 1024) == checks.ModelSize(bytes_ / (1 << 30), 4.375 / 40)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *_: str(model / "config.json"))
+    assert checks.model_size("org/name") == checks.model_size(str(model))
+
+    (model / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"a": "1.safetensors", "b": "model.safetensors"}})
+    )
+    assert checks.model_size(str(model)) is None
+    (model / "1.safetensors").symlink_to(model / "gone")
+    assert checks.model_size(str(model)) is None
+    monkeypatch.undo()
+    assert checks.model_size("a/b c") is None
+
+
 def test_the_context_is_a_bound(model: Path) -> None:
     """Contract: `max_model_len` beyond the model's context is refused, unless a rope scaling lengthens it."""
     with pytest.raises(UserError, match="longer than the model's context of 512"):

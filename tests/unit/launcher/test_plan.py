@@ -10,6 +10,7 @@ from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, Train
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
+from prime_rl.inference.checks import ModelSize
 from prime_rl.launcher.gpus import parse_visible
 from prime_rl.launcher.layout import Machine
 from prime_rl.launcher.plan import Plan, describe, make_plan
@@ -109,24 +110,24 @@ def test_one_gpu_trains_and_serves() -> None:
     assert inference.stage_on_device  # where the trainer publishes
     assert next(process for process in plan.processes if process.name == "trainer").after_ready == ("inference",)
 
-    known = replace(one, weights_gib=8.0)
+    known = replace(one, model=ModelSize(8.0))
     plan = make_plan(config(InferenceConfig(gpu_memory_utilization=0.25), share_gpus=True), known)
     inference = section(plan, "inference")
     assert isinstance(inference, InferenceConfig)
-    assert (inference.gpu_memory_utilization, inference.kv_cache_gib) == (
-        0.25,
-        2.0,
-    )  # 20 GiB: two copies of 8, and 2 for the engine
+    # Of 20 GiB 8 are for weights and 2 for the engine.
+    assert (inference.gpu_memory_utilization, inference.kv_cache_gib) == (0.25, 10.0)
     assert next(process for process in plan.processes if process.name == "trainer").after_ready == ()
 
 
 @pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
 def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: float, utilization: float) -> None:
-    """Each gets half of the memory, on a port of its own, and all start at once."""
-    small = Machine([str(index) for index in range(2 - share)], 16, {}, gpu_gib=80.0, weights_gib=1.2)
+    """Each gets half of the memory, and all start at once. The second leaves the ports after the first one's to others."""
+    small = Machine(
+        [str(index) for index in range(2 - share)], 16, {}, gpu_gib=80.0, model=ModelSize(1.2, sequence=4.0)
+    )
     plan = make_plan(config(share_gpus=share), small)
     assert gpus(plan) == {"inference": ("0",), "inference-1": ("0",), "trainer": (small.gpus[-1],), "orchestrator": ()}
-    assert [server.url for server in plan.servers] == ["http://localhost:8000", "http://localhost:8001"]
+    assert [server.url for server in plan.servers] == ["http://localhost:8000", "http://localhost:9000"]
     assert not any(process.after_ready for process in plan.processes)
     for name in ("inference", "inference-1"):
         server = section(plan, name)
@@ -140,8 +141,12 @@ def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: floa
 @pytest.mark.parametrize(
     ("changed", "inference", "shared"),
     [
-        ({"weights_gib": 8.0}, InferenceConfig(), {}),
-        ({"weights_gib": None}, InferenceConfig(), {}),
+        ({"model": ModelSize(8.0)}, InferenceConfig(), {}),
+        ({"model": None}, InferenceConfig(), {}),
+        ({"model": ModelSize(1.2, sequence=40.0)}, InferenceConfig(), {}),
+        ({}, InferenceConfig.model_validate({"model": {"dtype": "float32"}}), {}),
+        ({}, InferenceConfig.model_validate({"server": {"port": 65000}}), {}),
+        ({}, InferenceConfig(kv_cache_gib=50.0), {}),
         ({"cores": 7}, InferenceConfig(), {}),
         ({}, InferenceConfig(gpu_memory_utilization=0.1), {}),
         ({}, InferenceConfig(deterministic=True), {}),
@@ -150,9 +155,10 @@ def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: floa
     ],
 )
 def test_one_server_a_gpu(changed: dict[str, Any], inference: InferenceConfig, shared: dict[str, int]) -> None:
-    """A larger model, or one whose size is not known; few cores; no room; one sequence at a time; a cache that is given; a number that is."""
-    small = replace(Machine(["0", "1"], 16, {}, gpu_gib=80.0, weights_gib=1.2), **changed)
-    assert [server.port for server in make_plan(config(inference, **shared), small).servers] == [8000]
+    """A larger model, or one whose size is not known or whose longest sequence would not fit; weights of another size than the files; no port; few
+    cores; no room; one sequence at a time; a cache that is given; a number that is."""
+    small = replace(Machine(["0", "1"], 16, {}, gpu_gib=80.0, model=ModelSize(1.2)), **changed)
+    assert len(make_plan(config(inference, **shared), small).servers) == 1
 
 
 def test_servers_on_a_gpu_by_number() -> None:
@@ -160,7 +166,14 @@ def test_servers_on_a_gpu_by_number() -> None:
     one = Machine(["0", "1"], 8, {})
     with pytest.raises(UserError, match=r"3 servers on a GPU .* give inference.kv_cache_gib"):
         make_plan(config(inference_servers=3, inference_gpus=1), one)
-    plan = make_plan(config(InferenceConfig(kv_cache_gib=4.0), inference_servers=3, inference_gpus=1), one)
+    given = InferenceConfig(kv_cache_gib=4.0)
+    plan = make_plan(config(given, inference_servers=3, inference_gpus=1), one)
+    assert [server.port for server in plan.servers] == [8000, 8001, 8002]
+    known = replace(one, gpu_gib=24.0, model=ModelSize(1.2))
+    with pytest.raises(UserError, match=r"kv_cache_gib 4: 3 servers on a GPU of 24.0 GiB leave 2.8 for each"):
+        make_plan(config(given, inference_servers=3, inference_gpus=1), known)
+    shared = make_plan(config(given, inference_servers=2, share_gpus=True), replace(known, gpu_gib=80.0))
+    assert gpus(shared)["inference-1"] == ("0",)
     assert [process.gpus for process in plan.processes] == [("0",), ("0",), ("0",), ("1",), ()]
 
 
