@@ -6,6 +6,7 @@ import sys
 import time
 
 from prime_rl.envs.families import MARK_VAR, Process, end_family, family, marked, resident, table
+from prime_rl.wait import wait
 
 
 def process(parent: int, group: int, zombie: bool = False) -> Process:
@@ -46,4 +47,9 @@ def test_a_daemon_is_found_by_its_mark() -> None:
     assert daemon in marked(mark, table())
     assert end_family(nobody, mark, born + 1000) == 0
     assert end_family(nobody, mark, born) == 1
-    assert marked(mark, [pid for pid, one in table().items() if not one.zombie]) == set()
+    # A killed process takes a moment to end.
+    wait(lambda: not marked(mark, alive()), subject="the daemon's end", owner="the kernel", seconds=30.0)
+
+
+def alive() -> list[int]:
+    return [pid for pid, one in table().items() if not one.zombie]
