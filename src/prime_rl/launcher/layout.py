@@ -96,11 +96,12 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     engines = _engines_per_gpu(config, len(groups), machine)
     cache = inference.kv_cache_gib
     room = _room_for_cache(config, (utilization or _SERVING_ONLY) / engines, engines, machine)
-    if cache is not None and room is not None and cache > room:
+    divided = engines > 1 or config.share_gpus
+    if divided and cache is not None and room is not None and cache > room:
         raise UserError(
             f"inference.kv_cache_gib {cache:g}: {engines} server{'s'[: engines > 1]} on a GPU of {machine.gpu_gib:.1f} GiB leave {max(room, 0):.1f} for each, beside weights and engine"
         )
-    if cache is None and (engines > 1 or config.share_gpus):
+    if divided and cache is None:
         cache = _cache_gib(room, machine)
     if engines > 1:
         if cache is None:
@@ -212,7 +213,8 @@ def _room_for_cache(config: RLConfig, utilization: float, engines: int, machine:
     inference = config.inference
     assert inference is not None
     named = {name.replace("-", "_") for name in inference.vllm}
-    if named & {"kv_cache_memory_bytes", "gpu_memory_utilization"} or inference.model.dtype not in _SIXTEEN_BITS:
+    as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
+    if named & {"kv_cache_memory_bytes", "gpu_memory_utilization"} or not as_filed:
         return None
     if machine.gpu_gib is None or machine.model is None:
         return None
