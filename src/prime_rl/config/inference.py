@@ -13,9 +13,12 @@ from prime_rl.redact import has_password
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
+SERVER = "inference"  # the first of a run
+
+
 def server_name(replica: int) -> str:
     """Of the first server of a run "inference", of the others "inference-1" and so on."""
-    return f"inference-{replica}" if replica else "inference"
+    return f"{SERVER}-{replica}" if replica else SERVER
 
 
 def _address(url: str) -> str:

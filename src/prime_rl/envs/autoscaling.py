@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-_WORKERS, _CORES_A_WORKER = 4, 4  # from the start: so many where there are so many cores for each
+_WORKERS, _CORES_A_WORKER = 4, 4  # at least: so many where there are so many cores for each
 HIGH, LOW, TARGET = 0.7, 0.35, 0.5  # cores that the mean worker uses: above, more are started; below, some end; aim
 
 _PROC, _QUOTA = Path("/proc"), Path("/sys/fs/cgroup/cpu.max")
@@ -56,7 +56,7 @@ def worker_range(workers: int | Literal["auto"], max_workers: int | None, enviro
     """The least and the most workers that an environment has, by its settings.
 
     Episodes of a batch start together and often end together: one worker would take them one after the other, though it is idle between. A host with
-    cores to spare has several from the start.
+    cores to spare soon has several.
     """
     if workers != "auto":
         return workers, workers

@@ -14,10 +14,12 @@ from loguru import logger
 from prime_rl.config import EvalConfig, InferenceConfig, SFTConfig, write_toml
 from prime_rl.config.environ import child_env
 from prime_rl.config.eval import Measure
+from prime_rl.config.inference import SERVER
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn
 from prime_rl.launcher.gpus import visible_gpus
+from prime_rl.launcher.layout import gpus_of_a_server
 from prime_rl.launcher.plan import Process
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import Status
@@ -25,7 +27,6 @@ from prime_rl.monitor.status import read_status
 from prime_rl.transport.lives import EVAL, drop_lease, write_lease
 from prime_rl.transport.protocol import first_lease
 
-SERVER = "inference"
 _POLL_SECONDS = 0.5
 # What torchrun tells its ranks would be taken for the engine's own.
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
@@ -153,11 +154,7 @@ class Companions:
         server = server_config(self._config)
         if server is None or server.device == "cpu" or not (visible := visible_gpus(environ)):
             return []
-        local = server.data_parallel_size_local or server.data_parallel_size
-        wanted, ranks = (
-            server.tensor_parallel_size * server.pipeline_parallel_size * local,
-            int(environ.get("LOCAL_WORLD_SIZE", 1)),
-        )
+        wanted, ranks = gpus_of_a_server(server), int(environ.get("LOCAL_WORLD_SIZE", 1))
         if ranks + wanted > len(visible):
             raise UserError(
                 f"inference needs {wanted} GPU(s) beside the {ranks} that train, and {len(visible)} are visible: start a server elsewhere and "

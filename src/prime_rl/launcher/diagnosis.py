@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from prime_rl.config.inference import SERVER
 from prime_rl.monitor.status import ProcessStatus
 
 JOBS = ("trainer", "orchestrator", "sft", "eval")
-SERVER = "inference"
 ENVIRONMENTS = "environments"
 _ADDRESS = re.compile(r"https?://\S+")
 LEAST_FREE_BYTES = 64 * 2**20

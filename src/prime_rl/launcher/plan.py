@@ -9,13 +9,12 @@ from typing import Literal
 
 from prime_rl.config import RLConfig
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.inference import server_name
+from prime_rl.config.inference import SERVER, server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
 from prime_rl.launcher.layout import LAST_PORT, Layout, Machine, lay_out
 
 RECOVER = "--recover"  # tells a job to go on from what is committed
-SERVER = "inference"
 
 
 @dataclass(frozen=True)
