@@ -1,7 +1,7 @@
 """How long it takes from an optimizer step until the new weights are served, in parts, and for how long no token is generated meanwhile.
 
     python benchmarks/weight_sync.py --case tiny --case "0.6B layers=1" --json benchmarks/results/weight_sync_cpu.json
-    python benchmarks/weight_sync.py --device cuda --case "0.6B on=tmpfs" --case "0.6B on=tmpfs stage=false" --json weight_sync.json     # one GPU or two
+    python benchmarks/weight_sync.py --device cuda --case "0.6B on=memory" --case "0.6B on=memory tp=2" --json weight_sync.json     # one GPU or two
 
 A real `inference` server generates for 64 requests at a time, of which 4 are watched token by token, while this process changes a policy's weights, commits them as the trainer does, and
 has the server load them. Needs vLLM (0.26 – 0.31) and no network; `prime_rl` may be on PYTHONPATH only.
@@ -68,6 +68,7 @@ class Case:
     tokens: int = 384  # of a request, at most
     syncs: int = 5
     priority: int = 0  # of the prompt that proves what is served (-1: before what waits)
+    tp: int = 1  # GPUs that share every layer of the server
 
 
 def parse_case(text: str) -> Case:
@@ -75,7 +76,7 @@ def parse_case(text: str) -> Case:
     model, *rest = text.split()
     given = dict(part.split("=", 1) for part in rest)
     stage, on = {"true": True, "false": False}[given.pop("stage", "true")], given.pop("on", "disk")
-    known = {"layers", "in_flight", "watched", "tokens", "syncs", "priority"}
+    known = {"layers", "in_flight", "watched", "tokens", "syncs", "priority", "tp"}
     if on not in ("disk", "tmpfs", "memory") or given.keys() - known:
         raise ValueError(
             f"{text!r}: on is disk, tmpfs or memory; stage is true or false; the others are {', '.join(sorted(known))}"
@@ -265,19 +266,20 @@ def medians(syncs: list[dict[str, Any]]) -> dict[str, Any]:
 
 @contextmanager
 def server(case: Case, device: str, model: Path, scratch: Path) -> Iterator[InferenceServer]:
-    """A real one, on the last GPU."""
+    """A real one, on the last GPU, or with `tp` on all."""
     settings: dict[str, Any] = {"weights_root": "/", "stage_weights": case.stage, "max_model_len": 512}
+    settings["tensor_parallel_size"] = case.tp
     if case.priority:
         settings["vllm"] = {"scheduling_policy": "priority"}
     environment: dict[str, str] = {}
     if device == "cuda":
         gpus = torch.cuda.device_count()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or str(gpus - 1)
-        settings["gpu_memory_utilization"] = 0.5 if gpus == 1 else 0.85
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
+        settings["gpu_memory_utilization"] = 0.5 if gpus == case.tp else 0.85
         environment = {
             "VLLM_USE_FLASHINFER_SAMPLER": "0",
             "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": visible.split(",")[-1],
+            "CUDA_VISIBLE_DEVICES": visible.split(",")[-1] if case.tp == 1 else visible,
         }
     path = [*plugin_path(scratch / "site"), os.environ.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, path))
@@ -340,7 +342,9 @@ def main() -> None:
     if options.json is not None and options.json.exists():
         rows = json.loads(options.json.read_text())["rows"]
     machine = {**describe_machine(), "gpus": describe_gpus() if options.device == "cuda" else []}
-    for _, cases in groupby(options.case, key=lambda case: (case.model, case.layers, case.stage, case.priority)):
+    for _, cases in groupby(
+        options.case, key=lambda case: (case.model, case.layers, case.stage, case.priority, case.tp)
+    ):
         with tempfile.TemporaryDirectory(dir=options.scratch, prefix="weight_sync-") as scratch:
             for row in measure_together([*cases], options.device, Path(scratch)):
                 rows[row["name"]] = {**row, "measured": machine}

@@ -58,8 +58,8 @@ def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: Any)
     return [similarity(parse(completion[0]["content"]), truth) for completion, truth in pairs]
 
 
-def train(given: argparse.Namespace) -> dict[str, Any]:
-    """One variant, in this process: when the first step ended, and what each took."""
+def train(given: argparse.Namespace) -> None:
+    """One variant, in this process. Writes when the first step ended and what each took into `given.found`."""
     began = time.time()
     import torch
     from transformers import AutoTokenizer, TrainerCallback
@@ -69,11 +69,16 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
     cuda, micro = given.device == "cuda", min(micro, given.rollouts)
     ends: list[float] = []
 
+    def seconds() -> list[float]:
+        return [round(after - before, 3) for before, after in pairwise(ends)]
+
     class Clock(TrainerCallback):
         def mark(self, *_: Any, **__: Any) -> None:
             if cuda:
                 torch.cuda.synchronize()
             ends.append(time.time())
+            if len(ends) > 1:  # after every step, so that a run cut off by its time limit still has a row
+                given.found.write_text(json.dumps({"until_first_step": ends[1] - began, "step_seconds": seconds()}))
 
         on_train_begin = on_step_end = mark
 
@@ -113,8 +118,6 @@ def train(given: argparse.Namespace) -> dict[str, Any]:
         callbacks=[Clock()],
     )
     trainer.train()
-    seconds = [round(after - before, 3) for before, after in pairwise(ends)]
-    return {"until_first_step": ends[1] - began, "step_seconds": seconds}
 
 
 def measure(given: argparse.Namespace, variant: str, scratch: Path) -> dict[str, Any]:
@@ -122,11 +125,16 @@ def measure(given: argparse.Namespace, variant: str, scratch: Path) -> dict[str,
 
     Raises:
         CalledProcessError: TRL failed, of a lack of memory for example.
+        TimeoutExpired: No counted step ended within the time limit.
     """
     found = scratch / f"{variant}.json"
     command = [sys.executable, __file__, given.case, *sys.argv[2:], "--variant", variant, "--found", str(found)]
     with GpuMemory(given.device == "cuda") as memory:
-        subprocess.run(command, env={**OFFLINE, **os.environ}, check=True, timeout=given.timeout)
+        try:
+            subprocess.run(command, env={**OFFLINE, **os.environ}, check=True, timeout=given.timeout)
+        except subprocess.TimeoutExpired:
+            if not found.exists() or len(json.loads(found.read_text())["step_seconds"]) <= given.warm:
+                raise
     row = json.loads(found.read_text())
     counted = row["step_seconds"][given.warm :] or row["step_seconds"]
     return row | {
@@ -162,7 +170,7 @@ def main() -> None:
     assert work is not None
     given.rollouts, given.tokens = given.rollouts or work[0], given.tokens or work[1]
     if given.found:
-        given.found.write_text(json.dumps(train(given)))
+        train(given)
         sys.stdout.flush()
         os._exit(0)  # engine and process group may take their time
     with tempfile.TemporaryDirectory(prefix="prime-rl-trl-") as scratch:
