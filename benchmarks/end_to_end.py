@@ -12,7 +12,7 @@
 | `shared-512` | the same, 256 rollouts of 512 tokens |
 | `two-128`, `two-512` | the same two, one GPU serves and one trains |
 
-`peers/trl_grpo.py` gives TRL the same work and adds its row to the same file. Settings of `rl` may follow `--`.
+`peers/trl_grpo.py` gives TRL the same work and adds its row to the same file; `peers/vllm_serve.py` adds how long `vllm serve` alone takes to answer. Settings of `rl` may follow `--`.
 """
 
 import argparse
@@ -203,6 +203,13 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
     lines = ["| run | first step trained after | step, median (slowest) | sampled tokens/s | of TRL | reward, first 5 → last 5 steps | limited by | on |"]  # fmt: skip
     lines.append("|---|---|---|---|---|---|---|---|")
     for name, row in rows.items():
+        machine = row["machine"]
+        gpus = {gpu.partition(",")[0] for gpu in machine.get("gpus", [])}
+        where = ", ".join(gpus or [f"{machine['cores']} cores of {machine['cpu']}"])
+        where += f", {machine['date']}{'; ' + row['note'] if row.get('note') else ''}"
+        if "until_ready" in row:
+            lines.append(f"| {name} | answers after {row['until_ready']:.0f} s | | | | | | {where} |")
+            continue
         peers = [other["sampled_tokens_per_second"] for other in rows.values() if other.get("peer_of") == name]
         ratio = f"**{row['sampled_tokens_per_second'] / max(peers):.2f}**" if peers else ""
         reward = "{:.3f} → {:.3f}".format(*row["reward"]) if row.get("reward") and not row.get("random") else ""
@@ -213,11 +220,9 @@ def show(rows: dict[str, dict[str, Any]]) -> str:
             if "median_step" in row
             else f"{row['seconds']['step']:.2f} s, mean"
         )
-        machine = row["machine"]
-        where = ", ".join(machine.get("gpus") or [f"{machine['cores']} cores of {machine['cpu']}"])
         lines.append(
             f"| {name} | {first} | {step} | {row['sampled_tokens_per_second']:,.0f} | {ratio} | "
-            f"{reward} | {limit} | {where}, {machine['date']}{'; ' + row['note'] if row.get('note') else ''} |"
+            f"{reward} | {limit} | {where} |"
         )
     timed = {name: row["parts"] for name, row in rows.items() if "parts" in row}
     if timed:

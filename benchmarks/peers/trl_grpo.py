@@ -33,6 +33,8 @@ VARIANTS = {
     "off-32": (False, 32),
     "off-64": (False, 64),
     "on-64": (True, 64),
+    "off-16": (False, 16),  # what fits at 512 tokens
+    "on-32": (True, 32),
 }  # checkpointing, rollouts of a micro-batch
 OFFLINE = {"HF_HUB_OFFLINE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_FLASHINFER_SAMPLER": "0", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
 
