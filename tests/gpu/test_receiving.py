@@ -114,7 +114,7 @@ def test_what_is_received_is_what_was_published(
 
 def test_other_bytes_are_rejected(trainer: Trainer, subscriber: Subscriber) -> None:
     """Contract: the checksums are of what the GPU holds; one byte that is not the version's, and nobody gets it."""
-    with pytest.raises(CommitError, match=r"4\.c"):
+    with pytest.raises(ExchangeError, match=r"4\.c"):
         receive(trainer.publish(1, spoil=True), subscriber)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from prime_rl.entrypoints import inference
-from prime_rl.inference import worker
+from prime_rl.inference import compat
 
 SKIP = "TEST_SKIPPED_FUNCTIONS"
 
@@ -28,6 +28,6 @@ def skippable(function: Callable[[torch.nn.Module], None], file: Path) -> Callab
 
 if __name__ == "__main__":
     skip = Path(os.environ[SKIP])
-    worker.repack_tied_heads = skippable(worker.repack_tied_heads, skip)
-    worker.forget_packed_experts = skippable(worker.forget_packed_experts, skip)
+    compat.repack_tied_heads = skippable(compat.repack_tied_heads, skip)
+    compat.forget_packed_experts = skippable(compat.forget_packed_experts, skip)
     inference.main()

@@ -183,7 +183,7 @@ _NOT_LOADED = "%s: Failed to load weights"
 
 def keeps_as_loaded(model: Any) -> bool:
     """Whether every layer of a model on a GPU computes with its parameters as their loaders fill them: neither quantized, nor packed, nor made of several.
-    Then `load_in_place` may take the place of a reload, which makes every layer anew and takes three to four times as long (benchmarks/README.md).
+    Then tensors may be loaded in place, without a reload, which makes every layer anew and takes three to four times as long (benchmarks/README.md).
 
     Judged by what vLLM processes after loading: the method of a layer, and a layer's own hook, of which only that of plain attention is known.
     """
@@ -200,11 +200,10 @@ def keeps_as_loaded(model: Any) -> bool:
     return True
 
 
-def load_in_place(model: Any, tensors: Iterable[tuple[str, Any]], model_config: Any) -> None:
-    """Load all of a model's tensors into its parameters as they are, where `keeps_as_loaded` and no reload was left half done."""
+def finish_load(model: Any, model_config: Any) -> None:
+    """Do what vLLM does after loading a model that `keeps_as_loaded`."""
     from vllm.model_executor.layers.attention import Attention
 
-    model.load_weights(tensors)
     for module in model.modules():
         # As a reload does: its kernels may keep what they made of a parameter, as of sinks.
         if type(module) is Attention:
@@ -243,6 +242,33 @@ def settle_reload(model: Any, model_config: Any) -> None:
 
     with torch.no_grad():
         finalize_layerwise_reload(model, model_config)
+
+
+def forget_packed_experts(model: Any) -> None:
+    """CPU: have the reload pack the experts again. vLLM packs them only while their method has no kernel.
+
+    Otherwise a reload would silently leave the old experts in use (0.24 nats on a small Qwen3-MoE).
+    """
+    for module in model.modules():
+        # vLLM's layers carry their method as an attribute; most modules have none.
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def repack_tied_heads(model: Any) -> None:
+    """CPU: pack again every linear layer that kept its plain weight, i.e. the head of a model with tied embeddings.
+
+    No tensor of the checkpoint is loaded into it, so that a reload would silently leave it with a copy of the old
+    embedding (0.20 nats on a small Qwen3).
+    """
+    import torch
+
+    for module in model.modules():
+        weight, method = getattr(module, "weight", None), getattr(module, "quant_method", None)
+        packed = "cpu_linear" in vars(module)
+        if packed and method is not None and isinstance(weight, torch.Tensor) and weight.numel():
+            method.process_weights_after_loading(module)
 
 
 class OneEngine:

@@ -1,10 +1,12 @@
 """Reads of files that may hang: nothing ends a thread that waits for a network mount that is gone. It is left behind."""
 
 import asyncio
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ from prime_rl.inference.allowed_roots import Rejected
 
 STALL_SECONDS = 45.0  # without progress; shorter than a weight change waits for another one
 MOST_ABANDONED = 16  # threads at a time
+TURN_SECONDS = 1e-4  # for which the engine, or the event loop, keeps the interpreter from another thread
 
 T = TypeVar("T")
 GoOn = Callable[[], None]
@@ -44,7 +47,8 @@ async def read(function: Callable[[GoOn], T], subject: Path | str) -> T:
 
     def run() -> None:
         try:
-            future.set_result(function(go_on))
+            with short_turns():
+                future.set_result(function(go_on))
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             future.set_exception(error)
 
@@ -62,3 +66,20 @@ async def read(function: Callable[[GoOn], T], subject: Path | str) -> T:
         if not result.done():
             _abandoned.add(thread)
             result.cancel()
+
+
+@contextmanager
+def short_turns() -> Iterator[None]:
+    """Switch threads sooner: a thread waits 5 ms for the interpreter by default, which is longer than a block takes.
+
+    Of two that overlap, the first sets and restores the interval.
+    """
+    before = sys.getswitchinterval()
+    if before <= TURN_SECONDS:
+        yield
+        return
+    sys.setswitchinterval(TURN_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

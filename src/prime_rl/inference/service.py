@@ -234,7 +234,7 @@ class WeightService:
                 options = self._stage_weights, self._servers_on_host, self._stage_on_device
                 args = str(directory), manifest.hash, *options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
-                while _staging(answers):
+                while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
                     poll = min(_POLL_SHARE * (time.perf_counter() - began), POLL_SECONDS)
                     await asyncio.sleep(poll)  # bounded: by the time-out around it
                     answers = await self._engine.collective_rpc("prime_staged")
@@ -393,12 +393,6 @@ async def _changed(directory: Path, stamp: bytes) -> bool:
         return await read(lambda _: read_stamp(directory), directory) != stamp
     except (CommitError, OSError):  # removed, as the client sees itself
         return False
-
-
-def _staging(answers: list[dict[str, Any]]) -> bool:
-    """Whether a worker is still staging and none has failed."""
-    states = {answer["state"] for answer in answers}
-    return "reading" in states and "failed" not in states
 
 
 @asynccontextmanager

@@ -6,13 +6,12 @@ in files may also be kept nowhere: it is verified, and vLLM reads it during the 
 """
 
 import os
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -20,11 +19,11 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import torch
 import xxhash
-from loguru import logger
 from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
+from prime_rl.inference.reads import short_turns
 from prime_rl.transport import weights
 from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import CommitError, open_file
@@ -35,7 +34,6 @@ Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
 
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
-TURN_SECONDS = 1e-4  # for which the engine keeps the interpreter from another thread
 SPARE = 2  # free memory must be this many times the buffer: others need some, too
 
 
@@ -111,7 +109,7 @@ class Staging:
     def _run(self) -> None:
         began = time.perf_counter()
         try:
-            with _short_turns(), self._aside():
+            with short_turns(), self._aside():
                 self._tensors = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             _clear_frames(error)
@@ -161,16 +159,12 @@ class Staging:
         return torch.from_numpy(empty_on_host(size))
 
     def _receive(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
-        """Receive the version from the publisher, a second time if a checksum is wrong."""
-        for attempt in range(2):
-            self._subscriber.receive(manifest, buffer, self._progress)
-            found = checksums(buffer, ranges)
-            wrong = [name for name, entry in manifest.tensors.items() if found[name] != entry.checksum]
-            if not wrong:
-                return
-            if attempt == 0:
-                logger.warning("{}: receiving it once more", weights.other_tensor(manifest, wrong[0]))
-        raise weights.other_tensor(manifest, wrong[0])
+        """Receive the version from the publisher, and verify its checksums."""
+        self._subscriber.receive(manifest, buffer, self._progress)
+        found = checksums(buffer, ranges)
+        for name, entry in manifest.tensors.items():
+            if found[name] != entry.checksum:
+                raise ExchangeError(str(weights.other_tensor(manifest, name)))
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Read and verify every tensor of the files: what is hashed is what is loaded."""
@@ -226,23 +220,6 @@ class Staging:
 def empty_on_host(size: int) -> np.ndarray:
     """Zeros: uint8 [size]. The system provides pages only as they are written to."""
     return np.zeros(size, np.uint8)
-
-
-@contextmanager
-def _short_turns() -> Iterator[None]:
-    """Switch threads sooner: a thread waits 5 ms for the interpreter by default, which is longer than a block takes.
-
-    Of two that overlap, the first sets and restores the interval.
-    """
-    before = sys.getswitchinterval()
-    if before <= TURN_SECONDS:
-        yield
-        return
-    sys.setswitchinterval(TURN_SECONDS)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 def _clear_frames(error: BaseException | None) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from prime_rl import faults
 from prime_rl.inference import compat
+from prime_rl.inference.copy_plan import CopyPlan
 from prime_rl.inference.orphans import follow
 from prime_rl.inference.staging import Staging
 from prime_rl.transport.commit import CommitError
@@ -40,6 +41,7 @@ class WeightsExtension:
     prime_next: tuple[str, Identity] | None = None
     prime_staging: Staging | None = None
     prime_subscriber: Subscriber | None = None
+    prime_copies: CopyPlan | None = None
     prime_plain: bool | None = None  # whether the model computes with weights as they are loaded; None: not known yet
     prime_whole = True  # every reload of vLLM's has finished: only another reload repairs one that has not
 
@@ -153,12 +155,17 @@ class WeightsExtension:
         # 0.26's own `reload_weights` does not set the config that its layers look up.
         with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             if self.device.type == "cpu":
-                forget_packed_experts(model)
+                compat.forget_packed_experts(model)
             if not self.prime_whole:
                 # Else the next reload would take half a layer of the last one for its own.
                 compat.settle_reload(model, self.model_config)
             elif not isinstance(source, Path) and self.prime_is_plain():
-                compat.load_in_place(model, source, self.model_config)
+                tensors = list(source)
+                if self.prime_copies is not None and self.prime_copies.matches(tensors):
+                    self.prime_copies.load(tensors)
+                else:
+                    self.prime_copies = CopyPlan(model, tensors)
+                compat.finish_load(model, self.model_config)
                 return
             self.prime_whole = False
             with compat.without_false_alarms(model):
@@ -168,7 +175,7 @@ class WeightsExtension:
                     self.model_runner.reload_weights(weights_iterator=source)
             self.prime_whole = True
             if self.device.type == "cpu":
-                repack_tied_heads(model)
+                compat.repack_tied_heads(model)
 
 
 def files_of(directory: Path, identity: Identity | None) -> Path:
@@ -187,28 +194,3 @@ def files_of(directory: Path, identity: Identity | None) -> Path:
     if manifest.publisher is not None:
         raise RuntimeError(f"{never_written(directory)}: load a version again")
     return manifest.files
-
-
-def forget_packed_experts(model: torch.nn.Module) -> None:
-    """CPU: have the reload pack the experts again. vLLM packs them only while their method has no kernel.
-
-    Otherwise a reload would silently leave the old experts in use (0.24 nats on a small Qwen3-MoE).
-    """
-    for module in model.modules():
-        # vLLM's layers carry their method as an attribute; most modules have none.
-        method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
-            method.moe_kernel = None  # type: ignore[union-attr]
-
-
-def repack_tied_heads(model: torch.nn.Module) -> None:
-    """CPU: pack again every linear layer that kept its plain weight, i.e. the head of a model with tied embeddings.
-
-    No tensor of the checkpoint is loaded into it, so that a reload would silently leave it with a copy of the old
-    embedding (0.20 nats on a small Qwen3).
-    """
-    for module in model.modules():
-        weight, method = getattr(module, "weight", None), getattr(module, "quant_method", None)
-        packed = "cpu_linear" in vars(module)
-        if packed and method is not None and isinstance(weight, torch.Tensor) and weight.numel():
-            method.process_weights_after_loading(module)

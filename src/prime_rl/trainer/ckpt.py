@@ -24,7 +24,7 @@ from prime_rl.trainer import dcp
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, on_main, sum_over_ranks
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weight_publisher import WeightPublisher, refuse_outlived
+from prime_rl.trainer.weight_publisher import WeightPublisher
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import (
     CommitError,
@@ -36,7 +36,7 @@ from prime_rl.transport.commit import (
     read_manifest,
     subject_of,
 )
-from prime_rl.transport.lives import lost_versions, read_lives, read_versions, run_id, sparing_lives
+from prime_rl.transport.lives import lost_versions, read_lives, read_versions, refuse_outlived, run_id, sparing_lives
 from prime_rl.transport.protocol import current_life, spared
 from prime_rl.transport.settings import ways_out
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest

@@ -28,7 +28,7 @@ from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies, on_device
+from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies
 from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
 from prime_rl.transport import lives
 from prime_rl.transport.addresses import own_address
@@ -55,16 +55,6 @@ if TYPE_CHECKING:
 
 Times = dict[str, float]  # seconds
 _FILES_POLL_SECONDS = 0.5  # between two looks at whether servers ask for files
-
-
-def refuse_outlived(output_dir: Path, life: int) -> None:
-    """Raise UserError if a later life than `life` was opened: two trainers must not write one history."""
-    newest = max(lives.read_lives(output_dir), default=life)
-    if newest > life:
-        raise UserError(
-            f"another trainer has gone on with the run in {output_dir} (life {newest}; this one is {life}): "
-            "this one ends and commits no more"
-        )
 
 
 @dataclass(frozen=True)
@@ -366,7 +356,7 @@ class WeightPublisher:
         try:
             agree(world, check)
             canary = None if scored is None else agree(world, scored.read)
-            on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
+            on_main(world, lambda: lives.refuse_outlived(self.output_dir, self.life))
         finally:
             copy_seconds = copied.finish()
         if isinstance(copies, GatheredCopy):
@@ -395,7 +385,6 @@ class WeightPublisher:
         extra = manifest_extra(version, self.life, tensors, canary=canary, publisher=address)
         stage = Stage(version_dir(self.root, version))
         try:
-            copy_model_files(self.source, stage.path, self.dtype)
             publisher.offer(version, self.life, extra["hash"], copies.size)
             stage.commit(step=version, producer="trainer", extra=extra)
         except BaseException:
@@ -423,6 +412,7 @@ class WeightPublisher:
             raise UserError(f"{directory} was changed on its way to host memory: nothing of it is written")
 
         def write(stage: Path) -> None:
+            copy_model_files(self.source, stage, self.dtype)
             allocate(stage, copies.headers, copies.slots)
             write_ranges(host.numpy().data, stage, copies.files)
 
@@ -580,20 +570,6 @@ def transport_of(config: "TrainerConfig", world: World) -> MemoryTransport | Non
     if weights.transport == "auto" and (world.device.type != "cuda" or weights.tmpfs is not None):
         return None
     return MemoryTransport(weights.host, weights.port, weights.timeout, fallback=weights.transport == "auto")
-
-
-def published_bytes(config: "TrainerConfig", source: Source, world: World, parameters: int) -> float:
-    """Bytes per parameter of a rank's share that published weights take on the trainer's GPU.
-
-    A server that shares the GPU takes twice as much again for its own copy, which it wants to find free
-    (`inference.staging`).
-    """
-    if transport_of(config, world) is None:
-        return 0.0
-    itemsize = export_dtype(config.weights.dtype, source).itemsize
-    if not on_device(parameters * itemsize, world.device):
-        return 0.0
-    return (3 if config.weights.shares_gpu else 1) * itemsize * world.shards
 
 
 def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from prime_rl.errors import UserError
 from prime_rl.transport.commit import MANIFEST, CommitError, clean_stages, list_steps, read_manifest, write_atomically
 from prime_rl.transport.protocol import BASE, Lease
 from prime_rl.transport.tmpfs import InTmpfs, tmpfs_of
@@ -121,6 +122,16 @@ def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
             continue
         found[version] = seen[key]
     return found
+
+
+def refuse_outlived(output_dir: Path, life: int) -> None:
+    """Raise UserError if a later life than `life` was opened: two trainers must not write one history."""
+    newest = max(read_lives(output_dir), default=life)
+    if newest > life:
+        raise UserError(
+            f"another trainer has gone on with the run in {output_dir} (life {newest}; this one is {life}): "
+            "this one ends and commits no more"
+        )
 
 
 def lost_versions(weights_dir: Path) -> list[int]:

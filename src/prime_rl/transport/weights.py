@@ -326,8 +326,8 @@ def make_durable(directory: Path, write: Callable[[Path], object]) -> None:
     read the old manifest of a version in tmpfs finds nothing there once that is removed, and tries again.
 
     Args:
-        write: Writes the safetensors files, and their index if there are several, into a directory. CommitError is
-            raised if these do not hold the tensors of the manifest.
+        write: Writes the safetensors files, their index if there are several, and what else the version lacks, into a
+            directory. CommitError is raised if these do not hold the tensors of the manifest.
     """
     committed = read_manifest(directory)
     manifest = weights_manifest(directory, committed)

@@ -114,26 +114,9 @@ def test_no_trainer(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
 
 
 def test_wrong_bytes_are_rejected(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
-    """Contract: what arrives is compared with the manifest, tensor by tensor, before any of it is given out; another attempt will not mend it."""
-    assert_fails(trainer.publish(1, tensors(1), spoil=True), subscriber, "tensor scalar is not the one", CommitError)
+    """Contract: what arrives is compared with the manifest, tensor by tensor, before any of it is given out; another attempt may succeed."""
+    assert_fails(trainer.publish(1, tensors(1), spoil=True), subscriber, "tensor scalar is not the one", ExchangeError)
     assert_received(trainer.publish(2, tensors(2)), subscriber)
-
-
-def test_what_is_spoilt_on_its_way_is_received_once_more(
-    trainer: PublishingTrainer, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Contract: one wrong bit of a transfer costs that transfer, not the version."""
-    receive, transfers = Subscriber.receive, itertools.count()
-
-    def spoilt(subscriber: Subscriber, manifest: Any, buffer: torch.Tensor, *args: Any) -> str:
-        backend = receive(subscriber, manifest, buffer, *args)
-        if next(transfers) == 0:
-            buffer[7] ^= 1
-        return backend
-
-    monkeypatch.setattr(Subscriber, "receive", spoilt)
-    assert_received(trainer.publish(1, tensors(1)), subscriber)
-    assert next(transfers) == 2
 
 
 def test_a_manifest_that_contradicts_itself(trainer: PublishingTrainer, subscriber: Subscriber) -> None:

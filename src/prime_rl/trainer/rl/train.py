@@ -33,13 +33,8 @@ from prime_rl.trainer.source import Source, load_tokenizer, locate_model
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
 from prime_rl.trainer.stop import StopSignal
 from prime_rl.trainer.warm_up import warm_up
-from prime_rl.trainer.weight_publisher import (
-    WeightPublisher,
-    export_dtype,
-    published_bytes,
-    tmpfs_of_config,
-    transport_of,
-)
+from prime_rl.trainer.weight_copy import on_device
+from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, tmpfs_of_config, transport_of
 from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
@@ -275,3 +270,17 @@ if __name__ == "__main__":
     from prime_rl.entrypoints.trainer import main
 
     main()
+
+
+def published_bytes(config: "TrainerConfig", source: Source, world: World, parameters: int) -> float:
+    """Bytes per parameter of a rank's share that published weights take on the trainer's GPU.
+
+    A server that shares the GPU takes twice as much again for its own copy, which it wants to find free
+    (`inference.staging`).
+    """
+    if transport_of(config, world) is None:
+        return 0.0
+    itemsize = export_dtype(config.weights.dtype, source).itemsize
+    if not on_device(parameters * itemsize, world.device):
+        return 0.0
+    return (3 if config.weights.shares_gpu else 1) * itemsize * world.shards

@@ -1,0 +1,106 @@
+"""Versions that are loaded by recorded copies: what `load_weights` would load, or `load_weights` itself."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from prime_rl.inference.copy_plan import CopyPlan
+from support.processes import REPOSITORY
+
+Rule = Callable[[nn.Parameter, Tensor], object]
+
+
+def copy(parameter: nn.Parameter, tensor: Tensor) -> None:
+    parameter.data.narrow(0, 2, 3).copy_(tensor)
+
+
+class Model(nn.Module):
+    """Two stacked tensors in one parameter, whose padding is zeroed, and one tensor that `rule` loads."""
+
+    def __init__(self, rule: Rule) -> None:
+        super().__init__()
+        self.stacked, self.other = nn.Parameter(torch.ones(6, 4)), nn.Parameter(torch.ones(6, 4))
+        self.rule, self.calls = rule, 0
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self.calls += 1
+        by_name = dict(tensors)
+        self.stacked.data[:2].copy_(by_name["a"].view(4, 2).t())
+        self.stacked.data[2:5].copy_(by_name["b"])
+        self.stacked.data[5:].zero_()
+        self.rule(self.other, by_name["c"])
+
+
+def staged(seed: int, rows: int = 3) -> list[tuple[str, Tensor]]:
+    buffer = torch.randn(8 + 12 + rows * 4, generator=torch.Generator().manual_seed(seed))
+    a, b, c = buffer.split([8, 12, rows * 4])
+    return [("a", a.view(2, 4)), ("b", b.view(3, 4)), ("c", c.view(rows, 4))]
+
+
+def loaded(model: Model, seed: int) -> bool:
+    """Whether a fresh model that loads this version has the same parameters."""
+    other = Model(model.rule)
+    with torch.no_grad():
+        other.load_weights(staged(seed))
+    return all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_recorded_copies_load_the_next_versions() -> None:
+    """Contract: the first version goes through `load_weights`; later ones need no call of it and give the same parameters."""
+    model = Model(copy)
+    plan = CopyPlan(model, staged(1))
+    assert loaded(model, 1)
+    for seed in (2, 3):
+        assert plan.matches(staged(seed))
+        plan.load(staged(seed))
+        assert loaded(model, seed)
+    assert plan.exact
+    assert model.calls == 1
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(lambda parameter, tensor: parameter.data[:3].copy_(tensor * 2), id="scaled"),
+        pytest.param(lambda parameter, tensor: parameter.data[:3].copy_(torch.cat([tensor])), id="assembled"),
+        pytest.param(lambda parameter, tensor: parameter.data[:3].add_(tensor), id="added"),
+        pytest.param(lambda parameter, tensor: parameter.data.fill_(tensor[0, 0].item()), id="read"),
+        pytest.param(lambda parameter, tensor: parameter.data.copy_(tensor[0]), id="broadcast"),
+    ],
+)
+def test_a_loader_that_computes_is_called_for_every_version(rule: Rule) -> None:
+    """Contract: whatever is not a copy is not replayed: every version goes through `load_weights`."""
+    model = Model(rule)
+    plan = CopyPlan(model, staged(1))
+    assert not plan.exact
+    model.other.data.fill_(1)
+    plan.load(staged(2))
+    assert loaded(model, 2)
+    assert model.calls == 2
+
+
+def test_another_layout_and_another_parameter_do_not_match() -> None:
+    """Contract: copies are recorded again for tensors of other shapes, and for a model whose parameters were made anew."""
+    model = Model(copy)
+    plan = CopyPlan(model, staged(1))
+    assert plan.matches(staged(2))
+    assert not plan.matches(staged(2)[:2])
+    assert not plan.matches([(name.upper(), tensor) for name, tensor in staged(2)])
+    assert not plan.matches([(name, tensor.half()) for name, tensor in staged(2)])
+    model.other = nn.Parameter(torch.ones(6, 4))
+    assert not plan.matches(staged(2))
+
+
+def test_vllms_loaders_only_copy(tmp_path: Path) -> None:
+    """Contract: stacked projections and experts of a real vLLM model are loaded by recorded copies, bit for bit."""
+    pytest.importorskip("vllm")
+    path = os.pathsep.join([str(REPOSITORY / "tests"), str(REPOSITORY / "src")])
+    command = [sys.executable, "-m", "support.vllm_loaders", str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
