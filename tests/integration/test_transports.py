@@ -122,7 +122,7 @@ def test_versions_are_served_however_they_come(
     damaged = training.step(6)
     with flipped_bit(training, damaged):
         refused = update(server, damaged, 6)
-        assert refused.status_code == 400
+        assert refused.status_code in (400, 424)  # of files, from memory
         assert "the previous weights go on" in refused.text
         assert (served(server)["version"], sample(server, chat_prompt, temperature=0.0)) == (4, before)
     take(7, training.step(7))
