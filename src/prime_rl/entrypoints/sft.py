@@ -8,6 +8,7 @@ from loguru import logger
 from prime_rl import faults, lifeline
 from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
+from prime_rl.importing import quick_imports
 from prime_rl.launcher.checks import check_dataset, check_environment, check_model
 from prime_rl.launcher.rundir import cleaned
 from prime_rl.monitor import Status, log
@@ -67,7 +68,8 @@ def run(config: SFTConfig, rank: int) -> None:
             )  # others that clean must see this run before torch is imported
     if config.bench and rank == 0:
         metrics_path(config.output_dir, "sft").unlink(missing_ok=True)  # of an earlier benchmark
-    from prime_rl.trainer.sft.train import train
+    with quick_imports():
+        from prime_rl.trainer.sft.train import train
 
     if rank > 0 or config.bench:
         with disk_errors(config.output_dir):

@@ -9,6 +9,7 @@ from loguru import logger
 from prime_rl import faults, lifeline
 from prime_rl.config import TrainerConfig, load, write_toml
 from prime_rl.errors import UserError
+from prime_rl.importing import quick_imports
 from prime_rl.launcher.checks import check_model
 from prime_rl.launcher.rundir import cleaned
 from prime_rl.monitor import log
@@ -56,7 +57,8 @@ def run(config: TrainerConfig, rank: int) -> None:
             agree(config, "trainer")
         if config.bench:
             metrics_path(config.output_dir, "trainer").unlink(missing_ok=True)  # of an earlier benchmark
-    from prime_rl.trainer.rl.train import train
+    with quick_imports():
+        from prime_rl.trainer.rl.train import train
 
     with disk_errors(config.output_dir):
         train(config)

@@ -14,6 +14,7 @@ from loguru import logger
 
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
+from prime_rl.importing import quick_imports
 from prime_rl.inference import checks, compat, pulse
 from prime_rl.inference.arguments import arguments, chunks_on_cpu, environment, guarded_host
 from prime_rl.inference.ports import hold_port
@@ -62,9 +63,10 @@ def run(config: InferenceConfig) -> None:
 
 
 def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], status: Status) -> None:
-    args = compat.parse_arguments(engine, argv, config.vllm)
-    if config.cpu.fork_engine and engine.device == "cpu":
-        compat.fork_engine()
+    with quick_imports():
+        args = compat.parse_arguments(engine, argv, config.vllm)
+        if config.cpu.fork_engine and engine.device == "cpu":
+            compat.fork_engine()
     status.phase("loading model")
     if config.server.api_servers > 1 and not config.headless:
         status.close()  # the leader of the processes that answer goes on with it

@@ -18,7 +18,6 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.monitor.record import build, read_table
 from prime_rl.monitor.status import read_status, unless_full
-from prime_rl.orchestrator import ledger_file
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.lives import run_id
 from prime_rl.transport.settings import at_work, ways_out
@@ -141,6 +140,8 @@ def results(output_dir: Path) -> list[str]:
 
 def _holds_episodes(ledger: Path) -> bool:
     """Whether the ledger records a finished episode. One that cannot be read counts as if it did."""
+    from prime_rl.orchestrator import ledger_file  # imports numpy and pyarrow, which `--help` does not wait for
+
     if not ledger.exists() and not ledger_file.journal_of(ledger).exists():
         return False
     try:
