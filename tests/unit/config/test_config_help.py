@@ -105,12 +105,12 @@ def test_the_configuration_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("name", ["rl", "sft", "trainer", "orchestrator", "inference", "eval"])
-def test_the_help_of_each_entrypoint_imports_no_engine(name: str) -> None:
-    """`rl --help` and the others answer before torch, vLLM, verifiers or transformers are imported."""
+def test_the_help_of_each_entrypoint_imports_nothing_heavy(name: str) -> None:
+    """`rl --help` and the others answer before any large package is imported."""
     code = (
         "import sys, importlib\n"
         f"main = importlib.import_module('prime_rl.entrypoints.{name}').main\n"
         f"sys.argv = ['{name}', '--help']\n"
         "try: main()\nexcept SystemExit as stop: assert not stop.code, stop.code"
     )
-    assert not set(imported(code)) & {"torch", "vllm", "verifiers", "transformers"}
+    assert imported(code) == []
