@@ -22,14 +22,16 @@ from prime_rl.errors import UserError
 def quick_imports() -> Iterator[None]:
     """Keep the garbage collector from running while large packages are imported, which takes a tenth of their time.
 
-    Nothing of what they make is garbage; the collector passes it over from then on.
+    Hardly any of what they make is garbage; the collector passes it over from then on.
     """
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def load_function(

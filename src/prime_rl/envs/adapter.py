@@ -10,6 +10,7 @@ from typing import Any, Protocol, Self
 
 from prime_rl.envs.ids import WrongVersion, check_version, find, kind_of
 from prime_rl.envs.protocol import EpisodeResult, Setup
+from prime_rl.importing import quick_imports
 
 VERSIONS = "classic environments run with verifiers 0.1.11 to 0.3.1, those of verifiers.v1 with 0.4.0 alone"
 CLASSIC = (
@@ -56,13 +57,15 @@ def load(setup: Setup) -> Adapter:
         raise LoadError(str(error)) from error
     kind = kind_of(setup.env_id) if setup.adapter == "auto" else setup.adapter
     if kind == "python":
-        from prime_rl.envs.plain import PlainEnv
+        with quick_imports():
+            from prime_rl.envs.plain import PlainEnv
 
         return PlainEnv(setup)
     if kind == "classic":
         if not any(importlib.util.find_spec(f"verifiers.{name}") for name in ("legacy", "clients")):
             raise LoadError(f"environment {setup.env_id!r} {CLASSIC}")
-        from prime_rl.envs.classic import ClassicEnv
+        with quick_imports():
+            from prime_rl.envs.classic import ClassicEnv
 
         return ClassicEnv(setup)
     installed = importlib.metadata.version("verifiers")
@@ -71,6 +74,7 @@ def load(setup: Setup) -> Adapter:
         raise LoadError(
             f"environment {setup.env_id!r} {fault}: its Python environment has verifiers {installed}; {VERSIONS}"
         )
-    from prime_rl.envs.verifiers_v1 import VerifiersEnv
+    with quick_imports():
+        from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     return VerifiersEnv(setup)

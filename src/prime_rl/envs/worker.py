@@ -138,7 +138,6 @@ class WorkerServer:
         # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
         gc.collect()
         gc.freeze()
-        gc.enable()
         async with serving:
             self._ticked = time.monotonic()
             self._loaded = True
@@ -278,7 +277,6 @@ def _not_loaded(setup: Setup, error: Exception) -> str:
 
 
 def main() -> None:
-    gc.disable()  # until all is imported, see `importing.quick_imports`
     lifeline.watch()
     faulthandler.enable()  # the last words of one that an extension kills
     families.offer_to_the_kernel()

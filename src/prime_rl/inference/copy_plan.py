@@ -1,9 +1,10 @@
-"""The copies that load staged tensors into a model, recorded with the first version and replayed for the next ones.
+"""The copies that load staged tensors into a model: recorded with one version, tried with the next, then replayed.
 
 vLLM's `load_weights` runs Python for every tensor, 40 ms for the 310 of Qwen3-0.6B, while generation is paused. Where it
 only copies slices of the staged tensors into parameters, the same copies load every version of this layout.
 """
 
+from collections import defaultdict
 from itertools import chain
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Staged = list[tuple[str, Tensor]]  # views of one buffer
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CONSTANT = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}  # padding: the same for every version
 
 
@@ -20,53 +22,79 @@ class CopyPlan(TorchDispatchMode):
     """Loads a version through the model's `load_weights` when it is made, and later ones by `load` while `matches`.
 
     Attributes:
-        exact: The loaders only copy. Otherwise `load` calls them for every version.
+        exact: The loaders only copy, as far as is known. Otherwise `load` calls them for every version.
     """
 
     def __init__(self, model: Any, tensors: Staged) -> None:
         super().__init__()
+        self._model, self._layout, self._addresses = model, _layout(tensors), _addresses(model)
         buffers = {_storage(tensor) for _, tensor in tensors}
-        self.exact, self._buffer = len(buffers) == 1, buffers.pop()
+        self._buffer, self._dtypes = min(buffers), {tensor.dtype for _, tensor in tensors}
+        self._followed = {self._buffer}  # storages of the staged tensors, and of what was copied from them
         # By the place of the target, so that the last copy into it counts: target, dtype, size, stride and offset.
         self._copies: dict[object, tuple[Tensor, torch.dtype, torch.Size, tuple[int, ...], int]] = {}
-        self._model, self._layout = model, _layout(tensors)
+        self.exact, self._tried = len(buffers) == 1, False
         with self:
             model.load_weights(iter(tensors))
-        self.exact &= bool(self._copies)
-        self._addresses = _addresses(model)
+        self.exact &= bool(self._copies) and self._addresses == _addresses(model)
 
-    def matches(self, tensors: Staged) -> bool:
-        """Whether the layout is the recorded one, and the model's parameters have not been made anew."""
-        return self._layout == _layout(tensors) and self._addresses == _addresses(self._model)
+    def matches(self, model: Any, tensors: Staged) -> bool:
+        """Whether model and layout are the recorded ones, and no parameter has been made anew."""
+        return model is self._model and self._layout == _layout(tensors) and self._addresses == _addresses(model)
 
     def load(self, tensors: Staged) -> None:
-        """Load another version."""
-        if not self.exact:
+        """Load another version. The first time the loaders follow the copies, and must change nothing."""
+        replayed = None
+        if self.exact:
+            self._replay(tensors)
+            replayed = None if self._tried else self._sums()
+        if not self.exact or not self._tried:
             self._model.load_weights(iter(tensors))
-            return
+            self.exact, self._tried = self.exact and replayed == self._sums(), True
+
+    def _replay(self, tensors: Staged) -> None:
         views = {tensor.dtype: tensor for _, tensor in tensors}  # `as_strided` reaches the whole buffer from any
-        copies = self._copies.values()
-        sources = [views[dtype].as_strided(size, stride, offset) for _, dtype, size, stride, offset in copies]
-        torch._foreach_copy_([target for target, *_ in copies], sources)
+        # A fused copy takes contiguous tensors of one type each; others would make it copy all of them one by one.
+        groups: dict[object, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
+        for target, dtype, size, stride, offset in self._copies.values():
+            source = views[dtype].as_strided(size, stride, offset)
+            targets, sources = groups[target.dtype, dtype, target.is_contiguous() and source.is_contiguous()]
+            targets.append(target)
+            sources.append(source)
+        for targets, sources in groups.values():
+            torch._foreach_copy_(targets, sources)
+
+    def _sums(self) -> list[int]:
+        """One number of every parameter and buffer, which other bits, or bits in other places, hardly ever have."""
+        found = []
+        for tensor in chain(self._model.parameters(), self._model.buffers()):
+            bits = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1).view(_INTEGERS[tensor.itemsize])
+            for sums in (bits.sum(0, dtype=torch.int64), bits.sum(1, dtype=torch.int64)):  # integers wrap
+                found.append((sums * torch.arange(1, 1 + len(sums), device=sums.device)).sum())
+        return torch.stack(found).tolist() if found else []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default and self._is_staged(args[1]) and not self._is_staged(args[0]):
             target, source = args[:2]
-            self.exact &= target.shape == source.shape  # the fused copy does not broadcast
+            self.exact &= target.shape == source.shape and source.dtype in self._dtypes  # nothing is broadcast
+            self._followed.add(_storage(target))
             place = target.data_ptr(), target.shape, target.stride()
             self._copies.pop(place, None)
             described = source.dtype, source.shape, source.stride(), source.storage_offset()
             self._copies[place] = target.detach(), *described
-        elif func not in _CONSTANT:
-            used = any(map(self._is_staged, tree_leaves((args, kwargs))))
-            # Views of staged tensors are fine. What is computed from them, or changed elsewhere, cannot be replayed.
+        elif func not in _CONSTANT or self._is_staged(args[0]):
+            followed = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_followed(leaf)]
+            # Views are fine. What is computed from these tensors, or changed elsewhere, cannot be replayed.
             self.exact &= not func._schema.is_mutable
-            self.exact &= not used or all(map(self._is_staged, tree_leaves(result)))
+            self.exact &= not followed or all(map(self._is_followed, tree_leaves(result)))
         return result
 
     def _is_staged(self, value: object) -> bool:
         return isinstance(value, Tensor) and _storage(value) == self._buffer
+
+    def _is_followed(self, value: object) -> bool:
+        return isinstance(value, Tensor) and _storage(value) in self._followed
 
 
 def _storage(tensor: Tensor) -> int:

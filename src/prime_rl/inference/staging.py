@@ -164,7 +164,8 @@ class Staging:
         found = checksums(buffer, ranges)
         for name, entry in manifest.tensors.items():
             if found[name] != entry.checksum:
-                raise ExchangeError(str(weights.other_tensor(manifest, name)))
+                again, self._subscriber.spoilt = self._subscriber.spoilt == manifest.hash, manifest.hash
+                raise (CommitError if again else ExchangeError)(str(weights.other_tensor(manifest, name)))
 
     def _read(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Read and verify every tensor of the files: what is hashed is what is loaded."""

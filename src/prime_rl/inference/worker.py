@@ -125,6 +125,7 @@ class WeightsExtension:
             config = self.vllm_config
             # Layers with adapters have other names; scales of a quantized cache are made anew by a reload.
             known = config.lora_config is None and "fp8" not in str(config.cache_config.cache_dtype)
+            known &= config.offload_config.prefetch.offload_group_size == 0  # else each forward fills parameters anew
             model = self.model_runner.get_model()
             self.prime_plain = self.device.type == "cuda" and known and compat.keeps_as_loaded(model)
         return self.prime_plain
@@ -142,7 +143,7 @@ class WeightsExtension:
         """The staged tensors."""
         for name, tensor in staging.tensors():
             yield name, tensor
-            # In the middle of a layer, which vLLM assembles from several tensors.
+            # Where vLLM reloads: in the middle of a layer, which it assembles from several tensors.
             within = name.endswith("layers.0.self_attn.k_proj.weight")
             if within and faults.point(f"loading:v{identity['version']}") == "error":
                 raise RuntimeError("fault injection")
@@ -161,7 +162,7 @@ class WeightsExtension:
                 compat.settle_reload(model, self.model_config)
             elif not isinstance(source, Path) and self.prime_is_plain():
                 tensors = list(source)
-                if self.prime_copies is not None and self.prime_copies.matches(tensors):
+                if self.prime_copies is not None and self.prime_copies.matches(model, tensors):
                     self.prime_copies.load(tensors)
                 else:
                     self.prime_copies = CopyPlan(model, tensors)

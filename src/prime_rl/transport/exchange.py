@@ -399,6 +399,7 @@ class Subscriber:
 
     def __init__(self) -> None:
         self._connection: _Connection | None = None
+        self.spoilt = ""  # hash of the last version with a wrong checksum: a second time, no retry mends it
 
     def receive(self, manifest: WeightsManifest, buffer: Tensor, progress: Callable[[], None] = lambda: None) -> str:
         """Fill `buffer` with a version and return the backend.
