@@ -116,23 +116,26 @@ def test_a_directory_in_one_go_equals_each_version_alone(tiny_model, tmp_path):
     assert attempts(tmp_path / "alone", "step_0") == []
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_a_command_that_is_killed_goes_on_where_it_was(tiny_model, tmp_path, number, status):
+def test_a_command_that_is_killed_goes_on_where_it_was(tiny_model, tmp_path):
     """Contract: no finished attempt is made again, none is lost; Ctrl-C ends with 130."""
-    with scripted_engine(tiny_model, "--delay", "1") as url:  # 17 s are left when the signal comes
+    before: list[dict[str, Any]] = []
+    with scripted_engine(tiny_model, "--delay", "1") as url:  # 17 s are left when the first signal comes
         arguments = [
             "--model.name", tiny_model, "--client.base-url", url, "--environment-ids", "reverse-text", "--num-examples", 20,
-            "--rollouts-per-example", 2, "--max-concurrent", 2, "--output-dir", tmp_path,
+            "--rollouts-per-example", 2, "--output-dir", tmp_path,
         ]  # fmt: skip
-        command = [sys.executable, "-m", "prime_rl.entrypoints.eval", *map(str, arguments)]
-        with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
-            deadline = time.monotonic() + TIMEOUT
-            while len(attempts(tmp_path, "step_0")) < 6 and time.monotonic() < deadline:
-                time.sleep(0.02)
-            process.send_signal(number)
-            assert process.wait(60) == status, (tmp_path / "log").read_text()
-        before = attempts(tmp_path, "step_0")
-        assert 6 <= len(before) < 40
+        command = [sys.executable, "-m", "prime_rl.entrypoints.eval", *map(str, arguments), "--max-concurrent", "2"]
+        for number, status in ((signal.SIGKILL, -9), (signal.SIGINT, 130)):
+            earlier = before
+            with (tmp_path / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
+                deadline = time.monotonic() + TIMEOUT
+                while len(attempts(tmp_path, "step_0")) < len(earlier) + 6 and time.monotonic() < deadline:
+                    time.sleep(0.02)
+                process.send_signal(number)
+                assert process.wait(60) == status, (tmp_path / "log").read_text()
+            before = attempts(tmp_path, "step_0")
+            assert len(earlier) + 6 <= len(before) < 40
+            assert [row for row in before if row in earlier] == earlier
         done = evaluate(*arguments, "--max-concurrent", 40)
     assert done.returncode == 0, done.stdout + done.stderr
     after = attempts(tmp_path, "step_0")
