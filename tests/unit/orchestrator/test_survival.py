@@ -176,7 +176,7 @@ async def test_a_run_that_is_stopped_goes_on_with_what_was_in_flight(tmp_path, r
     """Ctrl-C drops nothing: episodes in flight are started again under the same name, finished ones are kept."""
     world = make_world(tmp_path / "run")
     trainer = asyncio.create_task(train(world))
-    for seconds in (0.15, 0.22, 0.25):
+    for seconds in (0.12, 0.15, 0.15):
         orchestrator = world.orchestrator()
         asyncio.get_running_loop().call_later(seconds, orchestrator.stop)
         await orchestrator.run()
