@@ -26,6 +26,10 @@ from prime_rl.monitor import log
 hypothesis.settings.register_profile("prime-rl", deadline=None)  # no test asserts a duration
 hypothesis.settings.load_profile("prime-rl")
 
+# The processes of a test import torch, vLLM and verifiers, which takes twice the time where no bytecode may be kept.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 READY_SECONDS = 300.0
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"

@@ -28,9 +28,11 @@ CELLS = {
         "kill", "trainer", "several",
         on("trainer", "rename:checkpoints/step_2/trainer", "renamed:weights/step_3"),
     ),
-    "orchestrator killed": Cell(
-        "kill", "orchestrator", "several",
-        on("orchestrator", "renamed:rollouts/step_0", "write:rollouts/step_2", "join:checkpoints/step_2"),
+    "orchestrator killed and stopped": Cell(
+        "kill, stop", "orchestrator", "several",
+        on("orchestrator", "renamed:rollouts/step_0", "write:rollouts/step_2", "join:checkpoints/step_2")
+        + on("orchestrator", "ledger:commit", do="stop", nth=4),
+        settings=STOPPED,
     ),
     "engine and worker killed": Cell(
         "kill", "inference, environment", "several",
@@ -48,8 +50,6 @@ CELLS = {
         "kill", "trainer, inference", "several", on("trainer", "renamed:weights/step_3") + on("inference", "update-loaded:v2"),
         exact="training", settings=PUBLISHED,
     ),
-    "orchestrator stopped": Cell("stop", "orchestrator", "ledger:commit", on("orchestrator", "ledger:commit", do="stop", nth=4),
-                                 settings=STOPPED),
     "disk full": Cell(
         "enospc", "trainer", "write:weights/step_2", (Fault("write:weights/step_2", "trainer", "enospc", times=10**6),),
         exact="training", ends="ends", settings={"max_restarts": 0},

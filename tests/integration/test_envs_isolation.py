@@ -4,7 +4,10 @@ The workers are real processes around a scripted environment (`support/stub_work
 """
 
 import asyncio
+import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
+import zmq.asyncio
 
+from prime_rl import faults
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import output as output_module
 from prime_rl.envs import pool as pool_module
@@ -22,9 +28,16 @@ from prime_rl.envs.autoscaling import IdleCores
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
+from support.processes import REPOSITORY
 from support.stub_worker import TASKS, stub_python, tell
 
 SECONDS = 120.0  # until something that should happen counts as not happening
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_pool_module, "BACKOFF_SECONDS", (0.0, 0.1))
+    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 5.0)
 
 
 def stub(directory: Path, args: dict[str, Any] | None = None, **settings: Any) -> EnvConfig:
@@ -96,7 +109,7 @@ async def test_workers_follow_their_load(tmp_path: Path, monkeypatch: pytest.Mon
     """Where the workers are busy and cores idle, more start, though slots are free; what is not needed any more ends, its episodes first."""
     monkeypatch.setattr(IdleCores, "measure", lambda _: 4.0)
     monkeypatch.setattr(worker_pool_module, "IDLE_SECONDS", 1.0)
-    env = stub(tmp_path, {"blocks": 0.02, "slow": 10.0}, max_concurrent=64, max_workers=3)
+    env = stub(tmp_path, {"blocks": 0.02, "slow": 5.0}, max_concurrent=64, max_workers=3)
     async with serving(tmp_path, env) as pool:
         stubs = pool._envs["stub"]
         slow = [asyncio.create_task(run(pool, TASKS - 1, f"slow-{number}")) for number in range(6)]
@@ -162,7 +175,7 @@ async def test_a_deadline_that_passes_while_all_are_full(tmp_path: Path) -> None
 
 async def test_the_wait_for_a_worker_takes_none_of_an_episodes_time(tmp_path: Path) -> None:
     """Episodes that together take several times as long as one of them may: each has its time once it has a worker."""
-    async with serving(tmp_path, stub(tmp_path, {"seconds": 1.0}, max_concurrent=1)) as pool:
+    async with serving(tmp_path, stub(tmp_path, {"seconds": 0.6}, max_concurrent=1)) as pool:
         results = await asyncio.gather(*(run(pool, number, str(number), seconds=3.0) for number in range(TASKS - 1)))
     assert [result.outcome for result in results] == [Outcome.OK] * (TASKS - 1)
 
@@ -286,7 +299,7 @@ async def two(pool: EnvPool, directory: Path, deed: str) -> tuple[EpisodeResult,
 
 async def test_what_is_its_own_alone(tmp_path: Path) -> None:
     """It costs the episode its result at most; its worker goes on with the others. Results that are none are said to be none."""
-    async with serving(tmp_path, stub(tmp_path, {"slow": 1.0})) as pool:
+    async with serving(tmp_path, stub(tmp_path, {"slow": 0.3})) as pool:
         workers = pids(pool)
         for deed, (outcome, message) in OWN.items():
             culprit, neighbour = await two(pool, tmp_path, deed)
@@ -321,9 +334,8 @@ async def test_an_endless_loop_is_interrupted(tmp_path: Path) -> None:
         assert (pids(pool), pool.restarts) == (workers, 0)
 
 
-async def test_an_extension_that_holds_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_extension_that_holds_the_interpreter(tmp_path: Path) -> None:
     """No heartbeat comes any more: the worker is replaced, and the episode in whose code it is, is named."""
-    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 8.0)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
         culprit, neighbour = await two(pool, tmp_path, "hold")
         assert (culprit.outcome, neighbour.outcome) == (Outcome.ERRORED, Outcome.WORKER_DIED)
@@ -331,12 +343,137 @@ async def test_an_extension_that_holds_the_interpreter(tmp_path: Path, monkeypat
         assert (await run(pool)).ok
 
 
-async def test_a_stopped_worker_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_worker_is_nobodys_fault(tmp_path: Path) -> None:
     """SIGSTOP comes from outside: all of its episodes may be tried again."""
-    monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 8.0)
     async with serving(tmp_path, stub(tmp_path, {"slow": 1000.0})) as pool:
         culprit, neighbour = await two(pool, tmp_path, "stop")
         assert (culprit.outcome, neighbour.outcome) == (Outcome.WORKER_DIED, Outcome.WORKER_DIED)
+
+
+# ---- what may happen to a worker
+
+
+async def test_every_fault_of_a_worker_is_an_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed or stopped with an episode or with its result in hand; a result lost, doubled or failed: each costs its own
+    episode at most, is counted once, and the next episode runs."""
+    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.2)
+    deeds = {"run:stub": ("kill", "stop"), "result:stub": ("kill", "stop", "drop", "duplicate", "error")}
+    # The nth match of a point meets its nth fault.
+    plan = [{"point": at, "process": "environment", "do": do} for at, every in deeds.items() for do in every]
+    (tmp_path / "faults.json").write_text(json.dumps(plan))
+    monkeypatch.setenv(faults.ENV, str(tmp_path / "faults.json"))
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        results = [await run(pool) for _ in range(4)]
+        assert [result.outcome for result in results] == [Outcome.WORKER_DIED] * 4
+        assert ["SIGKILL" in result.message for result in results] == [True, False] * 2
+        assert all("no heartbeat" in result.message for result in results[1::2])
+        assert (await run(pool, seconds=2.0)).outcome is Outcome.TIMEOUT
+        workers = pids(pool)
+        outcomes = [(await run(pool)).outcome for _ in range(3)]
+        assert outcomes == [Outcome.OK, Outcome.ERRORED, Outcome.OK]
+        assert pids(pool) == workers
+        (process,) = pool._processes.values()
+        assert process.finished == 3  # not the one that was lost, and the doubled one once
+    assert pool.restarts == 4
+
+
+async def test_a_worker_killed_before_it_is_ready(tmp_path: Path) -> None:
+    """SIGKILL while it loads is no fault of the environment: it is started again, and the start succeeds."""
+    pool = EnvPool(
+        [stub(tmp_path)], model="none", base_url="http://127.0.0.1:9", api_key=None, output_dir=tmp_path / "out"
+    )
+    starting = asyncio.create_task(pool.start(SECONDS))
+    try:
+        await until(lambda: bool(pids(pool)))
+        os.kill(next(iter(pids(pool))), signal.SIGKILL)
+        await asyncio.wait_for(starting, SECONDS)
+        assert (await run(pool)).ok
+    finally:
+        await pool.close()
+    assert pool.restarts == 1
+
+
+async def test_garbage_from_a_stranger(tmp_path: Path) -> None:
+    """A broken frame from whoever is no worker is ignored."""
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        with zmq.asyncio.Context.instance().socket(zmq.DEALER) as stranger:
+            stranger.setsockopt(zmq.LINGER, 0)
+            stranger.connect(pool._address)
+            for frames in ([b""], [b"x", b"y", b"z"], [b"\xc1"]):
+                await stranger.send_multipart(frames)
+            assert (await run(pool)).ok
+    assert pool.restarts == 0
+
+
+async def test_a_worker_gets_the_secrets_that_it_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names in `secrets` are passed on, other secrets are not; the log names them, and holds no value."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-for-the-judge")
+    monkeypatch.setenv("HF_TOKEN", "hf-not-for-it")
+    async with serving(tmp_path, stub(tmp_path, secrets=["OPENAI_API_KEY"])) as pool:
+        (worker,) = pids(pool)
+        variables = Path(f"/proc/{worker}/environ").read_bytes().split(b"\0")
+        assert b"OPENAI_API_KEY=sk-for-the-judge" in variables
+        assert not any(b"HF_TOKEN" in variable or b"hf-not-for-it" in variable for variable in variables)
+    log = (tmp_path / "out" / "logs" / "envs" / "stub.log").read_text()
+    assert log.count("HF_TOKEN") == 1
+    assert "hf-not-for-it" not in log
+
+
+async def test_crash_loop_ends_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that keeps dying without finishing an episode is an error of the run, which quotes the log."""
+    monkeypatch.setattr(worker_pool_module, "MAX_DEATHS", 2)
+    async with serving(tmp_path, stub(tmp_path)) as pool:
+        for _ in range(2):
+            tell(tmp_path, "stub", "exit")
+            result = await run(pool)
+            assert (result.outcome, "its worker exited with status 3" in result.message) == (Outcome.ERRORED, True)
+        with pytest.raises(UserError, match="died 2 times in a row") as caught:
+            await run(pool)
+        assert "exited with status 3" in str(caught.value)
+        assert "about to exit" in str(caught.value)
+
+
+async def test_other_version_is_refused(tmp_path: Path) -> None:
+    """A worker of another prime-rl (in an environment's own Python) is refused by its hello."""
+    python = tmp_path / "python-of-its-own"
+    patch = "import prime_rl.envs.worker as w; w.VERSION = 999; w.main()"
+    python.write_text(f'#!/bin/sh\nshift 2\nexec "{sys.executable}" -c "{patch}" "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(UserError, match="speaks protocol 999"):
+        async with serving(tmp_path, stub(tmp_path, python=str(python))):
+            pass
+
+
+ORPHAN = """
+import asyncio, sys
+from pathlib import Path
+from integration.test_envs_isolation import run, serving, stub, until
+
+async def main(directory):
+    async with serving(directory, stub(directory, {"blocks": 600.0})) as pool:
+        (process,) = pool._processes.values()
+        blocked = asyncio.create_task(run(pool))
+        await until(lambda: process.heartbeat is not None and process.heartbeat.lag > 0.5)
+        print(process.pid, flush=True)
+        await asyncio.sleep(600)
+
+asyncio.run(main(Path(sys.argv[1])))
+"""
+
+
+async def test_worker_dies_with_its_parent(tmp_path: Path) -> None:
+    """SIGKILL of the orchestrator leaves no worker behind, not even one whose loop is blocked."""
+    env = {**os.environ, "PYTHONPATH": str(REPOSITORY / "tests")}
+    command = [sys.executable, "-c", ORPHAN, str(tmp_path)]
+    parent = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, env=env)
+    try:
+        assert parent.stdout is not None
+        worker = int(await asyncio.wait_for(parent.stdout.readline(), SECONDS))
+        assert alive(worker)
+    finally:
+        parent.kill()
+        await parent.wait()
+    await until(lambda: not alive(worker))
 
 
 async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
@@ -351,12 +488,12 @@ async def test_what_a_worker_started_ends_with_it(tmp_path: Path) -> None:
 
 
 async def test_the_kernel_is_offered_workers_first(tmp_path: Path) -> None:
-    """Where memory runs out, an environment's worker is to die of it, and not the run."""
+    """Where memory runs out, an environment's worker is to die of it, and not the run. Closing the pool ends it."""
     async with serving(tmp_path, stub(tmp_path)) as pool:
         (worker,) = pids(pool)
-        assert int(Path(f"/proc/{worker}/oom_score_adj").read_text()) > int(
-            Path("/proc/self/oom_score_adj").read_text()
-        )
+        own, workers = (int(Path(f"/proc/{pid}/oom_score_adj").read_text()) for pid in ("self", worker))
+        assert workers > own
+    assert not alive(worker), "`close` leaves no process"
 
 
 async def test_a_chatty_environment_fills_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

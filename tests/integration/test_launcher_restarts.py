@@ -15,7 +15,7 @@ from support.launching import Launch, all_gone, launch, until
 PORT = 8254
 PATIENT = {"max_restarts": 2, "backoff": 0.2, "heartbeat_timeout": 3.0, "stall_timeout": 600.0}
 # Also the limit for a first report: on a busy machine a start may take seconds.
-QUICK = {**PATIENT, "stall_timeout": 12.0}
+QUICK = {**PATIENT, "stall_timeout": 6.0}
 
 __all__ = ["launch"]  # a fixture
 

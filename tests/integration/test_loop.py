@@ -95,6 +95,10 @@ class Run:
     def final_hash(self) -> str:
         return verify_weights(self.directory / "weights" / f"step_{STEPS}").hash
 
+    def tensor_files(self, version: int) -> dict[str, bytes]:
+        weights = self.directory / "weights" / f"step_{version}"
+        return {path.name: path.read_bytes() for path in weights.glob("*.safetensors")}
+
 
 @pytest.mark.parametrize(
     "order", [("trainer", "orchestrator"), pytest.param(("orchestrator", "trainer"), marks=pytest.mark.slow)]
@@ -130,31 +134,15 @@ def test_started_by_hand_in_any_order_the_run_completes(inference_server, tmp_pa
             assert not np.array(row["logprobs"])[~mask].any()
 
 
-def test_weights_from_the_trainers_memory(inference_server, tmp_path):
-    """`weights.transport` memory: only the last version has tensors in files, the server serves each by its hash, and computes what the trainer
-    computed (mismatch KL, canary)."""
-    inference_server.reset()
-    run = Run(inference_server, tmp_path, async_level=0, trainer=["--weights.transport", "memory"])
-    run.complete()
-    weights = tmp_path / "weights"
-    for step in range(1, STEPS):
-        assert list((weights / f"step_{step}").glob("*.safetensors")) == []
-    served = inference_server.get("/weights").json()
-    assert (served["version"], served["hash"]) == (STEPS, run.final_hash())
-    rows = run.metrics("trainer")
-    assert all(abs(row["mismatch_kl/mean"]) < 1e-3 for row in rows if "mismatch_kl/mean" in row)
-    assert sum("time/export_checksum" in row for row in rows) == STEPS
-    assert not any("time/export_write" in row for row in rows)
-
-
 @pytest.fixture
 def seeded(inference_server, tmp_path) -> tuple[Run, Run]:
-    """The same synchronous run twice, one sequence at a time."""
+    """The same synchronous run twice, one sequence at a time, the second one's weights from the trainer's memory."""
     runs = []
-    for name in ("first", "second"):
+    for transport in ("filesystem", "memory"):
         inference_server.reset()
-        run = Run(inference_server, tmp_path / name, async_level=0,
-                  orchestrator=["--seed", 7, "--sampling.seeded", "--max-concurrent", 1], trainer=["--seed", 7])  # fmt: skip
+        run = Run(inference_server, tmp_path / transport, async_level=0,
+                  orchestrator=["--seed", 7, "--sampling.seeded", "--max-concurrent", 1],
+                  trainer=["--seed", 7, "--weights.transport", transport])  # fmt: skip
         run.complete()
         runs.append(run)
     return runs[0], runs[1]
@@ -162,18 +150,25 @@ def seeded(inference_server, tmp_path) -> tuple[Run, Run]:
 
 def test_synchronous_runs(seeded, inference_server, tmp_path, make_policy):
     """Contracts of async_level 0: every sample comes from the version it updates, the mismatch KL stays below 1e-3, and the trainer's
-    log-probabilities of the sampled tokens are the engine's to 1e-4, before and after updates (fp32 on CPU). With a seed the run repeats bit for bit.
+    log-probabilities of the sampled tokens are the engine's to 1e-4, before and after updates (fp32 on CPU). With a seed the run repeats bit for bit,
+    also with `weights.transport` memory: only the last version has tensors in files then, and the server serves each by its hash.
     A used run directory is refused and stays; with --no-trainer --clean it is cleaned, and its batches come from the base model, though the server
     served a later version.
     """
     run, second = seeded
     for step in range(STEPS):
         assert run.batch(step) == second.batch(step)
-    assert run.final_hash() == second.final_hash()
+    assert run.tensor_files(STEPS) == second.tensor_files(STEPS) != {}
+    assert all(second.tensor_files(version) == {} for version in range(1, STEPS))
+    served = inference_server.get("/weights").json()
+    assert (served["version"], served["hash"]) == (STEPS, second.final_hash())
+    rows = second.metrics("trainer")
+    assert sum("time/export_checksum" in row for row in rows) == STEPS
+    assert not any("time/export_write" in row for row in rows)
     for step in range(STEPS):
         assert all(row["policy_versions"] == [step] for row in run.batch(step))
     assert [row["step"] for row in run.metrics("trainer")] == list(range(STEPS))
-    assert all(abs(row["mismatch_kl/mean"]) < 1e-3 for row in run.metrics("trainer"))
+    assert all(abs(row["mismatch_kl/mean"]) < 1e-3 for row in [*run.metrics("trainer"), *rows])
     for step, weights in [
         (0, inference_server.model),
         *((n, run.directory / "weights" / f"step_{n}") for n in range(1, STEPS)),
@@ -229,7 +224,7 @@ def test_a_reward_that_raises_stops_the_run_beyond_the_limit(inference_server, t
         steps=2,
         orchestrator=["--environment.id", "faulty-reverse", "--max-error-rate", "0.01"],
     )
-    with run.start("trainer"), run.start("orchestrator") as orchestrator:
+    with run.start("orchestrator", "--no-trainer") as orchestrator:
         assert orchestrator.wait(TIMEOUT) == 1
         assert "max_error_rate" in orchestrator.tail()
         assert "this reward is broken" in orchestrator.tail()

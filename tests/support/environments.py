@@ -109,11 +109,7 @@ __all__ = ["EndlessTaskset"]
 SOURCES = {
     "env_good": TASKSET.format(reward="return 1.0", load=""),
     "env_bad_reward": TASKSET.format(reward="print('chatter from a reward'); return 1 / 0", load=""),
-    "env_secrets": TASKSET.format(
-        reward="return 1.0 * ('OPENAI_API_KEY' in os.environ) + 10.0 * ('HF_TOKEN' in os.environ)", load=""
-    ),
     "env_blocking": TASKSET.format(reward="time.sleep(600)", load=""),
-    "env_exits": TASKSET.format(reward="print('about to exit', flush=True); os._exit(3)", load=""),
     "env_raises_in_load": TASKSET.format(reward="return 1.0", load="raise OSError('the data is not there')"),
     "env_empty": TASKSET.format(reward="return 1.0", load="return"),
     "env_raises_on_import": "value = 1 / 0\n",

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from conftest import make_tiny_model
+from prime_rl import wait
 from prime_rl.config import TrainerConfig
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer.model import Policy, build_policy
@@ -48,8 +49,10 @@ def make_policy(world: World) -> Callable[..., Policy]:
 
 
 @pytest.fixture
-def run_training() -> Iterator[Callable[[TrainerConfig], None]]:
-    """`train` in this process, whose signal handlers and process group are put back in order."""
+def run_training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TrainerConfig], None]]:
+    """`train` in this process, whose signal handlers and process group are put back in order; its waits look often."""
+    monkeypatch.setattr(wait, "LEAST_POLL_SECONDS", 0.01)
+    monkeypatch.setitem(wait.wait.__kwdefaults__, "poll", 0.01)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     torch.set_num_threads(1)
 

@@ -129,18 +129,23 @@ def through_a_full_disk(run: Run) -> None:
 LIVES: dict[str, Callable[..., None]] = {each.__name__: each for each in (whole_life, go_on, through_a_full_disk)}
 
 
-class Lives:
+@contextmanager
+def fork_server() -> Iterator["subprocess.Popen[str]"]:
     """The process that forks."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    command, env = [sys.executable, "-m", "support.transports"], {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process:
+        yield process
+        process.kill()
 
-    def __init__(self, transport: str, model: Path, root: Path) -> None:
+
+class Lives:
+    """Processes that work on one run."""
+
+    def __init__(self, forks: "subprocess.Popen[str]", transport: str, model: Path, root: Path) -> None:
         self._job = {"transport": transport, "model": str(model), "root": str(root)}
         self._root, self.in_tmpfs = root, "tmpfs" in TRANSPORTS[transport]
-        tests = Path(__file__).parents[1]
-        path = os.pathsep.join(filter(None, [str(tests), os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "support.transports"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-        )
+        self._process = forks
 
     def live(self, life: str, *args: int, fault: Fault | None = None) -> int:
         """Exit status of one of `LIVES`: 0, 3 for a `UserError`, -9 where it was killed. Each planned fault must have fired."""
@@ -156,10 +161,6 @@ class Lives:
         for path in seen:
             path.unlink()
         return status
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait(30)
 
 
 def _live(job: dict[str, Any]) -> None:

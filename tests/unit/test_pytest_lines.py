@@ -38,7 +38,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["-v"], {"unit::fast", "unit::gpu", "integration::fast", "integration::gpu"}, LEFT_OUT),
         (["tests/unit", "-v"], {"unit::fast", "unit::gpu"}, LEFT_OUT.replace("2", "1", 1)),
-        (["tests/integration", "-v"], {"integration::fast", "integration::gpu"}, LEFT_OUT.replace("2", "1", 1)),
         (["-v", "-m", "not gpu"], {"unit::fast", "unit::slow", "integration::fast", "integration::slow"}, ""),
         (["-v", "-m", "not slow"], {"unit::fast", "unit::gpu", "integration::fast", "integration::gpu"}, ""),
     ],

@@ -10,10 +10,10 @@ import pytest
 import xxhash
 
 from faults import audit
-from prime_rl import faults
+from prime_rl import faults, wait
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, SampleTokens, TaskInfo
 from prime_rl.monitor import Status, read_metrics
-from prime_rl.orchestrator import journal, orchestrator
+from prime_rl.orchestrator import journal, orchestrator, recovery, serving
 from prime_rl.orchestrator.ckpt import read_state
 from prime_rl.orchestrator.ledger_file import open_copy
 from prime_rl.transport import checkpoints
@@ -27,6 +27,13 @@ EVERYTHING = {
     "batch_size": 4, "max_steps": STEPS, "ckpt": {"interval": 2}, "max_error_rate": 1.0,
     "eval": {"interval": 2, "environments": [{"id": "env", "name": "held-out"}]},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _quick_looks(monkeypatch):
+    monkeypatch.setattr(wait, "LEAST_POLL_SECONDS", 0.01)
+    for module in (recovery, serving):
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
 
 class MixedPool(ScriptedPool):
@@ -111,7 +118,7 @@ async def test_a_synchronous_run_that_is_killed_at_random_moments_ends_like_one_
     trainer, threads = asyncio.create_task(train(world)), new_threads()
     for _ in range(8):
         run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.5))
+        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.25))
         threads = await cut_off(run, threads)
         world.config = world.config.model_copy(update={"recover": True})
     await world.orchestrator().run()
@@ -169,7 +176,7 @@ async def test_a_run_that_is_stopped_goes_on_with_what_was_in_flight(tmp_path, r
     """Ctrl-C drops nothing: episodes in flight are started again under the same name, finished ones are kept."""
     world = make_world(tmp_path / "run")
     trainer = asyncio.create_task(train(world))
-    for seconds in (0.3, 0.45, 0.5):
+    for seconds in (0.12, 0.15, 0.15):
         orchestrator = world.orchestrator()
         asyncio.get_running_loop().call_later(seconds, orchestrator.stop)
         await orchestrator.run()
@@ -208,7 +215,7 @@ async def test_an_asynchronous_run_under_kills_of_both_trains_every_sample_once(
     trainer = asyncio.create_task(train(world))
     for _ in range(6):
         run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.05, 0.6))
+        await asyncio.wait([run], timeout=chance.uniform(0.03, 0.3))
         if chance.random() < 0.5:
             trainer.cancel()
             life += 1
@@ -320,29 +327,39 @@ REMEMBERING = {
 }
 
 
+def make_remembering_world(directory) -> World:
+    world = make_world(directory, **REMEMBERING)
+    world.pool = ManyTasks(world.engine)
+    return world
+
+
+@pytest.fixture(scope="module")
+def remembering(tmp_path_factory) -> World:
+    """The run that nothing disturbed."""
+    world = make_remembering_world(tmp_path_factory.mktemp("remembering") / "run")
+    asyncio.run(finish(world))
+    return world
+
+
 @pytest.mark.parametrize("seed", range(3))
-async def test_what_algorithms_and_filters_remember_survives(tmp_path, seed):
+async def test_what_algorithms_and_filters_remember_survives(tmp_path, remembering, seed):
     """Moving averages go on from the last committed batch, groups are turned away again, filtered episodes stay so: the same batches as undisturbed."""
-    worlds = [make_world(tmp_path / name, **REMEMBERING) for name in ("whole", "killed")]
-    for world in worlds:
-        world.pool = ManyTasks(world.engine)
-    await finish(worlds[0])
-    world, chance = worlds[1], random.Random(seed)
+    world, chance = make_remembering_world(tmp_path / "run"), random.Random(seed)
     trainer, threads = asyncio.create_task(train(world)), new_threads()
     for _ in range(6):
         run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.5))
+        await asyncio.wait([run], timeout=chance.uniform(0.02, 0.25))
         threads = await cut_off(run, threads)
         world.config = world.config.model_copy(update={"recover": True})
     await world.orchestrator().run()
     await trainer
-    check(world, worlds[0])
-    states = [read_state(one.directory / "rollouts", STEPS - 1) for one in worlds]
+    check(world, remembering)
+    states = [read_state(one.directory / "rollouts", STEPS - 1) for one in (remembering, world)]
     assert states[0].algorithm == states[1].algorithm
     assert states[0].algorithm["env"][""] > 0
-    rows = [read_metrics(one.directory / "metrics" / "orchestrator.jsonl") for one in worlds]
-    assert sum(row.get("turned_away/difficulty", 0) for row in rows[0]) > 0
-    assert sum(row.get("filtered/truncated", 0) for row in rows[0]) > 0
+    rows = read_metrics(remembering.directory / "metrics" / "orchestrator.jsonl")
+    assert sum(row.get("turned_away/difficulty", 0) for row in rows) > 0
+    assert sum(row.get("filtered/truncated", 0) for row in rows) > 0
 
 
 class EndlessPool(MixedPool):
@@ -433,8 +450,8 @@ async def test_a_synchronous_run_by_difficulty_is_the_same_whoever_finishes_firs
     """Draws, pools and batches are a function of the seed, though most groups are turned away while others of the step are still to be drawn."""
     most = {"batch_size": 12, "filters": {"difficulty": {"low": 0.0, "high": 1.2}}}
     worlds = [make_pools_world(tmp_path / str(haste), haste, **most) for haste in range(4)]
+    await asyncio.gather(*map(finish, worlds))
     for world in worlds:
-        await finish(world)
         check_pools(world, worlds[0])
     ends = [end for _, _, end in drawn(worlds[0])]
     assert ends.count("discarded") > len(ends) / 3
@@ -475,7 +492,7 @@ async def test_difficulty_pools_survive_kills_at_random_moments(tmp_path, by_dif
     trainer, threads = asyncio.create_task(train(world)), new_threads()
     for _ in range(6):
         run = asyncio.create_task(world.orchestrator().run())
-        await asyncio.wait([run], timeout=chance.uniform(0.05, 0.6))
+        await asyncio.wait([run], timeout=chance.uniform(0.03, 0.3))
         threads = await cut_off(run, threads)
         world.config = world.config.model_copy(update={"recover": True})
     await world.orchestrator().run()

@@ -4,6 +4,7 @@ import errno
 import shutil
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,8 @@ def die_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
 
 
+BEFORE_ANY_SAVE = ["life:0", "rename:incarnations/0.json", "renamed:incarnations/0.json"]
 POINTS = [
-    "life:0",
-    "rename:incarnations/0.json",
-    "renamed:incarnations/0.json",
     "rename:weights/step_3",
     "renamed:weights/step_3",
     "write:checkpoints/step_2/trainer",
@@ -104,8 +103,9 @@ POINTS = [
 ]
 
 
-@pytest.mark.parametrize("save_async", [False, True], ids=["in the loop", "in the background"])
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    ("point", "save_async"), [*((point, False) for point in BEFORE_ANY_SAVE), *product(POINTS, [False, True])]
+)
 def test_dies_and_recovers(
     point: str, save_async: bool, run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
@@ -335,7 +335,7 @@ def test_waiting_for_a_checkpoint_is_said_once(
     """Contract: where checkpoints follow each other faster than they are written the loop waits, and says so, once."""
     support.write_rollouts(tmp_path, STEPS)
     slow = "manifest:checkpoints/step_"
-    monkeypatch.setattr(faults, "point", lambda name, file=None: time.sleep(1) if name.startswith(slow) else None)
+    monkeypatch.setattr(faults, "point", lambda name, file=None: time.sleep(0.3) if name.startswith(slow) else None)
     run_training(config(tmp_path, tied_model, ckpt={"interval": 1}, recovery_interval=None))
     assert complete_steps(tmp_path / "checkpoints") == [1, 2, 3, 4]
     assert heard.text.count("waits until checkpoints/step_") == 1

@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -26,7 +27,7 @@ from prime_rl.transport.lives import ask_for_files, read_versions
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
 from support import trainer as support
-from support.transports import TRANSPORTS, Lives, Run, open_run
+from support.transports import TRANSPORTS, Lives, Run, fork_server, open_run
 
 world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
 
@@ -55,11 +56,18 @@ def run(
         yield made
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator["subprocess.Popen[str]"]:
+    with fork_server() as process:
+        yield process
+
+
 @pytest.fixture
-def lives(request: pytest.FixtureRequest, run: Run, tied_model: Path, tmp_path: Path) -> Iterator[Lives]:
+def lives(
+    request: pytest.FixtureRequest, forks: "subprocess.Popen[str]", run: Run, tied_model: Path, tmp_path: Path
+) -> Lives:
     """Processes that work on the same run."""
-    with closing(Lives(request.node.callspec.params["run"], tied_model, tmp_path)) as made:
-        yield made
+    return Lives(forks, request.node.callspec.params["run"], tied_model, tmp_path)
 
 
 @pytest.fixture
