@@ -30,8 +30,9 @@ class CopyPlan(TorchDispatchMode):
         self._model, self._layout, self._addresses = model, _layout(tensors), _addresses(model)
         buffers = {_storage(tensor) for _, tensor in tensors}
         self._buffer, self._dtypes = min(buffers), {tensor.dtype for _, tensor in tensors}
-        self._followed = {self._buffer}  # storages of the staged tensors, and of what was copied from them
-        # By the place of the target, so that the last copy into it counts: target, dtype, size, stride and offset.
+        self._tracked = {self._buffer}  # storages of the staged tensors, and those they were copied into
+        # Keyed by the target's address, shape and stride, so that the last copy into it counts. Target, then the
+        # source's dtype, size, stride and offset. No two of these overlap: vLLM's loaders fill disjoint slices.
         self._copies: dict[object, tuple[Tensor, torch.dtype, torch.Size, tuple[int, ...], int]] = {}
         self.exact, self._tried = len(buffers) == 1, False
         with self:
@@ -43,7 +44,7 @@ class CopyPlan(TorchDispatchMode):
         return model is self._model and self._layout == _layout(tensors) and self._addresses == _addresses(model)
 
     def load(self, tensors: Staged) -> None:
-        """Load another version. The first time the loaders follow the copies, and must change nothing."""
+        """Load another version. The first time the loaders run after the copies: if they change anything, `exact` ends."""
         replayed = None
         if self.exact:
             self._replay(tensors)
@@ -65,7 +66,7 @@ class CopyPlan(TorchDispatchMode):
             torch._foreach_copy_(targets, sources)
 
     def _sums(self) -> list[int]:
-        """One number of every parameter and buffer, which other bits, or bits in other places, hardly ever have."""
+        """Position-sensitive checksums of every parameter and buffer, two of each."""
         found = []
         for tensor in chain(self._model.parameters(), self._model.buffers()):
             bits = tensor.detach().reshape(len(tensor) if tensor.dim() else 1, -1).view(_INTEGERS[tensor.itemsize])
@@ -78,23 +79,23 @@ class CopyPlan(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and self._is_staged(args[1]) and not self._is_staged(args[0]):
             target, source = args[:2]
             self.exact &= target.shape == source.shape and source.dtype in self._dtypes  # nothing is broadcast
-            self._followed.add(_storage(target))
+            self._tracked.add(_storage(target))
             place = target.data_ptr(), target.shape, target.stride()
             self._copies.pop(place, None)
             described = source.dtype, source.shape, source.stride(), source.storage_offset()
             self._copies[place] = target.detach(), *described
         elif func not in _CONSTANT or self._is_staged(args[0]):
-            followed = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_followed(leaf)]
+            tracked = [leaf for leaf in tree_leaves((args, kwargs)) if self._is_tracked(leaf)]
             # Views are fine. What is computed from these tensors, or changed elsewhere, cannot be replayed.
             self.exact &= not func._schema.is_mutable
-            self.exact &= not followed or all(map(self._is_followed, tree_leaves(result)))
+            self.exact &= not tracked or all(map(self._is_tracked, tree_leaves(result)))
         return result
 
     def _is_staged(self, value: object) -> bool:
         return isinstance(value, Tensor) and _storage(value) == self._buffer
 
-    def _is_followed(self, value: object) -> bool:
-        return isinstance(value, Tensor) and _storage(value) in self._followed
+    def _is_tracked(self, value: object) -> bool:
+        return isinstance(value, Tensor) and _storage(value) in self._tracked
 
 
 def _storage(tensor: Tensor) -> int:

@@ -151,7 +151,8 @@ class WeightService:
     async def update(self, weight_dir: str, version: int, parts: Parts | None = None) -> Served:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it.
 
-        `parts` is filled. Rejected: with a 4xx the old weights serve on; with 500 they could not be restored.
+        `parts` is filled. Rejected: with a 4xx the old weights serve on. After a 5xx `served` says what is served, if
+        anything: they could not be restored, or the engine did not resume.
         """
         return await self._alone(lambda: self._update(weight_dir, version, parts or Parts()), changes_weights=True)
 
@@ -160,7 +161,7 @@ class WeightService:
         return await self._alone(lambda: self._reload(parts or Parts()), changes_weights=True)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
-        """Stop generating; requests wait. Weight updates are still possible and do not end the pause."""
+        """Stop generating; what becomes of requests is `mode`'s. Weight updates are still possible, and do not end it."""
 
         async def pause() -> None:
             self._check_usable()  # one that lets requests end would have them go on
@@ -280,14 +281,15 @@ class WeightService:
         return target
 
     async def _exchange(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None) -> None:
+        identity = {"version": target.version, "hash": target.hash, "weight_dir": target.weight_dir}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
         with parts.measure("stop"):
             await self._stop("keep", clear_cache=True, seconds=PAUSE_SECONDS)
         try:
             with parts.measure("load"):
-                await self._load(directory, target, stamp)
+                await self._load(directory, identity, stamp)
         except Exception as error:
-            await self._restore(error)
+            await self._restore(error, identity)
             await self._go_on()
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise Rejected(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
@@ -300,23 +302,22 @@ class WeightService:
         finally:
             await self._go_on()
 
-    async def _load(self, directory: Path, target: Served, stamp: bytes | None) -> None:
-        identity = {"version": target.version, "hash": target.hash, "weight_dir": target.weight_dir}
+    async def _load(self, directory: Path, identity: dict[str, Any], stamp: bytes | None) -> None:
         async with asyncio.timeout(LOAD_SECONDS):
             await self._engine.collective_rpc("prime_load", args=(str(directory), identity, str(self._base)))
             # A new incarnation of the trainer may have removed the directory, or made it again, since it was verified.
             if stamp is not None and await read(lambda _: read_stamp(directory), directory) != stamp:
                 manifest = await read(lambda _: weights_manifest(directory), directory)
-                if manifest.hash != target.hash:
+                if manifest.hash != identity["hash"]:
                     raise CommitError(f"{directory} was committed anew while it was loaded")
             await self._engine.collective_rpc("prime_commit")
             self._staged = False  # freed with it: another call would wait for the first step, the longest
 
-    async def _restore(self, cause: Exception) -> None:
+    async def _restore(self, cause: Exception, identity: dict[str, Any]) -> None:
         """Undo a failed load on every rank. If that fails, generation stays paused: it would kill the engine."""
         try:
             async with asyncio.timeout(LOAD_SECONDS):
-                await self._engine.collective_rpc("prime_restore")
+                await self._engine.collective_rpc("prime_restore", args=(identity,))
         except Exception as error:
             self._broken = f"weights unusable: the update failed ({cause}), and so did going back ({error!r})"
             logger.error("{}", self._broken)

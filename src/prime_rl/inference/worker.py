@@ -39,6 +39,7 @@ class WeightsExtension:
     prime_identity: Identity | None = None
     prime_directory: str | None = None
     prime_next: tuple[str, Identity] | None = None
+    prime_previous: tuple[str | None, Identity | None] = None, None
     prime_staging: Staging | None = None
     prime_subscriber: Subscriber | None = None
     prime_copies: CopyPlan | None = None
@@ -105,17 +106,20 @@ class WeightsExtension:
         """Serve the loaded version, since every rank has loaded it."""
         if self.prime_next is None:
             raise RuntimeError("nothing was loaded that could be committed")
+        self.prime_previous = self.prime_directory, self.prime_identity
         self.prime_directory, self.prime_identity = self.prime_next
         self.prime_next = None
         self.prime_unstage()
 
-    def prime_restore(self) -> None:
-        """Go back to the weights before the load, since some rank failed.
+    def prime_restore(self, identity: Identity) -> None:
+        """Go back to the weights before the load of `identity`, since some rank failed to load or to commit it.
 
         Raises RuntimeError if no file holds them. The next load that succeeds makes the model usable again.
         """
         self.prime_next = None
         self.prime_unstage()
+        if self.prime_identity == identity:  # this rank had committed it
+            self.prime_directory, self.prime_identity = self.prime_previous
         if self.prime_directory is not None:
             self.prime_reload(files_of(Path(self.prime_directory), self.prime_identity))
 

@@ -336,6 +336,10 @@ class Orchestrator:
             await self.evaluations.run()
             self._gated_since = None
 
+    def keeps(self, version: int) -> bool:
+        """Whether the run is stopped before `version` is evaluated, as it should be: a resumed run does so."""
+        return self.stopping and self.evaluations.owed(version)
+
     def lost(self, replica: Replica) -> None:
         """It is gone, or serves something else."""
         self.recovery.recover(replica)

@@ -52,6 +52,9 @@ class Shell(Protocol):
     async def serves(self, version: int) -> None:
         """A newer version is served."""
 
+    def keeps(self, version: int) -> bool:
+        """Whether `version` is to be served still when the run is resumed, so that no newer one may be served."""
+
     def lost(self, replica: Replica) -> None:
         """It is gone, or serves something else: it is to get no work from now on."""
 
@@ -248,7 +251,7 @@ class Serving:
             elif not self.recovering:
                 if self.core.must_go_back:
                     await self._go_back()
-                elif newest is not None and newest > self.core.version:
+                elif newest is not None and newest > self.core.version and not self._shell.keeps(self.core.version):
                     await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 

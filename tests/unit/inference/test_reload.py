@@ -116,15 +116,26 @@ def test_what_a_load_and_going_back_left_half_loaded(loaded: int, restored: int 
     with pytest.raises(OSError, match="scripted"):
         worker.load(1, fail_after=loaded)
     worker.bad_disk = restored
+    identity = {"version": 1, "hash": "hash 1", "weight_dir": "/v1"}
     if restored is None:
-        worker.prime_restore()
+        worker.prime_restore(identity)
         assert worker.holds() == [0.0, 0.1, 0.2, 0.3]
     else:
         with pytest.raises(OSError, match="scripted"):
-            worker.prime_restore()
+            worker.prime_restore(identity)
     worker.load(2)
     assert worker.holds() == [2.0, 2.1, 2.2, 2.3]
     assert worker.prime_served() == {"version": 2, "hash": "hash 2", "weight_dir": "/v2"}
+
+
+def test_a_rank_that_had_committed_goes_back_too() -> None:
+    """Contract: where another rank fails to commit, this one, which did, serves what was served before again."""
+    worker = Worker()
+    worker.load(1)
+    assert worker.prime_served() is not None
+    worker.prime_restore({"version": 1, "hash": "hash 1", "weight_dir": "/v1"})
+    assert worker.prime_served() is None
+    assert worker.holds() == [0.0, 0.1, 0.2, 0.3]
 
 
 def test_an_update_logs_nothing_alarming() -> None:
