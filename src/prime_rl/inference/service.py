@@ -29,9 +29,7 @@ LOAD_SECONDS = 900.0  # for a call that loads weights
 PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resume
 DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
 ANSWER_SECONDS = 10.0  # for a call that only asks
-# Between two calls that ask for the progress of staging, which take the engine 1 ms each: a share of the time until
-# now, at most so many seconds.
-POLL_SECONDS, _POLL_SHARE = 0.02, 0.05
+POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging, which take the engine 1 ms each
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PLACES = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
@@ -231,13 +229,12 @@ class WeightService:
         self._staged = True
         with parts.measure("stage"):
             async with _engine_call(f"read {directory}", LOAD_SECONDS):
-                began = since = time.perf_counter()
+                since = time.perf_counter()
                 options = self._stage_weights, self._servers_on_host, self._stage_on_device
                 args = str(directory), manifest.hash, *options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
-                    poll = min(_POLL_SHARE * (time.perf_counter() - began), POLL_SECONDS)
-                    await asyncio.sleep(poll)  # bounded: by the time-out around it
+                    await asyncio.sleep(POLL_SECONDS)  # bounded: by the time-out around it
                     answers = await self._engine.collective_rpc("prime_staged")
                     if answers != progress:
                         progress, since = answers, time.perf_counter()

@@ -34,7 +34,8 @@ Place = Literal["device", "host", "nowhere"]
 Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and its size, in bytes
 
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
-SPARE = 2  # free memory must be this many times the buffer: others need some, too
+SPARE = 2  # the host's free memory must be this many times the buffer: others need some, too
+SPARE_BYTES = 2 << 30  # that must stay free on the device beside a buffer, or as much again if that is less
 
 
 class DroppedError(Exception):
@@ -143,7 +144,7 @@ class Staging:
         if not self._keep:
             return "nowhere"
         use_device = self._on_device and self._device.type == "cuda"
-        if use_device and SPARE * size <= torch.cuda.mem_get_info(self._device)[0]:
+        if use_device and size + min(size, SPARE_BYTES) <= torch.cuda.mem_get_info(self._device)[0]:
             return "device"
         return "host" if SPARE * size * self._sharing <= available_bytes() else "nowhere"
 

@@ -61,7 +61,8 @@ class WeightsExtension:
             Path(directory), digest, self.device, self.prime_subscriber,
             keep=keep, on_device=on_device, verify=self.rank == 0, sharing=sharing,
         )  # fmt: skip
-        return self.prime_staging.answer(AT_ONCE_SECONDS)
+        # Beside a GPU a step is short, and a model never is staged that fast.
+        return self.prime_staging.answer(AT_ONCE_SECONDS if self.device.type == "cpu" else 0.0)
 
     def prime_staged(self) -> dict[str, Any]:
         """The progress of staging: see `Staging.answer`."""

@@ -9,6 +9,7 @@ from prime_rl.inference.checks import ModelSize
 
 SERVING_SHARE = 0.4  # of a GPU's memory, where it is shared and nothing is said
 _SERVING_ONLY = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
+_LEAST_SERVING_SHARE = 0.7  # below it the cache would lose more than staging in the host's memory costs
 _OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
 _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
@@ -94,6 +95,8 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
         )
     utilization, limit = _split(config, machine) if config.share_gpus else (inference.gpu_memory_utilization, None)
     engines = _engines_per_gpu(config, len(groups), machine)
+    if engines == 1 and not config.share_gpus:
+        utilization = _serving_share(inference, machine)
     cache = inference.kv_cache_gib
     room = _room_for_cache(config, (utilization or _SERVING_ONLY) / engines, engines, machine)
     divided = engines > 1 or config.share_gpus
@@ -229,6 +232,19 @@ def _cache_gib(room: float | None, machine: Machine) -> float | None:
     if room is None or machine.model is None or room < max(_LEAST_CACHE_GIB, machine.model.sequence or 0.0):
         return None
     return round(min(room, machine.model.cache or room), 1)
+
+
+def _serving_share(inference: InferenceConfig, machine: Machine) -> float | None:
+    """The share of a GPU that only serves; None: vLLM's choice. It leaves room to stage a version on the device, unless that is much of the memory."""
+    named = {name.replace("-", "_") for name in inference.vllm}
+    given = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in named
+    if given or not (inference.stage_weights and inference.stage_on_device):
+        return inference.gpu_memory_utilization
+    if machine.gpu_gib is None or machine.model is None:
+        return None
+    weights = machine.model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
+    share = 1 - (weights + _OVERHEAD_GIB) / machine.gpu_gib
+    return share if _LEAST_SERVING_SHARE <= share < _SERVING_ONLY else None
 
 
 def _split(config: RLConfig, machine: Machine) -> tuple[float, float]:

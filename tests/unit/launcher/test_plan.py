@@ -162,6 +162,27 @@ def test_one_server_a_gpu(changed: dict[str, Any], inference: InferenceConfig, s
     assert len(make_plan(config(inference, **shared), small).servers) == 1
 
 
+@pytest.mark.parametrize(
+    ("weights", "inference", "share"),
+    [
+        (7.7, {}, 1 - 12.7 / 80),
+        (1.2, {"deterministic": True}, None),
+        (40.0, {}, None),
+        (7.7, {"gpu_memory_utilization": 0.9}, 0.9),
+        (7.7, {"vllm": {"gpu-memory-utilization": 0.9}}, None),
+        (7.7, {"stage_weights": False}, None),
+    ],
+)
+def test_a_server_leaves_room_to_stage_a_version(
+    weights: float, inference: dict[str, Any], share: float | None
+) -> None:
+    """On its GPU, if vLLM's own choice would not; unless the user has chosen, or too little would be left to serve."""
+    two = Machine(["0", "1"], 16, {}, gpu_gib=80.0, model=ModelSize(weights))
+    server = section(make_plan(config(InferenceConfig.model_validate(inference)), two), "inference")
+    assert isinstance(server, InferenceConfig)
+    assert server.gpu_memory_utilization == (None if share is None else pytest.approx(share))
+
+
 def test_servers_on_a_gpu_by_number() -> None:
     """`--inference-servers 3 --inference-gpus 1`, if it is known how much memory each may use."""
     one = Machine(["0", "1"], 8, {})
