@@ -68,11 +68,11 @@ def test_a_version_is_what_was_copied(made: Made, tmp_path: Path) -> None:
             publisher.before_update()
             with torch.no_grad():
                 torch._foreach_mul_(list(policy.parameters()), 1.01)
-            publisher._settle(everything=False)  # committed; files may still be written
+            publisher.settle(everything=False)  # committed; files may still be written
             directory = version_dir(root, version)
             staging = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"), subscriber)
             staging.wait(SECONDS)
-            assert_equal(dict(staging.tensors()), expected[version])
+            assert_equal(dict(staging.tensors), expected[version])
         publisher.settle()
         verify_weights(version_dir(root, 2))
         assert weights_manifest(version_dir(root, 3)).publisher is not None

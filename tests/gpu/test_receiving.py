@@ -88,7 +88,7 @@ def receive(directory: Path, subscriber: Subscriber, place: str = "device") -> d
     read = Staging(directory, weights_manifest(directory).hash, SERVER, subscriber)
     read.wait(SECONDS)
     assert read.place == place
-    return dict(read.tensors())
+    return dict(read.tensors)
 
 
 @pytest.mark.parametrize("place", ["device", "host"])

@@ -46,7 +46,7 @@ def test_what_is_read_is_what_the_files_hold(tmp_path: Path, monkeypatch: pytest
     read.wait(SECONDS)
     assert read.place == place
     expected = {name: x for file in directory.glob("*.safetensors") for name, x in load_file(file).items()}
-    found = dict(read.tensors())
+    found = dict(read.tensors)
     assert found.keys() == expected.keys()
     for name, x in found.items():
         assert x.device.type == ("cuda" if place == "device" else "cpu")

@@ -37,7 +37,7 @@ from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.seeds import RefuseSeeds
-from prime_rl.inference.service import Parts, PauseMode, Served, WeightService
+from prime_rl.inference.service import PauseMode, Served, UpdateMetrics, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings, refuses_seeds, shared_directory
 from prime_rl.monitor import Status
 from prime_rl.monitor.process import identify
@@ -85,7 +85,7 @@ router = APIRouter(dependencies=[Depends(limit_body)])
 
 @router.post("/update_weights")
 async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
-    parts = Parts()
+    parts = UpdateMetrics()
     answer = _brief(await service.update(body.weight_dir, body.version, parts), parts)
     if faults.point(f"update-answered:v{body.version}") == "error":
         raise Rejected(500, "fault injection")
@@ -94,7 +94,7 @@ async def update_weights(service: Service, body: UpdateBody) -> dict[str, Any]:
 
 @router.post("/reload_weights")
 async def reload_weights(service: Service) -> dict[str, Any]:
-    parts = Parts()
+    parts = UpdateMetrics()
     return _brief(await service.reload(parts), parts)
 
 
@@ -125,7 +125,7 @@ async def resume(service: Service) -> dict[str, Any]:
     return {"paused": False}
 
 
-def _brief(served: Served, parts: Parts) -> dict[str, Any]:
+def _brief(served: Served, parts: UpdateMetrics) -> dict[str, Any]:
     return {"version": served.version, "hash": served.hash, **asdict(parts)}
 
 

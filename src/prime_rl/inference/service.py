@@ -65,7 +65,7 @@ class Served:
 
 
 @dataclass
-class Parts:
+class UpdateMetrics:
     """Measurements of a change.
 
     Attributes:
@@ -124,20 +124,20 @@ class WeightService:
         self._stage_weights, self._stage_on_device, self._servers_on_host = stage, on_device, servers_on_host
         self._staged = False  # the workers may hold something
         self._said_no_room = False
-        self._lock = asyncio.Lock()  # bounded: `_alone` takes it, with a deadline
+        self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
         self.boot = secrets.token_hex(8)  # names this incarnation of the server
         self._paused_by_client = False
         self._broken: str | None = None
-        self._standing: str | None = None  # why the engine did not resume
+        self._resume_error: str | None = None  # why the engine did not resume
         # Beside the start of the server, not before it.
         self._base_tensors = asyncio.create_task(self._hash_base())
 
     async def served(self) -> Served:
         """Ask every worker what it serves. Rejected (5xx) if the engine does not answer or its ranks disagree."""
         self._check_usable()
-        if self._standing is not None:
-            raise Rejected(503, self._standing)
+        if self._resume_error is not None:
+            raise Rejected(503, self._resume_error)
         async with _engine_call("say what it serves", ANSWER_SECONDS):
             answers = await self._engine.collective_rpc("prime_served")
         if any(answer != answers[0] for answer in answers):
@@ -146,17 +146,19 @@ class WeightService:
             return Served(0, version_hash(await self._base_hashes()), str(self._base), None, self.boot)
         return Served(base=str(self._base), boot=self.boot, **answers[0])
 
-    async def update(self, weight_dir: str, version: int, parts: Parts | None = None) -> Served:
+    async def update(self, weight_dir: str, version: int, parts: UpdateMetrics | None = None) -> Served:
         """Serve the committed directory `weight_dir`, which must hold `version`; requests in flight go on with it.
 
         `parts` is filled. Rejected: with a 4xx the old weights serve on. After a 5xx `served` says what is served, if
         anything: they could not be restored, or the engine did not resume.
         """
-        return await self._alone(lambda: self._update(weight_dir, version, parts or Parts()), changes_weights=True)
+        return await self._run_exclusively(
+            lambda: self._update(weight_dir, version, parts or UpdateMetrics()), changes_weights=True
+        )
 
-    async def reload(self, parts: Parts | None = None) -> Served:
+    async def reload(self, parts: UpdateMetrics | None = None) -> Served:
         """Serve the base weights again; as `update`."""
-        return await self._alone(lambda: self._reload(parts or Parts()), changes_weights=True)
+        return await self._run_exclusively(lambda: self._reload(parts or UpdateMetrics()), changes_weights=True)
 
     async def pause(self, mode: PauseMode, clear_cache: bool) -> None:
         """Stop generating; what becomes of requests is `mode`'s. Weight updates are still possible, and do not end it."""
@@ -166,7 +168,7 @@ class WeightService:
             await self._stop(mode, clear_cache, DRAIN_SECONDS if mode == "wait" else PAUSE_SECONDS)
             self._paused_by_client = True
 
-        await self._alone(pause)
+        await self._run_exclusively(pause)
 
     async def resume(self) -> None:
         """Resume generation. Rejected (500) if the weights are unusable: a forward pass would kill the engine."""
@@ -174,16 +176,16 @@ class WeightService:
         async def resume() -> None:
             self._check_usable()
             self._paused_by_client = False
-            await self._go_on()
+            await self._resume_if_allowed()
 
-        await self._alone(resume)
+        await self._run_exclusively(resume)
 
     def stop(self) -> None:
         """Cancel all changes, since the engine is ending; their clients are answered."""
         for task in self._tasks:
             task.cancel()
 
-    async def _update(self, weight_dir: str, version: int, parts: Parts) -> Served:
+    async def _update(self, weight_dir: str, version: int, parts: UpdateMetrics) -> Served:
         if faults.point(f"update-received:v{version}") == "error":
             raise Rejected(500, "fault injection")
         with parts.measure("check"):
@@ -211,7 +213,7 @@ class WeightService:
         finally:
             await self._unstage()
 
-    async def _reload(self, parts: Parts, weight_dir: str | None = None) -> Served:
+    async def _reload(self, parts: UpdateMetrics, weight_dir: str | None = None) -> Served:
         expected = await self._base_hashes()
         try:
             found = await self._hash_base()
@@ -222,7 +224,7 @@ class WeightService:
         target = Served(0, version_hash(expected), str(self._base), weight_dir, self.boot)
         return await self._swap(self._base, target, parts)
 
-    async def _stage(self, manifest: WeightsManifest, parts: Parts) -> None:
+    async def _stage(self, manifest: WeightsManifest, parts: UpdateMetrics) -> None:
         """Have every worker stage the version while generation goes on."""
         directory, publisher = manifest.directory, manifest.publisher
         silence = STALL_SECONDS if publisher is None else LOAD_SECONDS  # an exchange has deadlines of its own
@@ -262,7 +264,7 @@ class WeightService:
             except Rejected as rejection:  # the outcome of the change itself counts
                 logger.warning("{}", rejection.message)
 
-    async def _swap(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None = None) -> Served:
+    async def _swap(self, directory: Path, target: Served, parts: UpdateMetrics, stamp: bytes | None = None) -> Served:
         """Pause, load on every rank, commit or restore, resume. With a `stamp`, the manifest must not have changed."""
         if self._status is not None:
             self._status.waiting(f"version {target.version} in the engine", "engine", PAUSE_SECONDS + LOAD_SECONDS)
@@ -277,7 +279,7 @@ class WeightService:
             raise Rejected(500, "fault injection")
         return target
 
-    async def _exchange(self, directory: Path, target: Served, parts: Parts, stamp: bytes | None) -> None:
+    async def _exchange(self, directory: Path, target: Served, parts: UpdateMetrics, stamp: bytes | None) -> None:
         identity = {"version": target.version, "hash": target.hash, "weight_dir": target.weight_dir}
         # The cache is cleared: requests in flight rebuild their context under the new weights.
         with parts.measure("stop"):
@@ -287,7 +289,7 @@ class WeightService:
                 await self._load(directory, identity, stamp)
         except Exception as error:
             await self._restore(error, identity)
-            await self._go_on()
+            await self._resume_if_allowed()
             reason = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
             raise Rejected(400, f"{directory} could not be loaded, the previous weights go on: {reason}") from error
         self._broken = None
@@ -297,7 +299,7 @@ class WeightService:
         except TimeoutError:
             logger.warning("the engine did not take the label of version {}", target.version)
         finally:
-            await self._go_on()
+            await self._resume_if_allowed()
 
     async def _load(self, directory: Path, identity: dict[str, Any], stamp: bytes | None) -> None:
         async with asyncio.timeout(LOAD_SECONDS):
@@ -326,14 +328,15 @@ class WeightService:
             async with _engine_call("pause", seconds):
                 await self._engine.pause_generation(mode=mode, clear_cache=clear_cache)
         except Rejected:
-            await self._go_on()  # it may still pause later, or cannot clear a cache that another server is filling
+            # It may still pause later, or cannot clear a cache that another server is filling.
+            await self._resume_if_allowed()
             raise
 
     def _check_usable(self) -> None:
         if self._broken is not None:
             raise Rejected(500, self._broken)
 
-    async def _go_on(self) -> None:
+    async def _resume_if_allowed(self) -> None:
         """Resume, unless a client paused the engine or its weights are unusable. Until it does, it does not serve."""
         if self._paused_by_client or self._broken is not None:
             return
@@ -341,9 +344,9 @@ class WeightService:
             async with _engine_call("resume", PAUSE_SECONDS):
                 await self._engine.resume_generation()  # of several engines none does while one is pausing
         except Rejected as rejection:
-            self._standing = rejection.message
+            self._resume_error = rejection.message
             raise
-        self._standing = None
+        self._resume_error = None
 
     async def _hash_base(self) -> dict[str, TensorEntry]:
         return await read(partial(hash_directory, self._base), self._base)
@@ -359,7 +362,9 @@ class WeightService:
         except (CommitError, OSError) as error:
             raise Rejected(500, f"the base model cannot be hashed: {error}") from error
 
-    async def _alone(self, action: Callable[[], Coroutine[Any, Any, T]], *, changes_weights: bool = False) -> T:
+    async def _run_exclusively(
+        self, action: Callable[[], Coroutine[Any, Any, T]], *, changes_weights: bool = False
+    ) -> T:
         if changes_weights and self._fixed is not None:
             raise Rejected(400, f"this server's weights cannot be changed: {self._fixed}")
 

@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -56,7 +56,8 @@ class Staging:
         sharing: Workers that share the host's memory.
 
     Attributes:
-        place: Where the tensors are kept.
+        tensors: The staged tensors in the order of the manifest; none if they are kept nowhere.
+        place: Where they are kept.
         seconds: The time that staging took.
     """
 
@@ -72,7 +73,7 @@ class Staging:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._dropped = threading.Event()
         self._blocks = 0  # a sign of progress; threads may lose counts of each other
-        self._tensors: list[tuple[str, Tensor]] = []
+        self.tensors: list[tuple[str, Tensor]] = []
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
         self._thread.start()
@@ -98,26 +99,22 @@ class Staging:
         if self._error is not None:
             raise self._error
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The staged tensors in the order of the manifest; none if they are kept nowhere."""
-        yield from self._tensors
-
     def drop(self) -> None:
         """Stop reading and free the memory, at once or after the present block."""
         self._dropped.set()
-        self._tensors = []
+        self.tensors = []
 
     def _run(self) -> None:
         began = time.perf_counter()
         try:
             with short_turns(), self._aside():
-                self._tensors = self._stage()
+                self.tensors = self._stage()
         except Exception as error:  # noqa: BLE001 - raised by `wait`
             _clear_frames(error)
             self._error = error
         self.seconds = time.perf_counter() - began
         if self._dropped.is_set():  # meanwhile
-            self._tensors = []
+            self.tensors = []
 
     def _stage(self) -> list[tuple[str, Tensor]]:
         manifest = weights.weights_manifest(self.directory)
@@ -157,7 +154,7 @@ class Staging:
                 return buffer
             except torch.OutOfMemoryError:  # taken by another process meanwhile
                 self.place = "host"
-        return torch.from_numpy(empty_on_host(size))
+        return torch.from_numpy(np.zeros(size, np.uint8))  # the system provides pages only as they are written to
 
     def _receive(self, manifest: WeightsManifest, ranges: Ranges, buffer: Tensor) -> None:
         """Receive the version from the publisher, and verify its checksums."""
@@ -217,11 +214,6 @@ class Staging:
     def _aside(self) -> AbstractContextManager[object]:
         """A context in which this thread's work on a GPU runs beside the engine's stream."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-
-def empty_on_host(size: int) -> np.ndarray:
-    """Zeros: uint8 [size]. The system provides pages only as they are written to."""
-    return np.zeros(size, np.uint8)
 
 
 def _clear_frames(error: BaseException | None) -> None:

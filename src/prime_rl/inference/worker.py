@@ -54,8 +54,7 @@ class WeightsExtension:
         `servers_on_host`: engines that do so at the same time; those of a dense model do not know of each other.
         """
         self.prime_unstage()
-        if self.prime_subscriber is None:
-            self.prime_subscriber = Subscriber()
+        self.prime_subscriber = self.prime_subscriber or Subscriber()
         sharing = servers_on_host * self.vllm_config.parallel_config.world_size
         self.prime_staging = Staging(
             Path(directory), digest, self.device, self.prime_subscriber,
@@ -84,8 +83,7 @@ class WeightsExtension:
         A failure leaves the model unusable: `prime_restore` must follow. `base` is the directory of the weights that
         this worker was started with, which vLLM knows by a name only.
         """
-        if self.prime_directory is None:
-            self.prime_directory = base
+        self.prime_directory = self.prime_directory or base
         self.prime_next = (directory, identity)
         staging = self.prime_staging
         if staging is None:
@@ -146,7 +144,7 @@ class WeightsExtension:
 
     def prime_tensors(self, staging: Staging, identity: Identity) -> Tensors:
         """The staged tensors."""
-        for name, tensor in staging.tensors():
+        for name, tensor in staging.tensors:
             yield name, tensor
             # Where vLLM reloads: in the middle of a layer, which it assembles from several tensors.
             within = name.endswith("layers.0.self_attn.k_proj.weight")

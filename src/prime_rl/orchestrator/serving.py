@@ -83,7 +83,7 @@ class Serving:
         lock: Held while what is served must not change.
         shipping: Held while finished episodes must not be given up.
         seconds: Spent on updates since somebody took them.
-        parts: Of these, what each part took the slowest server (`inference.service.Parts`).
+        parts: Of these, what each part took the slowest server (`inference.service.UpdateMetrics`).
     """
 
     def __init__(self, config: "OrchestratorConfig", fleet: Fleet, status: Status, shell: Shell) -> None:

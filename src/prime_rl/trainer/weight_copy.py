@@ -66,18 +66,14 @@ def _by_parameter(tensors: Sequence[StoredTensor]) -> Iterator[tuple[nn.Paramete
 
 
 class RowCopies:
-    """This rank's rows of every stored tensor, in the exported dtype, in one host buffer.
-
-    Attributes:
-        files: Which ranges of the `buffer` belong into which file.
-    """
+    """This rank's rows of every stored tensor, in the exported dtype, in one host `buffer`."""
 
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.world, self.dtype = world, dtype
         self.tensors = list(stored_tensors(policy))
         self.headers, self.slots = layout(self.tensors, dtype)
         self.file_bytes = sum(slot.size for slot in self.slots.values())
-        self.files: dict[str, list[Range]] = {}
+        self.files: dict[str, list[Range]] = {}  # which ranges of the buffer belong into which file
         self._parameters: list[nn.Parameter] = []
         self._ends: list[int] = []  # of this rank's rows of each parameter in the buffer, in elements
         if world.writes:
@@ -117,13 +113,11 @@ class RowCopies:
         except OSError as error:
             raise UserError(f"no {size:,} bytes of host memory for the weights ({error.strerror})") from error
         self._filled = torch.frombuffer(self.buffer, dtype=self.dtype)
-        if self.world.device.type == "cuda":
-            with torch.cuda.device(self.world.device):  # a new thread has another one
-                self._lock()
-
-    def _lock(self) -> None:
-        """Page-lock exactly so many bytes: torch's own allocator would round up to a power of two."""
-        failed = int(torch.cuda.cudart().cudaHostRegister(self._filled.data_ptr(), self._filled.nbytes, 0))
+        if self.world.device.type != "cuda":
+            return
+        with torch.cuda.device(self.world.device):  # a new thread has another one
+            # Exactly so many bytes: torch's own allocator would round up to a power of two.
+            failed = int(torch.cuda.cudart().cudaHostRegister(self._filled.data_ptr(), size, 0))
         if failed:
             logger.warning("host memory for exports cannot be page-locked (CUDA error {}): exports are slow", failed)
         self._locked = not failed
@@ -181,9 +175,7 @@ class GatheredCopy:
     def __init__(self, policy: nn.Module, world: World, dtype: torch.dtype) -> None:
         self.world, self.dtype = world, dtype
         self.stored = list(stored_tensors(policy))
-        self.tensors = {
-            tensor.name: TensorEntry("", DTYPE_NAMES[dtype], list(tensor.shape), "") for tensor in self.stored
-        }
+        self.tensors = {each.name: TensorEntry("", DTYPE_NAMES[dtype], list(each.shape), "") for each in self.stored}
         self.headers, self.slots = layout(self.stored, dtype)
         self.places, self.size = buffer_layout(self.tensors)
         self.files: dict[str, list[Range]] = {}
@@ -199,7 +191,7 @@ class GatheredCopy:
         if not self.world.is_main or self.buffer.numel():
             return
         device = self.world.device
-        if device.type == "cuda" and on_device(self.size, device):
+        if on_device(self.size, device):
             self.buffer, self.handle = shared_buffer(self.size, device)
         else:
             self.buffer = torch.zeros(self.size, dtype=torch.uint8, pin_memory=device.type == "cuda")

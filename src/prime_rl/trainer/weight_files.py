@@ -70,20 +70,15 @@ def layout(tensors: Sequence[StoredTensor], dtype: torch.dtype) -> tuple[dict[st
     for number, group in enumerate(groups, 1):
         file = FILE if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
         ends = list(accumulate(size_of[tensor.name] for tensor in group))
-        headers[file] = header = _header(dtype, group, ends)
-        for tensor, end in zip(group, ends, strict=True):
-            size = size_of[tensor.name]
-            slots[tensor.name] = Slot(file, len(header) + end - size, size)
+        described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        for tensor, start, end in zip(group, [0, *ends], ends, strict=False):
+            described[tensor.name] = {"dtype": DTYPE_NAMES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        headers[file] = struct.pack("<Q", len(text)) + text
+        for tensor, start, end in zip(group, [0, *ends], ends, strict=False):
+            slots[tensor.name] = Slot(file, len(headers[file]) + start, end - start)
     return headers, slots
-
-
-def _header(dtype: torch.dtype, tensors: Sequence[StoredTensor], ends: Sequence[int]) -> bytes:
-    described: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
-    for tensor, start, end in zip(tensors, [0, *ends], ends, strict=False):
-        described[tensor.name] = {"dtype": DTYPE_NAMES[dtype], "shape": tensor.shape, "data_offsets": [start, end]}
-    text = json.dumps(described, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
 
 
 def allocate(directory: Path, headers: Mapping[str, bytes], slots: Mapping[str, Slot]) -> None:
@@ -107,15 +102,12 @@ def write_ranges(buffer: memoryview, directory: Path, files: Mapping[str, Sequen
     def write(file: str) -> None:
         path = os.fspath(directory / file)
         try:
-            descriptor = os.open(path, os.O_WRONLY)
-            try:
+            with open(path, "r+b", buffering=0) as opened:
                 for start, end, offset in files[file]:
                     while start < end:  # one call writes at most 2 GiB
-                        written = os.pwrite(descriptor, buffer[start:end], offset)
+                        written = os.pwrite(opened.fileno(), buffer[start:end], offset)
                         start, offset = start + written, offset + written
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+                os.fsync(opened.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for_futures
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -252,7 +253,7 @@ class WeightPublisher:
 
         Raises UserError if the version before it failed, e.g. since the disk is full or another trainer has gone on.
         """
-        self._settle(everything=False)
+        self.settle(everything=False)
         began = time.perf_counter()
         scored = None if self._canary is None else self._canary.score(compiled=version > self._start)
         copying = time.perf_counter()
@@ -279,9 +280,18 @@ class WeightPublisher:
             removing = self._pruner.submit(self._prune, under_way, async_level, keep, checkpoints)
             self._prunes.append(_Task("end of removing old versions", "the thread that removes them", removing))
 
-    def settle(self) -> None:
-        """Wait until versions are committed, durable if they must be, and pruned; UserError if one fails or is late."""
-        self._settle(everything=True)
+    def settle(self, *, everything: bool = True) -> None:
+        """Wait until versions are committed, durable if they must be, and pruned; UserError if one fails or is late.
+
+        Without `everything`: only for the version under way, and for all removals but the newest.
+        """
+        began = time.perf_counter()
+        times = agree(self.world, lambda: self._take_results(everything))
+        self._waited += time.perf_counter() - began
+        if times is not None:
+            times |= {"time/export": self._waited, "time/canary": self._scoring}
+            self._waited = self._scoring = 0.0
+            self._on_committed(self._held, times)
 
     def leave_tmpfs(self, async_level: int, keep: int | None, checkpoints: Callable[[], Collection[int]]) -> None:
         """Move the versions in tmpfs that `prune` keeps to the disk, and remove the rest, at the end of a run."""
@@ -307,16 +317,6 @@ class WeightPublisher:
                     logger.error("{}", failure)
         if isinstance(self._copies, RowCopies):
             self._copies.close()
-
-    def _settle(self, *, everything: bool) -> None:
-        """Wait for the version under way and all removals but the newest; with `everything`, for all tasks."""
-        began = time.perf_counter()
-        times = agree(self.world, lambda: self._take_results(everything))
-        self._waited += time.perf_counter() - began
-        if times is not None:
-            times |= {"time/export": self._waited, "time/canary": self._scoring}
-            self._waited = self._scoring = 0.0
-            self._on_committed(self._held, times)
 
     def _take_results(self, everything: bool) -> Times | None:
         """Wait, drop the tasks that have ended, and return the times of the version that was under way, if any."""
@@ -347,7 +347,7 @@ class WeightPublisher:
         host, port = memory.host or own_address(), memory.port
         self._publisher = Publisher(copies.buffer, host=host, port=port, timeout=memory.timeout, handle=copies.handle)
         if memory.fallback:
-            threading.Thread(target=self._await_call_for_files, name="files", daemon=True).start()
+            threading.Thread(target=self._await_call_for_files, args=(copies,), name="files", daemon=True).start()
 
     def _commit(
         self, version: int, durable: bool, scored: Scored | None, check: Callable[[], object], prunes: Sequence[_Task]
@@ -360,7 +360,7 @@ class WeightPublisher:
         finally:
             copy_seconds = copied.finish()
         if isinstance(copies, GatheredCopy):
-            times = on_main(world, lambda: self._commit_in_memory(version, durable, canary))
+            times = on_main(world, lambda: self._commit_in_memory(copies, version, durable, canary))
         else:
             final = version_dir(self.root, version)
             place = None if durable or self._tmpfs_dir is None else version_dir(self._tmpfs_dir, version)
@@ -371,14 +371,15 @@ class WeightPublisher:
             )  # fmt: skip
         return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
 
-    def _commit_in_memory(self, version: int, durable: bool, canary: Canary | None) -> Times:
+    def _commit_in_memory(self, copies: GatheredCopy, version: int, durable: bool, canary: Canary | None) -> Times:
         """Offer a version, and commit a manifest that names the publisher, on rank 0."""
-        copies, publisher, memory = self._copies, self._publisher, self._memory
-        assert isinstance(copies, GatheredCopy)
+        publisher, memory = self._publisher, self._memory
         assert publisher is not None
         assert memory is not None
         began = time.perf_counter()
-        sums = _aside(copies.buffer, lambda buffer: checksums(buffer, copies.places))
+        stream = torch.cuda.Stream(copies.buffer.device) if copies.buffer.is_cuda else None
+        with nullcontext() if stream is None else torch.cuda.stream(stream):  # not behind what the training computes
+            sums = checksums(copies.buffer, copies.places)
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
         address = publisher.address(fallback=memory.fallback)
@@ -392,7 +393,7 @@ class WeightPublisher:
             raise
         if durable or self._files_wanted:
             # Copied before the next version is gathered, which waits for this thread.
-            writing = self._writer.submit(self._write_files, version, copies.to_host(), tensors)
+            writing = self._writer.submit(self._write_files, copies, version, copies.to_host(), tensors)
             self._writes.append(_Task("files of a version", "the thread that writes them", writing))
         return {"checksum": summed - began, "commit": time.perf_counter() - summed}
 
@@ -403,10 +404,9 @@ class WeightPublisher:
 
     # ---- files of versions that are published from memory, on rank 0
 
-    def _write_files(self, version: int, host: Tensor, tensors: dict[str, TensorEntry]) -> None:
+    def _write_files(self, copies: GatheredCopy, version: int, host: Tensor, tensors: dict[str, TensorEntry]) -> None:
         """Make a version durable from a copy in host memory."""
-        copies, directory = self._copies, version_dir(self.root, version)
-        assert isinstance(copies, GatheredCopy)
+        directory = version_dir(self.root, version)
         sums = checksums(host, copies.places)
         if any(sums[name] != entry.checksum for name, entry in tensors.items()):
             raise UserError(f"{directory} was changed on its way to host memory: nothing of it is written")
@@ -422,7 +422,7 @@ class WeightPublisher:
             if directory.is_dir():  # else it was pruned meanwhile: nobody needs it
                 raise
 
-    def _await_call_for_files(self) -> None:
+    def _await_call_for_files(self, copies: GatheredCopy) -> None:
         """Write versions to files once servers ask for it, from the present one on (`transport = "auto"`)."""
         while not self._closed.wait(_FILES_POLL_SECONDS):  # bounded: it ends with `close`
             reason = lives.call_for_files(self.output_dir, self.life)
@@ -430,11 +430,9 @@ class WeightPublisher:
                 continue
             logger.warning("weights are written to files from now on: {}", reason)
             self._files_wanted = True
-            copies = self._copies
-            assert isinstance(copies, GatheredCopy)
             version, host = self._held, copies.to_host()
             try:
-                self._write_files(version, host, weights_manifest(version_dir(self.root, version)).tensors)
+                self._write_files(copies, version, host, weights_manifest(version_dir(self.root, version)).tensors)
             except (UserError, CommitError) as error:  # superseded: the next one is written anyway
                 logger.info("version {} is not written: {}", version, error)
             return
@@ -579,11 +577,3 @@ def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:
         return None
     arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
     return Tmpfs(root, config.async_level + keep + 2, arithmetic)
-
-
-def _aside(buffer: Tensor, work: Callable[[Tensor], dict[str, str]]) -> dict[str, str]:
-    """Do work on a stream of its own if the buffer is on a GPU: not behind what the training computes."""
-    if not buffer.is_cuda:
-        return work(buffer)
-    with torch.cuda.device(buffer.device), torch.cuda.stream(torch.cuda.Stream(buffer.device)):
-        return work(buffer)

@@ -23,6 +23,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -216,10 +218,8 @@ class Publisher:
         try:
             self._socket = _listen(host, port)
         except OSError as error:
-            why = error.strerror or error
-            raise UserError(
-                f"weights cannot be published at {host}:{port} ({why}): see trainer.weights.host and port"
-            ) from error
+            where = f"{host}:{port} ({error.strerror or error})"
+            raise UserError(f"weights cannot be published at {where}: see trainer.weights.host and port") from error
         threading.Thread(target=self._accept, name="publisher", daemon=True).start()
 
     def address(self, *, fallback: bool) -> PublisherAddress:
@@ -329,7 +329,7 @@ class Publisher:
                 for block in self._buffer[: current.size].split(BLOCK_BYTES):
                     current.check()
                     if group is not None:
-                        group.send(block)
+                        group.transfer(block)
                     else:
                         channel.send_bytes(block.cpu().numpy().data)
                 if group is not None:
@@ -456,7 +456,7 @@ class Subscriber:
         for block in buffer.split(BLOCK_BYTES):
             progress()
             if connection.group is not None:
-                connection.group.receive(block)
+                connection.group.transfer(block)
             elif host is None:
                 connection.channel.receive_bytes(block.numpy().data)
             else:
@@ -492,11 +492,16 @@ class _NcclGroup:
         self._met = self._aborted = False
         self._group = _nccl_group(store, rank, device)
 
-    def send(self, block: Tensor) -> None:
-        self._begin(lambda: self._group.send([block], 1, 0), block)
-
-    def receive(self, block: Tensor) -> None:
-        self._begin(lambda: self._group.recv([block], 0, 0), block)  # bounded: `_finish`
+    def transfer(self, block: Tensor) -> None:
+        """Begin to send or receive a block, once few enough are under way."""
+        while len(self._under_way) >= _AHEAD:
+            self._finish(*self._under_way.popleft())
+        try:
+            work = self._begin(block) if self._met else self._begin_first(block)
+        except RuntimeError as error:
+            raise ExchangeError(f"NCCL failed ({_brief(error)})") from error
+        self._met = True
+        self._under_way.append((work, block))
 
     def flush(self) -> None:
         """Wait until all blocks are transferred."""
@@ -508,46 +513,32 @@ class _NcclGroup:
         with suppress(RuntimeError):  # of unfinished blocks
             self._group.abort()
 
-    def _begin(self, begin: Callable[[], dist.Work], block: Tensor) -> None:
-        while len(self._under_way) >= _AHEAD:
-            self._finish(*self._under_way.popleft())
+    def _begin(self, block: Tensor) -> dist.Work:
+        begin = self._group.send if self._rank == 0 else self._group.recv
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work = begin([block], 1 - self._rank, 0)
+        if self._aborted:  # `abort` found no communicator yet
+            self._group.abort()
+        return work
 
-        def run() -> dist.Work:
-            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-                work = begin()
-            if self._aborted:  # `abort` found no communicator yet
-                self._group.abort()
-            return work
+    def _begin_first(self, block: Tensor) -> dist.Work:
+        """Begin in a thread that can be left: the first call waits for the peer and does not notice its death."""
+        begun: Future[dist.Work] = Future()
 
-        try:
-            # The first call waits for the peer and does not notice its death: a thread that can be left makes it.
-            work = run() if self._met else self._watched(run)
-        except RuntimeError as error:
-            raise ExchangeError(f"NCCL failed ({_brief(error)})") from error
-        self._met = True
-        self._under_way.append((work, block))
-
-    def _watched(self, run: Callable[[], dist.Work]) -> dist.Work:
-        result: list[dist.Work | BaseException] = []
-
-        def call() -> None:
+        def begin() -> None:
             try:
-                result.append(run())
+                begun.set_result(self._begin(block))
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                result.append(error)
+                begun.set_exception(error)
 
-        thread = threading.Thread(target=call, name="nccl", daemon=True)
-        thread.start()
+        threading.Thread(target=begin, name="nccl", daemon=True).start()
         until = time.monotonic() + self._channel.seconds
-        while thread.is_alive():
-            thread.join(_WATCH_SECONDS)
-            if thread.is_alive() and not self._channel.is_open():
+        while wait_for_futures([begun], timeout=_WATCH_SECONDS).not_done:
+            if not self._channel.is_open():
                 raise ExchangeError(_CLOSED)
-            if thread.is_alive() and time.monotonic() > until:
+            if time.monotonic() > until:
                 raise ExchangeError(f"the other side did not join the NCCL group within {self._channel.seconds:.0f} s")
-        if isinstance(result[0], BaseException):
-            raise result[0]
-        return result[0]
+        return begun.result(timeout=0)
 
     def _finish(self, work: dist.Work, block: Tensor) -> None:
         """Wait for a block, whose memory is kept until then."""

@@ -57,7 +57,7 @@ def assert_received(directory: Path, subscriber: Subscriber) -> None:
     read = begin(directory, subscriber)
     read.wait(SECONDS)
     assert read.answer()["place"] == "host"
-    found, wanted = dict(read.tensors()), tensors(weights_manifest(directory).version)
+    found, wanted = dict(read.tensors), tensors(weights_manifest(directory).version)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype
@@ -70,7 +70,7 @@ def assert_fails(directory: Path, subscriber: Subscriber, says: str, kind: type[
         read.wait(SECONDS)
     assert read.answer()["state"] == "failed"
     assert read.answer()["retry"] == (kind is ExchangeError)
-    assert list(read.tensors()) == []
+    assert list(read.tensors) == []
 
 
 def test_what_is_received_is_what_was_published(trainer: PublishingTrainer, subscriber: Subscriber) -> None:
@@ -86,7 +86,7 @@ def test_several_receive_at_the_same_time(trainer: PublishingTrainer) -> None:
     reads = [begin(directory, subscriber) for subscriber in subscribers]
     for read in reads:
         read.wait(SECONDS)
-        assert all(torch.equal(dict(read.tensors())[name], tensor) for name, tensor in tensors(1).items())
+        assert all(torch.equal(dict(read.tensors)[name], tensor) for name, tensor in tensors(1).items())
     for subscriber in subscribers:
         subscriber.close()
 

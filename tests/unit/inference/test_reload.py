@@ -98,7 +98,7 @@ class Worker(WeightsExtension):
         place, digest = Path(f"/v{version}"), f"hash {version}"
         self.prime_staging = SimpleNamespace(
             directory=place, digest=digest, place="host", wait=lambda seconds: None, drop=lambda: None,
-            tensors=lambda: (pair for pair in tensors_of(version, fail_after) if pair[0].startswith(only)),
+            tensors=(pair for pair in tensors_of(version, fail_after) if pair[0].startswith(only)),
         )  # type: ignore[assignment]  # fmt: skip
         self.prime_load(str(place), {"version": version, "hash": digest, "weight_dir": str(place)}, BASE)
         self.prime_commit()

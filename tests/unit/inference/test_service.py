@@ -22,7 +22,7 @@ from prime_rl.inference import reads
 from prime_rl.inference.allowed_roots import AllowedRoots, Rejected, check_fit
 from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
-from prime_rl.inference.service import Parts, WeightService
+from prime_rl.inference.service import UpdateMetrics, WeightService
 from prime_rl.monitor.status import Status, read_status
 from prime_rl.transport.commit import CommitError, prune, read_manifest, replace_manifest, stage
 from prime_rl.transport.weights import (
@@ -292,7 +292,7 @@ async def test_what_is_read_at_once_is_not_asked_for(base: Path, tmp_path: Path)
 
 async def test_generation_goes_on_until_all_is_read(base: Path, tmp_path: Path) -> None:
     """Contract: the engine is paused only once every worker has read the version; the parts say what took how long."""
-    engine, root, parts = FakeEngine(), tmp_path / "weights", Parts()
+    engine, root, parts = FakeEngine(), tmp_path / "weights", UpdateMetrics()
     service = make(engine, base, root)
     asked: list[list[Any]] = []
     answer = engine.collective_rpc

@@ -56,7 +56,7 @@ def test_what_is_read_is_what_the_files_hold(tmp_path: Path) -> None:
     directory = commit(tmp_path)
     read = begin(directory)
     read.wait(SECONDS)
-    tensors = list(read.tensors())
+    tensors = list(read.tensors)
     expected = {name: tensor for file in FILES for name, tensor in load_file(directory / file).items()}
     assert {name for name, _ in tensors} == expected.keys()
     assert [name for name, _ in tensors] == list(weights_manifest(directory).tensors)
@@ -100,7 +100,7 @@ def test_damage_is_found(tmp_path: Path, damage: Callable[[Path], None], keep: b
         read.wait(SECONDS)
     assert read.answer()["state"] == "failed"
     assert str(directory) in read.answer()["why"]
-    assert list(read.tensors()) == []
+    assert list(read.tensors) == []
 
 
 def test_another_version_is_not_read(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_without_room_the_version_is_hashed_and_not_kept(tmp_path: Path, monkeyp
         read = begin(directory, sharing=sharing)
         read.wait(SECONDS)
         assert read.place == place
-        assert bool(list(read.tensors())) == (place == "host")
+        assert bool(list(read.tensors)) == (place == "host")
     _flip(directory)
     begin(directory, sharing=2, verify=False).wait(SECONDS)
     with pytest.raises(CommitError):
@@ -140,12 +140,13 @@ def test_memory_is_given_back_at_once(tmp_path: Path, monkeypatch: pytest.Monkey
     """Contract: what was read is freed once it is dropped, or once it is found to be wrong: not when garbage is collected some day."""
     arrays: list[weakref.ref[np.ndarray]] = []
 
-    def noted(size: int) -> np.ndarray:
-        array = np.empty(size, np.uint8)
-        arrays.append(weakref.ref(array))
-        return array
+    from_numpy = torch.from_numpy
 
-    monkeypatch.setattr(staging, "empty_on_host", noted)
+    def noted(array: np.ndarray) -> torch.Tensor:
+        arrays.append(weakref.ref(array))
+        return from_numpy(array)
+
+    monkeypatch.setattr(staging.torch, "from_numpy", noted)
     directory = commit(tmp_path)
     if trouble == "damaged":
         _flip(directory)
@@ -191,7 +192,7 @@ def test_dropping_stops_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(staging.DroppedError):
         read.wait(SECONDS)
     assert count == 3
-    assert list(read.tensors()) == []
+    assert list(read.tensors) == []
 
 
 def _write(path: Path, header: dict[str, Any], size: int) -> None:
@@ -231,4 +232,4 @@ def test_a_tensor_that_lies_askew(tmp_path: Path) -> None:
         extra |= manifest_extra(1, 0, hash_directory(tmp))
     read = begin(version_dir(tmp_path, 1))
     read.wait(SECONDS)
-    assert [tensor.tolist() for _, tensor in read.tensors()] == [[0, 0, 0], [0.0, 0.0]]
+    assert [tensor.tolist() for _, tensor in read.tensors] == [[0, 0, 0], [0.0, 0.0]]

@@ -37,7 +37,7 @@ def version(tmp_path: Path) -> Path:
 def read(version: Path) -> dict[str, torch.Tensor]:
     staging = Staging(version, weights_manifest(version).hash, CPU, Subscriber())
     staging.wait(SECONDS)
-    return dict(staging.tensors())
+    return dict(staging.tensors)
 
 
 def test_tensors_are_read_from_there(version: Path, tmp_path: Path) -> None:

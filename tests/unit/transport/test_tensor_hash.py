@@ -59,7 +59,7 @@ def test_writers_and_readers_agree(tmp_path: Path) -> None:
 
     read = Staging(directory, weights_manifest(directory).hash, torch.device("cpu"), Subscriber())
     read.wait(60.0)
-    assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors()} == want
+    assert {name: by_hand(tensor.numpy().tobytes()) for name, tensor in read.tensors} == want
 
     data = (directory / "model.safetensors").read_bytes()
     (directory / "model.safetensors").write_bytes(bytes(len(data)))
