@@ -176,7 +176,6 @@ def test_rows_are_whole(whole: tuple[Path, Watch]) -> None:
         assert 0 < parts < row["time/step"] + 0.01
         assert {
             "time/export",
-            "time/export_cast",
             "time/export_copy",
             "time/export_write",
             "perf/throughput",

@@ -78,7 +78,7 @@ def train(directory: Path, model: Path, ranks: int, replicas: int = 1) -> list[d
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("kind", ["filesystem-delta", "process-group"])
+@pytest.mark.parametrize("kind", ["filesystem", "memory"])
 def test_two_gpus_put_their_rows_together(kind: str, tmp_path: Path) -> None:
     """What `tests/unit/trainer/test_rank_versions.py` shows of ranks on a CPU, out of page-locked buffers, two of them."""
     model = make_tiny_model(tmp_path / "model", experts=3)

@@ -27,11 +27,11 @@ from support.forking import fork_ranks
 SECONDS = 150.0
 
 
-def live(kind: str, model: str, root: str, replicas: int) -> None:
+def live(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
     """A life of a rank. After each version rank 0 compares it with what the ranks write by themselves, tensor by tensor."""
     torch.set_num_threads(1)
     weight_files.FILE_BYTES = 60_000  # several files
-    world, source, run = init_world("cpu", 60, replicas), find_model(model), Path(root)
+    world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)
     weight_publisher.boot_id = lambda: f"host of rank {world.rank}"
     config = TrainerModel(attention="sdpa", compile=False, activation_checkpointing="none", dp_replicate=replicas)
     policy = build_policy(source, config, world)
