@@ -99,7 +99,7 @@ def test_two_gpus_equal_one(experts: int, tmp_path: Path) -> None:
         for ranks, replicas in ((1, 1), (2, 1), (2, 2))
     )
     for rows in others:
-        assert len(rows) == len(one) == 3
+        assert len(rows) == len(one) >= 3
         for row, want in zip(rows, one, strict=True):
             assert row["optim/grad_norm"] == pytest.approx(want["optim/grad_norm"], rel=1e-2)
             assert row["entropy/mean"] == pytest.approx(want["entropy/mean"], rel=1e-3)

@@ -35,7 +35,7 @@ Ranges = Mapping[str, tuple[int, int]]  # by tensor: its start in the buffer and
 
 THREADS = min(max(len(os.sched_getaffinity(0)) // 2, 4), 8)  # that read files; a worker shares its cores
 SPARE = 2  # the host's free memory must be this many times the buffer: others need some, too
-SPARE_BYTES = 2 << 30  # that must stay free on the device beside a buffer, or as much again if that is less
+SPARE_BYTES = 1 << 30  # that must stay free on the device beside a buffer, or as much again if that is less
 
 
 class DroppedError(Exception):

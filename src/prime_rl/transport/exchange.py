@@ -48,7 +48,7 @@ DTYPES = {
 """By their names in safetensors."""
 PROTOCOL = 2
 BLOCK_BYTES = 32 << 20
-_AHEAD = 2  # blocks under way at the same time (NCCL)
+_AHEAD = 6  # blocks under way at the same time (NCCL)
 _MESSAGE_BYTES = 1 << 16
 _POLL_SECONDS = 2e-4  # between two looks at whether a GPU is done
 _WATCH_SECONDS = 0.05  # between two looks at whether the peer that NCCL waits for is still there
