@@ -120,7 +120,7 @@ def collect(folder: Path) -> None:
             older = json.loads(RESULTS.read_text())
             for suite, rows in json.loads(path.read_text()).items():
                 save(RESULTS, suite, replace_rows(older.get(suite, {}), rows))
-        elif path.stem in ("neutrality", "profile", "weight_sync", "weight_sync_one"):
+        elif path.stem in ("neutrality", "profile"):
             merge(path, RESULTS.parent / f"{path.stem}_h200.json")
         elif path.stem == "mismatch":
             shutil.copy(path, RESULTS.parent / "mismatch_h200.json")
