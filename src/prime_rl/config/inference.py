@@ -107,7 +107,7 @@ class InferenceConfig(BaseConfig):
         default=None,
         gt=0,
         le=1,
-        description="Share of a GPU's memory for all servers on it (None: vLLM's choice, or what leaves room to stage a version; 0.4 with share_gpus).",
+        description="Share of a GPU's memory for all servers on it (None: room for a staged version beside them; 0.4 if shared).",
     )
     kv_cache_gib: PositiveFloat | None = Field(
         default=None,
