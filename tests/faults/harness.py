@@ -162,7 +162,7 @@ class ServedWatcher:
             self.last = answer.json()
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.5):
+        while not self._ended.wait(0.05):  # a run may end a fifth of a second after its last version is served
             self.look()
 
     def __enter__(self) -> Self:
