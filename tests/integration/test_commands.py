@@ -78,8 +78,8 @@ def test_refused(row: Row, checkout: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted({row.text.split()[0] for row in rows_of("help")}))
 def test_help(command: str, checkout: Path) -> None:
-    """`--help` lists the options that the documents name, with their defaults."""
-    status, output = run_line(f"uv run {command} --help", checkout, environment={"COLUMNS": "300"})
+    """`--help all` lists the options that the documents name, with their defaults."""
+    status, output = run_line(f"uv run {command} --help all", checkout, environment={"COLUMNS": "300"})
     assert status == 0
     missing = []
     for row in rows_of("help"):

@@ -1,14 +1,12 @@
 """One configuration system for every entrypoint. Imports neither torch nor any other heavy package."""
 
 from prime_rl.config.base import BaseConfig, ConfigError
-from prime_rl.config.environ import child_env
 from prime_rl.config.eval import EvalConfig
 from prime_rl.config.inference import InferenceConfig
+from prime_rl.config.loader import child_env, load, parse, to_toml, write_toml
 from prime_rl.config.orchestrator import OrchestratorConfig
-from prime_rl.config.parse import load, parse
 from prime_rl.config.rl import RLConfig
 from prime_rl.config.sft import SFTConfig
-from prime_rl.config.toml import to_toml, write_toml
 from prime_rl.config.trainer import TrainerConfig
 
 __all__ = [

@@ -43,6 +43,17 @@ def check(*found: Problem | None) -> None:
         raise Problems(problems)
 
 
+def option(default: Any, description: str, **constraints: Any) -> Any:
+    """A setting of a section. `default` may be what makes it (a class, `list`); `constraints` are those of pydantic's Field."""
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return Field(**made, description=description, **constraints)
+
+
+def conflict(contradicts: object, message: str, *keys: str) -> Problem | None:
+    """A problem if `contradicts`, for `check`."""
+    return Problem(message, *keys) if contradicts else None
+
+
 def short(path: str) -> str:
     """A path that a file can have. Linux allows 255 bytes, 4095 in all; the rest is for what is added to it."""
     parts = os.fsencode(path).split(b"/")
@@ -67,6 +78,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
     older: ClassVar[dict[str, Older]] = {}
+    removed: ClassVar[dict[str, str]] = {}
+    """Settings of earlier releases, and what to do instead."""
 
     @field_validator("*")
     @classmethod
@@ -101,8 +114,8 @@ def _lower_case(word: Any) -> Any:
     return word.lower() if isinstance(word, str) else word
 
 
-TYPES_ONLY = {"share": False}
-"""Context of a validation that finds values of wrong types: sections stay as they were given."""
+LOADED = {"loaded": True}
+"""Context of a validation of what the loader read: it shares settings between sections itself."""
 
 
 class LogConfig(Section):
@@ -138,11 +151,11 @@ class BaseConfig(Section):
         return table
 
     @staticmethod
-    def share(tree: dict[str, Any], context: Any) -> dict[str, Any]:
-        """The table that the user gave, with settings that several sections have in common filled into each."""
+    def share(tree: dict[str, Any], origins: Any = None, hints: list[str] | None = None) -> dict[str, Any]:
+        """The table that was given, with settings that several sections have in common filled into each. Raises Problems."""
         return tree
 
     @model_validator(mode="before")
     @classmethod
     def _share(cls, data: Any, info: ValidationInfo) -> Any:
-        return cls.share(data, info.context) if isinstance(data, dict) and info.context != TYPES_ONLY else data
+        return cls.share(data) if isinstance(data, dict) and info.context != LOADED else data

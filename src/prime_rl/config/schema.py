@@ -1,10 +1,9 @@
-"""What the configuration classes declare, in the terms that parser and help need."""
+"""What the configuration classes declare, in the terms that the loader and the help need."""
 
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -16,7 +15,7 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of a section. `members` are its types without None; `sections` those of them that are tables."""
+    """One field of a section. `members` are its types without None."""
 
     name: str
     field: FieldInfo
@@ -25,6 +24,7 @@ class Setting:
 
     @property
     def sections(self) -> tuple[type[Section], ...]:
+        """Those of the types that are tables: several for a union."""
         return tuple(member for member in self.members if isinstance(member, type) and issubclass(member, Section))
 
     @property
@@ -55,17 +55,12 @@ class Setting:
         """The words that a Literal allows."""
         return tuple(word for member in self.members if get_origin(member) is Literal for word in get_args(member))
 
-    @property
-    def secret(self) -> bool:
-        return has_mark(self.field, "secret")
-
     def section_for(self, value: Any) -> type[Section] | None:
         """The table that `value` fills: of a union the one its `type` names, or the default's where it names none."""
         if len(self.sections) <= 1:
             return self.sections[0] if self.sections else None
         tag = value.get("type", default_type(self.field)) if isinstance(value, dict) else default_type(self.field)
-        tagged = {type_tag(section): section for section in self.sections}
-        return tagged.get(tag) if isinstance(tag, str) else None
+        return next((section for section in self.sections if type_tag(section) == tag), None)
 
 
 def has_mark(field: FieldInfo, mark: str) -> bool:
@@ -82,12 +77,12 @@ def type_tag(section: type[Section]) -> str:
 @cache
 def settings(section: type[Section]) -> dict[str, Setting]:
     """The settings of `section` by name, in the order of declaration."""
-    return {name: _setting(name, field) for name, field in section.model_fields.items()}
-
-
-def _setting(name: str, field: FieldInfo) -> Setting:
-    members = tuple(_members(field.annotation))
-    return Setting(name, field, tuple(m for m in members if m is not type(None)), type(None) in members)
+    found = {}
+    for name, field in section.model_fields.items():
+        members = tuple(_members(field.annotation))
+        kinds = tuple(member for member in members if member is not type(None))
+        found[name] = Setting(name, field, kinds, nullable=type(None) in members)
+    return found
 
 
 def _members(annotation: Any) -> Iterator[Any]:
@@ -102,39 +97,36 @@ def _members(annotation: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Found:
-    """The setting that keys lead to. `rest` is what lies below the setting: keys within a dict, or the number of an item of a list of sections."""
+    """The setting that keys lead to. `rest` lies below it: keys within a dict, or the number of an item of a list."""
 
     setting: Setting
     rest: Keys = ()
 
+    @property
+    def is_table(self) -> bool:
+        return not self.rest and bool(self.setting.sections or self.setting.is_dict)
+
+    @property
+    def is_list(self) -> bool:
+        return not self.rest and self.setting.item is not None
+
 
 def find(section: type[Section], keys: Keys) -> Found | None:
     """What `keys` name, None where there is no such setting. In a union any member may have it."""
-    setting = settings(section).get(keys[0])
+    setting, rest = settings(section).get(keys[0]), keys[1:]
     if setting is None:
         return None
-    if len(keys) == 1:
-        return Found(setting)
-    if setting.is_dict:
-        return Found(setting, keys[1:])
+    if not rest or setting.is_dict:
+        return Found(setting, rest)
     if setting.item_section is not None:
-        return _find_in_item(setting, setting.item_section, keys)
-    for member in setting.sections:
-        if (found := find(member, keys[1:])) is not None:
-            return found
-    return None
-
-
-def _find_in_item(setting: Setting, item: type[Section], keys: Keys) -> Found | None:
-    if not (keys[1].isdecimal() and len(keys[1]) < 10):
-        return None
-    if len(keys) == 2:
-        return Found(setting, keys[1:])
-    return find(item, keys[2:])
+        if not (rest[0].isdecimal() and len(rest[0]) < 10):
+            return None
+        return find(setting.item_section, rest[1:]) if rest[1:] else Found(setting, rest)
+    return next((found for member in setting.sections if (found := find(member, rest)) is not None), None)
 
 
 def list_index(section: type[Section], keys: Keys) -> int | None:
-    """Position among `keys` of the number of an item of a list of sections, None where they choose none; keys below it may name no setting."""
+    """Position among `keys` of the number of an item of a list of sections, None where they choose none."""
     for position in range(1, len(keys)):
         found = find(section, keys[: position + 1])
         if found is None:
@@ -144,27 +136,11 @@ def list_index(section: type[Section], keys: Keys) -> int | None:
     return None
 
 
-def all_paths(section: type[Section], prefix: Keys = ()) -> Iterator[Keys]:
-    """Every path that can be given, sections included; items of lists left out."""
-    seen = set()
+def every_setting(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, Setting]]:
+    """Every path that can be given, sections included; a name that several members of a union share comes from each."""
     for name, setting in settings(section).items():
-        for path in ((*prefix, name), *(p for member in setting.sections for p in all_paths(member, (*prefix, name)))):
-            if path not in seen:
-                seen.add(path)
-                yield path
-
-
-def type_text(setting: Setting) -> str:
-    """The type of a setting as help shows it."""
-    words = [_member_text(member) for member in setting.members]
-    return "|".join([*words, "None"] if setting.nullable else words)
-
-
-def _member_text(member: Any) -> str:
-    if get_origin(member) is Literal:
-        return "|".join(str(word) for word in get_args(member))
-    if get_origin(member) is list:
-        return f"list of {_member_text(next(_members(get_args(member)[0])))}"
-    if get_origin(member) is dict or issubclass(member, Section):
-        return "table"
-    return "path" if member is Path else str(member.__name__)
+        yield (*prefix, name), setting
+        for member in setting.sections:
+            yield from every_setting(member, (*prefix, name))
+        if setting.item_section is not None:
+            yield from every_setting(setting.item_section, (*prefix, name, "N"))

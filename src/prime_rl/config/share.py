@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prime_rl.config.base import Problem, Section, check
-from prime_rl.config.origin import SECTIONS_OF_RL, Origins, spell
+from prime_rl.config.loader import SECTIONS_OF_RL, Origins, spell
 from prime_rl.config.shared import CkptConfig, WandbConfig
 
 Tree = dict[str, Any]
@@ -33,17 +33,17 @@ LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1", "0.0.0.0", "::", None}
 DEFAULT_PORT = 8000
 
 
-def share(tree: Tree, context: Any) -> Tree:
+def share(tree: Tree, origins: Origins | None = None, hints: list[str] | None = None) -> Tree:
     """`tree` (what the user gave of an RLConfig) with shared settings in every section. Raises Problems.
 
-    `context` is the parser's, with `origins` and `hints`; without one all sources are equally strong.
+    Without `origins` all sources are equally strong.
     """
-    return _Sharing(tree, context).run()
+    return _Sharing(tree, origins, hints).run()
 
 
-def share_eval_server(tree: Tree, context: Any) -> Tree:
+def share_eval_server(tree: Tree, origins: Origins | None = None, hints: list[str] | None = None) -> Tree:
     """`tree` (of an SFTConfig) with the model copied to the server, and the server's address to `eval.client`."""
-    return _Sharing(tree, context).evaluations()
+    return _Sharing(tree, origins, hints).evaluations()
 
 
 def without_copies(table: Tree) -> Tree:
@@ -112,10 +112,10 @@ def _same(one: Any, other: Any) -> bool:
 class _Sharing:
     """The table of a run, in which shared settings are filled into the sections."""
 
-    def __init__(self, tree: Tree, context: Any) -> None:
+    def __init__(self, tree: Tree, origins: Origins | None, hints: list[str] | None) -> None:
         self._tree = {key: _as_table(value) for key, value in tree.items()}
-        self._origins: Origins = context["origins"] if context else Origins([])
-        self._hints: list[str] = context["hints"] if context else []
+        self._origins = Origins() if origins is None else origins
+        self._hints: list[str] = [] if hints is None else hints
 
     def run(self) -> Tree:
         self._tree.setdefault("trainer", {})
@@ -148,7 +148,7 @@ class _Sharing:
         return _get(self._tree, key)
 
     def _strength(self, key: str) -> int:
-        return self._origins.strength(tuple(key.split(".")))
+        return self._origins.rank(tuple(key.split(".")))
 
     def _is_option(self, key: str) -> bool:
         origin = self._origins.exact(tuple(key.split(".")))

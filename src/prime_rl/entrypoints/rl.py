@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prime_rl import lifeline
 from prime_rl.config import RLConfig, load
-from prime_rl.config.parse import say
+from prime_rl.config.loader import say
 from prime_rl.errors import UserError
 from prime_rl.monitor import log
 

@@ -12,9 +12,9 @@ from typing import Self
 from loguru import logger
 
 from prime_rl.config import EvalConfig, InferenceConfig, SFTConfig, write_toml
-from prime_rl.config.environ import child_env
 from prime_rl.config.eval import Measure
 from prime_rl.config.inference import SERVER
+from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn

@@ -577,8 +577,8 @@ def test_load_prints_and_exits_with_status_2(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.splitlines() == [
-        "error: --sed names no setting; did you mean --seed?",
         "error: max_steps: must be a valid integer, got 'x' (--max-steps)",
+        "error: --sed names no setting; did you mean --seed?",
         "Nothing was started. For all settings: trainer --help",
     ]
 

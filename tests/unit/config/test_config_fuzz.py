@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 
 from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import BaseConfig, Section
-from prime_rl.config.origin import put
-from prime_rl.config.parse import load
+from prime_rl.config.loader import load, put, to_toml
 from prime_rl.config.schema import Keys, Setting, list_index, type_tag
 from prime_rl.config.schema import settings as settings_of
-from prime_rl.config.toml import to_toml
 
 # What each entrypoint needs at least.
 LEAST = {

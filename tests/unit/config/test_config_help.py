@@ -1,8 +1,8 @@
-"""Contract: --help shows every option with type, default and one line, and is quick: it imports nothing heavy."""
+"""Contract: --help shows one section at a time, every option with type, default and one line, and is quick: it imports nothing heavy."""
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,68 +16,98 @@ from prime_rl.config import (
     TrainerConfig,
     load,
 )
-from prime_rl.config.base import Section
-from prime_rl.config.help import help_text
-from prime_rl.config.origin import spell
-from prime_rl.config.schema import Keys, Setting, settings
+from prime_rl.config.help import SHELLS, help_text
+from prime_rl.config.loader import spell
+from prime_rl.config.schema import every_setting
 
 CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
 HEAVY = ("torch", "vllm", "verifiers", "transformers", "datasets", "numpy", "pyarrow", "wandb", "rich", "httpx")
 
 
-def every(section: type[Section], prefix: Keys = ()) -> Iterator[tuple[Keys, Setting]]:
-    for name, setting in settings(section).items():
-        yield (*prefix, name), setting
-        for member in setting.sections:
-            yield from every(member, (*prefix, name))
-        if setting.item_section is not None:
-            yield from every(setting.item_section, (*prefix, name, "N"))
+def printed(capsys: pytest.CaptureFixture[str], cls: type[BaseConfig], *argv: str) -> tuple[str, int]:
+    """Standard output and error, and the exit status."""
+    with pytest.raises(SystemExit) as caught:
+        load(cls, argv, prog="prog")
+    shown = capsys.readouterr()
+    assert isinstance(caught.value.code, int)
+    return shown.out + shown.err, caught.value.code
 
 
 @pytest.mark.parametrize("cls", CLASSES)
-def test_every_option_is_shown_with_its_help(cls: type[BaseConfig]) -> None:
-    text = help_text(cls, "x")
+def test_every_option_has_one_line_of_help_and_is_shown(cls: type[BaseConfig]) -> None:
+    text = help_text(cls, "x", "all")
     flat = " ".join(text.split())
-    for keys, setting in every(cls):
-        assert spell(keys, "option") in text or f"[{'.'.join(keys)}]" in text, keys
-        description = (setting.field.description or "").rstrip(".")
-        assert description
-        assert keys[-1] == "type" or description in flat, keys
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_every_setting_has_one_line_of_help(cls: type[BaseConfig]) -> None:
-    for keys, setting in every(cls):
+    for keys, setting in every_setting(cls):
         description = setting.field.description or ""
         assert description.endswith("."), keys
         assert "\n" not in description
         assert len(description) <= 120, keys
+        assert spell(keys, "option") in text or f"[{'.'.join(keys)}]" in text, keys
+        assert keys[-1] == "type" or description.rstrip(".") in flat, keys
 
 
-def test_types_defaults_and_sections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_overview_has_the_top_level_and_the_sections(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Contract: whatever else is given; status 0."""
     monkeypatch.setenv("COLUMNS", "140")  # a narrow terminal breaks lines
-    text = help_text(TrainerConfig, "trainer")
+    for argv in (["--help"], ["-h"], ["--nonsense", "--help"], ["--help", "@", "x.toml"]):
+        text, status = printed(capsys, TrainerConfig, *argv)
+        assert status == 0
     lines = text.splitlines()
-    assert any("--optim.lr float" in line and "[default: 1e-06]" in line for line in lines)
+    assert lines[0].startswith("usage: prog")
     assert any("--max-steps int|None" in line and "[default: None]" in line for line in lines)
     assert any("--device auto|cpu|cuda" in line for line in lines)
     assert any("--bench | --no-bench" in line and "[default: false]" in line for line in lines)
-    assert (
-        "[ckpt] Checkpoints of the full training state (off unless given; --ckpt switches it on, --no-ckpt off):"
-        in text
+    assert any(line.startswith("  ckpt (6 options)") for line in lines)
+    assert "--optim.lr" not in text
+
+
+def test_one_section_or_option(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
+    text, status = printed(capsys, RLConfig, "--help", "trainer.optim")
+    assert status == 0
+    assert "--trainer.optim.lr float" in text
+    assert "[default: 1e-06]" in text
+    assert "with --trainer.optim.type adamw, the default:" in text
+    assert "--trainer.seq-len" not in text
+    ckpt, _ = printed(capsys, TrainerConfig, "--help", "ckpt")
+    assert "(off unless given; --ckpt switches it on, --no-ckpt off):" in ckpt
+    environments, _ = printed(capsys, OrchestratorConfig, "--help", "environments")
+    assert "--environments.N.id str" in environments
+    assert "[required]" in environments
+    assert "--optim.lr float" in printed(capsys, TrainerConfig, "--help", "optim.lr")[0]
+    text, status = printed(capsys, RLConfig, "--help", "trainer.optimm")
+    assert status == 2
+    assert "there is no section trainer.optimm; did you mean prog --help trainer.optim?" in text
+
+
+def test_search_in_names_and_descriptions(capsys: pytest.CaptureFixture[str]) -> None:
+    text, status = printed(capsys, RLConfig, "--help=wandb")
+    assert status == 0
+    assert "--wandb.project str" in text
+    assert "--trainer.monitor.wandb.id" in text
+    assert "--trainer.optim.lr" not in text
+    assert "--trainer.optim.lr" in printed(capsys, RLConfig, "--help=learning rate")[0]
+    assert printed(capsys, RLConfig, "--help=zzz")[1] == 2
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    text, status = printed(capsys, RLConfig, "--version")
+    assert (text.startswith("prog (prime-rl "), status) == (True, 0)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion_is_a_script_of_that_shell(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    text, status = printed(capsys, RLConfig, "--completion", shell)
+    assert status == 0
+    assert "trainer.optim.lr" in text
+    if shutil.which(shell):
+        subprocess.run([shell, "-n"], input=text, text=True, check=True, timeout=50)
+    assert printed(capsys, RLConfig, "--completion", "csh") == (
+        "error: --completion needs one of bash, zsh, fish\nNothing was started. For all settings: prog --help\n",
+        2,
     )
-    for member in ("default, the default", "grpo"):
-        assert f"with --loss.type {member}:" in text
-    assert "[required]" in help_text(OrchestratorConfig, "x")
-    assert "--environments.N.id str" in help_text(OrchestratorConfig, "x")
-
-
-def test_help_exits_with_status_0_whatever_else_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in (["--help"], ["-h"], ["--nonsense", "--help"]):
-        with pytest.raises(SystemExit) as caught:
-            load(TrainerConfig, argv, prog="trainer")
-        assert caught.value.code == 0
-    assert "usage: trainer" in capsys.readouterr().out
 
 
 def imported(code: str) -> list[str]:
@@ -96,12 +126,9 @@ def test_help_that_nobody_reads_to_its_end() -> None:
     assert (process.returncode, errors) == (0, b"")
 
 
-def test_the_configuration_imports_nothing_heavy() -> None:
-    """Neither importing the classes, nor help, nor parsing a command line."""
+def test_parsing_imports_nothing_heavy() -> None:
     parse = "from prime_rl.config import RLConfig, parse; parse(RLConfig, ['--orchestrator.environment.id', 'x'], {})"
     assert imported(parse) == []
-    load_help = "from prime_rl.config import RLConfig, load\ntry: load(RLConfig, ['--help'])\nexcept SystemExit: pass"
-    assert imported(load_help) == []
 
 
 @pytest.mark.parametrize("name", ["rl", "sft", "trainer", "orchestrator", "inference", "eval"])

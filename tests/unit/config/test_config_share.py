@@ -18,7 +18,7 @@ from prime_rl.config import (
     write_toml,
 )
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.parse import resolve
+from prime_rl.config.loader import resolve
 from prime_rl.config.shared import ClientConfig
 
 ORCH = ["--orchestrator.environment.id", "x"]

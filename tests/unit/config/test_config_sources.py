@@ -17,7 +17,7 @@ from prime_rl.config import (
     child_env,
     parse,
 )
-from prime_rl.config.parse import resolve
+from prime_rl.config.loader import resolve
 
 Write = Callable[[str, str], str]
 ENV = ["--environment.id", "x"]
