@@ -27,8 +27,8 @@ from machine import describe_machine
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from prime_rl.config.algorithms import AlgorithmConfig
-from prime_rl.config.losses import LossConfig
+from prime_rl.config.orchestrator import AlgorithmConfig
+from prime_rl.config.trainer import LossConfig
 from prime_rl.envs.protocol import SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
 from prime_rl.orchestrator.algorithms.streams import streams_of

@@ -22,7 +22,7 @@ from rollout import START_SECONDS, commit, orchestrator_command, server_command
 from rollout_parts import Load, Watch, await_true, environment, fetch, make_model, make_prompts, running, scratch
 from tables import markdown
 
-from prime_rl.config.bench import ORCHESTRATOR_STEPS
+from prime_rl.config.shared import ORCHESTRATOR_STEPS
 
 BLOCK = 16  # tokens of a block of the cache, as vLLM has it on GPUs
 CPU_BLOCK = 128

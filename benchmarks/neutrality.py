@@ -25,9 +25,7 @@ from machine import describe_gpus, describe_machine
 from pydantic import TypeAdapter
 from steps import model_source
 
-from prime_rl.config.losses import DefaultLoss
-from prime_rl.config.optim import OptimConfig
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import DefaultLoss, OptimConfig, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer.lm_head import TokenLoss
 from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss

@@ -39,7 +39,7 @@ from rollout_parts import (
 )
 from tables import markdown
 
-from prime_rl.config.bench import ORCHESTRATOR_STEPS
+from prime_rl.config.shared import ORCHESTRATOR_STEPS
 
 BAR = 0.9
 HALVES = ("bare", "ours", "stand-in")

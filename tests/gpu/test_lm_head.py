@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from prime_rl.config.losses import GRPOLoss
+from prime_rl.config.trainer import GRPOLoss
 from prime_rl.trainer import lm_head
 from prime_rl.trainer.lm_head import fused_token_loss, logprob_entropy
 from prime_rl.trainer.loss import STREAMS, make_loss

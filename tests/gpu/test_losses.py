@@ -5,7 +5,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from prime_rl.config.losses import LossConfig
+from prime_rl.config.trainer import LossConfig
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
 from prime_rl.trainer.loss_metrics import describe
 

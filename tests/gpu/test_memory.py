@@ -8,8 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from prime_rl.config.optim import AdamW
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import AdamW, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer import memory, offload
 from prime_rl.trainer.activations import LEVELS

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
-from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
+from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.trainer import dcp, muon, optim_states
 from prime_rl.trainer.muon import is_hidden_matrix
 from prime_rl.trainer.optim import build_optimizer

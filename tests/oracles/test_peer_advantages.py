@@ -13,7 +13,7 @@ import numpy.typing as npt
 import pytest
 from pydantic import TypeAdapter
 
-from prime_rl.config.algorithms import AlgorithmConfig, ByReward
+from prime_rl.config.orchestrator import AlgorithmConfig, ByReward
 from prime_rl.orchestrator.algorithms import Attempt, advantages
 from prime_rl.orchestrator.algorithms.penalties import penalized
 from support.oracles import Oracle

@@ -15,7 +15,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from prime_rl.config.losses import LossConfig, PolicyLoss
+from prime_rl.config.trainer import LossConfig, PolicyLoss
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.parallel import World
 from prime_rl.transport.rollouts import Sample

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from prime_rl.config.losses import LossConfig
+from prime_rl.config.trainer import LossConfig
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
 from prime_rl.trainer.packing import collate

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from prime_rl.config import TrainerConfig
-from prime_rl.config.optim import OptimConfig
+from prime_rl.config.trainer import OptimConfig
 from prime_rl.trainer import dcp
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.parallel import close_world, init_world

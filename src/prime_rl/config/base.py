@@ -121,8 +121,8 @@ LOADED = {"loaded": True}
 class LogConfig(Section):
     """Console and log file."""
 
-    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower_case)] = Field(
-        default="info", description="Least severe messages shown."
+    level: Annotated[Literal["debug", "info", "warning", "error"], BeforeValidator(_lower_case)] = option(
+        "info", "Least severe messages shown."
     )
 
 
@@ -134,16 +134,14 @@ class BaseConfig(Section):
 
     older: ClassVar[dict[str, Older]] = {"exp_id": Older("output_dir", lambda name: f"outputs/{name}")}
 
-    output_dir: Path = Field(
-        default=Path("outputs"), description="Directory of the run; everything durable is written below it."
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of everything random in the run.")
-    dry_run: bool = Field(
-        default=False,
+    output_dir: Path = option(Path("outputs"), "Directory of the run; everything durable is written below it.")
+    seed: int = option(0, "Seed of everything random in the run.", ge=0)
+    dry_run: bool = option(
+        False,
+        "Validate, print the plan, write the resolved configs, start nothing.",
         json_schema_extra={"one_time": True},
-        description="Validate, print the plan, write the resolved configs, start nothing.",
     )
-    log: LogConfig = Field(default_factory=LogConfig, description="Console and log file.")
+    log: LogConfig = option(LogConfig, "Console and log file.")
 
     @staticmethod
     def as_given(table: dict[str, Any]) -> dict[str, Any]:

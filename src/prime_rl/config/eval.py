@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem, Section, check
+from prime_rl.config.base import BaseConfig, Older, Problem, Section, check, option
 from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
@@ -24,43 +24,39 @@ RUNS_CODE = "livecodebench"
 class EvalClientConfig(ClientConfig):
     """The server, or the API, to talk to."""
 
-    type: Literal["auto", "tokens", "chat"] = Field(
-        default="auto",
-        description="By tokens, as `inference` is asked, or by the chat route of any OpenAI-compatible API (auto: it tells).",
+    type: Literal["auto", "tokens", "chat"] = option(
+        "auto",
+        "By tokens, as `inference` is asked, or by the chat route of any OpenAI-compatible API (auto: it tells).",
     )
 
 
 class EvalEnv(EnvConfig):
     """An environment that is evaluated."""
 
-    num_examples: Examples | None = Field(
-        default=None, description="Tasks of this environment (-1: all; None: as above)."
-    )
-    rollouts_per_example: PositiveInt | None = Field(
-        default=None, description="Attempts at one task of this environment (None: as above)."
+    num_examples: Examples | None = option(None, "Tasks of this environment (-1: all; None: as above).")
+    rollouts_per_example: PositiveInt | None = option(
+        None, "Attempts at one task of this environment (None: as above)."
     )
 
 
 class PricesConfig(Section):
     """What an API costs."""
 
-    input: NonNegativeFloat = Field(default=0.0, description="Price of a million tokens of prompts.")
-    output: NonNegativeFloat = Field(default=0.0, description="Price of a million tokens of replies.")
+    input: NonNegativeFloat = option(0.0, "Price of a million tokens of prompts.")
+    output: NonNegativeFloat = option(0.0, "Price of a million tokens of replies.")
 
 
 class Measure(Environments[EvalEnv]):
     """What an evaluation runs, how, and on which server."""
 
-    client: EvalClientConfig = Field(
-        default_factory=EvalClientConfig, description="The server, or the API, to talk to."
-    )
-    num_examples: Examples = Field(default=-1, description="Tasks per environment (-1: all).")
-    rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
-    seq_len: PositiveInt = Field(default=2048, description="Most tokens of prompt and reply.")
-    max_concurrent: PositiveInt = Field(default=64, description="Most episodes in flight, of all environments.")
-    rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
-    renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
+    client: EvalClientConfig = option(EvalClientConfig, "The server, or the API, to talk to.")
+    num_examples: Examples = option(-1, "Tasks per environment (-1: all).")
+    rollouts_per_example: PositiveInt = option(1, "Attempts at one task.")
+    sampling: SamplingConfig = option(SamplingConfig, "How tokens are sampled.")
+    seq_len: PositiveInt = option(2048, "Most tokens of prompt and reply.")
+    max_concurrent: PositiveInt = option(64, "Most episodes in flight, of all environments.")
+    rollout_timeout: PositiveFloat = option(300.0, "Seconds that one episode may take.")
+    renderer: str = option("auto", "Renderer of chats: auto, default, a name, or an import path.")
 
 
 class EvalConfig(BaseConfig, Measure):
@@ -71,42 +67,34 @@ class EvalConfig(BaseConfig, Measure):
         "benchmarks": Older("environment_ids", lambda names: str(names).replace(",", " ").split()),
     }
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    weights_dir: Path | None = Field(
-        default=None, description="Evaluate the versions in this directory, which the server loads one after the other."
+    model: ModelConfig = option(ModelConfig, "The model.")
+    weights_dir: Path | None = option(
+        None, "Evaluate the versions in this directory, which the server loads one after the other."
     )
-    steps: list[int] = Field(default_factory=list, description="Versions of weights_dir to evaluate (none given: all).")
-    interval: PositiveInt | None = Field(
-        default=None, description="Evaluate only versions of weights_dir that are multiples of this (None: all)."
+    steps: list[int] = option(list, "Versions of weights_dir to evaluate (none given: all).")
+    interval: PositiveInt | None = option(
+        None, "Evaluate only versions of weights_dir that are multiples of this (None: all)."
     )
-    eval_base: bool = Field(default=True, description="Evaluate the base model too, before the versions.")
-    follow: bool = Field(
-        default=False, description="Evaluate each version as it is committed, until the run that writes them has ended."
+    eval_base: bool = option(True, "Evaluate the base model too, before the versions.")
+    follow: bool = option(False, "Evaluate each version as it is committed, until the run that writes them has ended.")
+    hold: bool = option(
+        False, "While following, keep versions from being removed until they are evaluated (`sft` says so)."
     )
-    hold: bool = Field(
-        default=False,
-        description="While following, keep versions from being removed until they are evaluated (`sft` says so).",
+    unsafe: bool = option(
+        False, "Let livecodebench run what the model writes where it cannot be isolated: it could do all that you can."
     )
-    unsafe: bool = Field(
-        default=False,
-        description="Let livecodebench run what the model writes where it cannot be isolated: it could do all that you can.",
+    canary: bool = option(True, "Check after every load that the server computes what the trainer computed.")
+    solved_at: float = option(1.0, "Reward from which a task counts as solved, for pass@k.")
+    max_error_rate: Fraction = option(
+        0.1, "Share of failed attempts of an environment beyond which the exit status is 1."
     )
-    canary: bool = Field(
-        default=True, description="Check after every load that the server computes what the trainer computed."
-    )
-    solved_at: float = Field(default=1.0, description="Reward from which a task counts as solved, for pass@k.")
-    max_error_rate: Fraction = Field(
-        default=0.1, description="Share of failed attempts of an environment beyond which the exit status is 1."
-    )
-    prices: PricesConfig | None = Field(default=None, description="Prices of tokens, to say what it cost.")
-    clean: bool = Field(
-        default=False,
+    prices: PricesConfig | None = option(None, "Prices of tokens, to say what it cost.")
+    clean: bool = option(
+        False,
+        "Remove earlier results of what is evaluated, in place of going on with them.",
         json_schema_extra={"one_time": True},
-        description="Remove earlier results of what is evaluated, in place of going on with them.",
     )
-    monitor: MonitorConfig = Field(
-        default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
-    )
+    monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
 
     @model_validator(mode="after")
     def _without_isolation(self) -> Self:

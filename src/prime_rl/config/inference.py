@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem, Section
+from prime_rl.config.base import BaseConfig, Older, Problem, Section, option
 from prime_rl.config.shared import Device, ModelConfig
 from prime_rl.redact import has_password
 
@@ -30,10 +30,8 @@ def _address(url: str) -> str:
 class InferenceModel(ModelConfig):
     """The model and how it is served."""
 
-    dtype: str = Field(default="auto", description="Type that is computed in (auto: that of the model's own files).")
-    chat_template: str | None = Field(
-        default=None, description="Chat template, or a file with one (None: the tokenizer's)."
-    )
+    dtype: str = option("auto", "Type that is computed in (auto: that of the model's own files).")
+    chat_template: str | None = option(None, "Chat template, or a file with one (None: the tokenizer's).")
 
 
 def _port_of(address: Any) -> Any:
@@ -49,101 +47,77 @@ class ServerConfig(Section):
 
     older: ClassVar[dict[str, Older]] = {"port": Older("port", _port_of)}
 
-    host: str | None = Field(
-        default=None, description="Address (None: loopback, or all addresses when there is an API key)."
+    host: str | None = option(None, "Address (None: loopback, or all addresses when there is an API key).")
+    port: Port = option(8000, "Port.")
+    register_dir: Path | None = option(
+        None, "Directory that clients find servers in; this one registers there (None: nowhere)."
     )
-    port: Port = Field(default=8000, description="Port.")
-    register_dir: Path | None = Field(
-        default=None, description="Directory that clients find servers in; this one registers there (None: nowhere)."
+    advertise: Annotated[str, AfterValidator(_address)] | None = option(
+        None, "URL that others reach the server at (None: host and port, or this host's address)."
     )
-    advertise: Annotated[str, AfterValidator(_address)] | None = Field(
-        default=None, description="URL that others reach the server at (None: host and port, or this host's address)."
-    )
-    api_servers: PositiveInt = Field(
-        default=1, description="Processes that answer requests, where one cannot keep up with the engine."
-    )
+    api_servers: PositiveInt = option(1, "Processes that answer requests, where one cannot keep up with the engine.")
 
 
 class CPUConfig(Section):
     """Settings of the engine on CPU."""
 
-    kvcache_gib: PositiveInt = Field(default=1, description="Memory for keys and values, in GiB.")
-    fork_engine: bool = Field(
-        default=False, description="Fork the engine's process rather than start it anew: ready sooner."
-    )
+    kvcache_gib: PositiveInt = option(1, "Memory for keys and values, in GiB.")
+    fork_engine: bool = option(False, "Fork the engine's process rather than start it anew: ready sooner.")
 
 
 class InferenceConfig(BaseConfig):
     """The inference server: vLLM's OpenAI server plus the weight routes."""
 
-    model: InferenceModel = Field(default_factory=InferenceModel, description="The model and how it is served.")
-    server: ServerConfig = Field(default_factory=ServerConfig, description="Where the server listens.")
-    api_key: str | None = Field(
-        default=None,
+    model: InferenceModel = option(InferenceModel, "The model and how it is served.")
+    server: ServerConfig = option(ServerConfig, "Where the server listens.")
+    api_key: str | None = option(
+        None,
+        "Key that requests must carry; better given as VLLM_API_KEY: command lines are public.",
         repr=False,
         json_schema_extra={"secret": True},
-        description="Key that requests must carry; better given as VLLM_API_KEY: command lines are public.",
     )
-    weights_root: Path | None = Field(
-        default=None,
-        description="Only directory that weights may be loaded from (None: any committed version; with a key, for clients that have it).",
+    weights_root: Path | None = option(
+        None,
+        "Only directory that weights may be loaded from (None: any committed version; with a key, for clients that have it).",
     )
-    weights_tmpfs: Path | None = Field(
-        default=None,
-        description="Directory in memory that tensors of versions may lie in, beside weights_root (`rl` says so).",
+    weights_tmpfs: Path | None = option(
+        None, "Directory in memory that tensors of versions may lie in, beside weights_root (`rl` says so)."
     )
-    stage_weights: bool = Field(
-        default=True, description="Read new weights into memory before generation pauses, where there is room for it."
+    stage_weights: bool = option(
+        True, "Read new weights into memory before generation pauses, where there is room for it."
     )
-    stage_on_device: bool = Field(
-        default=True,
-        description="Whether that may be the GPU's memory (`rl --share-gpus` says no where weights come by files), or the host's only.",
+    stage_on_device: bool = option(
+        True,
+        "Whether that may be the GPU's memory (`rl --share-gpus` says no where weights come by files), or the host's only.",
     )
-    device: Device = Field(default="auto", description="Where to serve (auto: CUDA where there is a GPU).")
-    max_model_len: PositiveInt | None = Field(
-        default=None, description="Most tokens of prompt and reply (None: the model's own)."
-    )
-    gpu_memory_utilization: float | None = Field(
-        default=None,
+    device: Device = option("auto", "Where to serve (auto: CUDA where there is a GPU).")
+    max_model_len: PositiveInt | None = option(None, "Most tokens of prompt and reply (None: the model's own).")
+    gpu_memory_utilization: float | None = option(
+        None,
+        "Share of a GPU's memory for all servers on it (None: room for a staged version beside them; 0.4 if shared).",
         gt=0,
         le=1,
-        description="Share of a GPU's memory for all servers on it (None: room for a staged version beside them; 0.4 if shared).",
     )
-    kv_cache_gib: PositiveFloat | None = Field(
-        default=None,
-        description="GPU memory for the KV cache of one server, in GiB per GPU (None: what gpu_memory_utilization leaves).",
+    kv_cache_gib: PositiveFloat | None = option(
+        None, "GPU memory for the KV cache of one server, in GiB per GPU (None: what gpu_memory_utilization leaves)."
     )
-    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs that share one layer.")
-    pipeline_parallel_size: PositiveInt = Field(
-        default=1, description="Groups of GPUs that share the layers among them."
+    tensor_parallel_size: PositiveInt = option(1, "GPUs that share one layer.")
+    pipeline_parallel_size: PositiveInt = option(1, "Groups of GPUs that share the layers among them.")
+    data_parallel_size: PositiveInt = option(1, "Replicas of the model, over all nodes.")
+    data_parallel_size_local: PositiveInt | None = option(None, "Replicas on this node (None: all).")
+    data_parallel_address: str | None = option(None, "Address of the node that leads the replicas.")
+    data_parallel_rpc_port: Port | None = option(None, "Port of the node that leads (None: vLLM's choice).")
+    data_parallel_start_rank: int | None = option(None, "Rank of the first replica on this node.", ge=0)
+    headless: bool = option(False, "Run engines only: another node serves the requests.")
+    enforce_eager: bool | None = option(None, "Neither compile nor capture graphs (None: on CPU only).")
+    quantization: str | None = option(None, "Quantization that vLLM applies to the weights, updates included (fp8).")
+    deterministic: bool = option(False, "One sequence at a time, prefill unchunked: the same tokens every run.")
+    replica: NonNegativeInt = option(
+        0, "Which of the servers of one run this is, for its log and status (`rl` says so)."
     )
-    data_parallel_size: PositiveInt = Field(default=1, description="Replicas of the model, over all nodes.")
-    data_parallel_size_local: PositiveInt | None = Field(default=None, description="Replicas on this node (None: all).")
-    data_parallel_address: str | None = Field(default=None, description="Address of the node that leads the replicas.")
-    data_parallel_rpc_port: Port | None = Field(
-        default=None, description="Port of the node that leads (None: vLLM's choice)."
-    )
-    data_parallel_start_rank: int | None = Field(
-        default=None, ge=0, description="Rank of the first replica on this node."
-    )
-    headless: bool = Field(default=False, description="Run engines only: another node serves the requests.")
-    enforce_eager: bool | None = Field(
-        default=None, description="Neither compile nor capture graphs (None: on CPU only)."
-    )
-    quantization: str | None = Field(
-        default=None, description="Quantization that vLLM applies to the weights, updates included (fp8)."
-    )
-    deterministic: bool = Field(
-        default=False, description="One sequence at a time, prefill unchunked: the same tokens every run."
-    )
-    replica: NonNegativeInt = Field(
-        default=0, description="Which of the servers of one run this is, for its log and status (`rl` says so)."
-    )
-    servers_on_host: PositiveInt = Field(
-        default=1, description="Servers that stage weights in this host's memory (`rl` says so)."
-    )
-    cpu: CPUConfig = Field(default_factory=CPUConfig, description="Settings of the engine on CPU.")
-    vllm: dict[str, Any] = Field(default_factory=dict, description="Any other option of vLLM's server.")
+    servers_on_host: PositiveInt = option(1, "Servers that stage weights in this host's memory (`rl` says so).")
+    cpu: CPUConfig = option(CPUConfig, "Settings of the engine on CPU.")
+    vllm: dict[str, Any] = option(dict, "Any other option of vLLM's server.")
 
     @property
     def process(self) -> str:

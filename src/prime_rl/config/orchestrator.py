@@ -1,12 +1,10 @@
-"""Settings of the orchestrator."""
+"""Settings of the orchestrator: algorithms, filters, evaluation."""
 
-from typing import Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.algorithms import GRPO, AlgorithmConfig, TeacherConfig
-from prime_rl.config.base import BaseConfig, Problem, check
-from prime_rl.config.filters import CurriculumConfig, FilterConfig
+from prime_rl.config.base import BaseConfig, Problem, Section, check, option
 from prime_rl.config.shared import (
     CkptConfig,
     ClientConfig,
@@ -21,92 +19,393 @@ from prime_rl.config.shared import (
     nothing_to_clean,
 )
 from prime_rl.config.trainer import resume_within
+from prime_rl.redact import has_password
+
+
+class LinearPenalty(Section):
+    """The reward loses a share of the group's mean reward that grows with length, relative to the group's longest."""
+
+    type: Literal["linear"] = option("linear", "Kind of length penalty.")
+    output: NonNegativeFloat = option(0.25, "Weight of the sampled tokens.")
+    input: NonNegativeFloat = option(0.1, "Weight of all other tokens.")
+    turns: NonNegativeFloat = option(0.1, "Weight of the turns.")
+
+
+class OverlongPenalty(Section):
+    """DAPO's soft overlong punishment: the reward falls towards the end of the room for a reply, and by `scale` beyond it."""
+
+    type: Literal["overlong"] = option("overlong", "Kind of length penalty.")
+    max_tokens: PositiveInt = Field(description="Sampled tokens from which on the whole penalty is taken off.")
+    cache: PositiveInt = Field(description="Tokens before that over which it grows.")
+    scale: PositiveFloat = option(1.0, "The whole penalty.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.cache <= self.max_tokens:
+            return self
+        raise Problem(f"cache {self.cache} is more than max_tokens {self.max_tokens}", "cache", "max_tokens")
+
+
+class TeacherServer(Section):
+    """Another model's server, which samples."""
+
+    base_url: str = Field(description="Address of the server, with or without /v1.")
+    model: str = option("", "Name of the model there (empty: the first one it lists).")
+    api_key_var: str = option("TEACHER_API_KEY", "Environment variable that holds the API key.")
+    max_concurrent: PositiveInt = option(32, "Most episodes at a time.")
+
+    @model_validator(mode="after")
+    def _is_an_address(self) -> Self:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise Problem("base_url does not start with http:// or https://", "base_url")
+        if has_password(self.base_url):
+            raise Problem("base_url holds a password, which would be written and shown: see api_key_var", "base_url")
+        return self
+
+
+class TeacherConfig(TeacherServer):
+    """Another model's server, any that tells the log-probabilities of a prompt: vLLM, or OpenAI's completions with `echo`."""
+
+    max_concurrent: PositiveInt = option(32, "Most requests at a time.")
+    timeout: PositiveFloat = option(120.0, "Seconds that one request may take.")
+    max_attempts: PositiveInt = option(4, "Tries of a request that fails on the server's side.")
+
+
+Component = Literal["rl", "ce", "ref_kl"]
+
+
+class Algorithm(Section):
+    """What all algorithms are asked."""
+
+    compares: ClassVar[bool] = False  # attempts at one task, so that it needs several
+    component: ClassVar[Component] = "rl"  # of the loss, which sampled tokens feed; only `rl` knows advantages
+
+    @property
+    def group_relative(self) -> bool:
+        """Whether it compares attempts at one task, so that several are needed and equal rewards tell nothing."""
+        return self.compares
+
+
+class ByReward(Algorithm):
+    """Algorithms that weigh tokens by an advantage."""
+
+    length_penalty: LinearPenalty | OverlongPenalty | None = option(
+        None, "Taken off the reward before advantages are computed.", discriminator="type"
+    )
+
+
+class GRPO(ByReward):
+    """Advantage: the reward minus the mean of its group."""
+
+    compares: ClassVar[bool] = True
+
+    type: Literal["grpo"] = option("grpo", "Kind of algorithm.")
+    std_normalize: bool = option(False, "Divide by the standard deviation of the group.")
+
+
+class RLOO(ByReward):
+    """Advantage: the reward minus the mean of the other rewards of its group."""
+
+    compares: ClassVar[bool] = True
+
+    type: Literal["rloo"] = option("rloo", "Kind of algorithm.")
+
+
+class OPO(ByReward):
+    """Advantage: the reward minus the mean of its group weighted by length, the baseline of least variance."""
+
+    compares: ClassVar[bool] = True
+
+    type: Literal["opo"] = option("opo", "Kind of algorithm.")
+
+
+class MaxRL(ByReward):
+    """Advantage: the reward minus the mean of its group, divided by that mean: rare successes weigh more."""
+
+    compares: ClassVar[bool] = True
+
+    type: Literal["max_rl"] = option("max_rl", "Kind of algorithm.")
+
+
+class ReinforcePP(ByReward):
+    """REINFORCE++. Advantage: the reward, normalized over the environment's episodes in the batch."""
+
+    type: Literal["reinforce_pp"] = option("reinforce_pp", "Kind of algorithm.")
+    group_baseline: bool = option(False, "Take the mean of the group off first (REINFORCE++-baseline).")
+    per_token: bool = option(False, "Normalize over the batch's sampled tokens, so that long episodes weigh more.")
+
+    @property
+    def group_relative(self) -> bool:
+        """With the group's mean taken off it does."""
+        return self.group_baseline
+
+
+class RAE(ByReward):
+    """Role-conditioned advantage estimation. Advantage: the reward minus a moving average of the agent's earlier ones."""
+
+    type: Literal["rae"] = option("rae", "Kind of algorithm.")
+    decay: Fraction = option(0.95, "Share of the old average that stays with each reward.")
+
+
+class GDPO(ByReward):
+    """Every reward function is normalized within its group by itself; the weighted sum is normalized over the batch."""
+
+    compares: ClassVar[bool] = True
+
+    type: Literal["gdpo"] = option("gdpo", "Kind of algorithm.")
+    weights: dict[str, float] = option(dict, "Weight of each reward function (empty: all that are there, equally).")
+    batch_normalize: bool = option(True, "Normalize the sum over the environment's episodes in the batch.")
+
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if self.weights and not any(self.weights.values()):
+            raise Problem("weights are all zero, and so would be every advantage", "weights")
+        if self.length_penalty is None:
+            return self
+        raise Problem("length_penalty has no effect: gdpo reads the rewards of single functions", "length_penalty")
+
+
+class CustomAlgorithm(ByReward):
+    """Advantages of your own."""
+
+    type: Literal["custom"] = option("custom", "Kind of algorithm.")
+    path: str = Field(description="Function: module:name or file.py:name.")
+    args: dict[str, Any] = option(dict, "Its keyword arguments.")
+
+
+class Distillation(Algorithm):
+    """Algorithms that learn from a teacher, whatever the reward is."""
+
+    teacher: TeacherServer | None = option(None, "The model to learn from.")
+
+    @model_validator(mode="after")
+    def _has_a_teacher(self) -> Self:
+        if self.teacher is None:
+            raise Problem(f"{type(self).__name__.lower()} needs a teacher: give teacher.base_url", "teacher")
+        return self
+
+
+class OPD(Distillation):
+    """On-policy distillation: the teacher scores what the policy samples, which moves towards it (reverse KL)."""
+
+    component: ClassVar[Component] = "ref_kl"
+
+    type: Literal["opd"] = option("opd", "Kind of algorithm.")
+    teacher: TeacherConfig | None = option(None, "The model to learn from.")
+
+
+class SFT(Distillation):
+    """Distillation off policy: the teacher samples, the policy learns its tokens by cross-entropy."""
+
+    component: ClassVar[Component] = "ce"
+
+    type: Literal["sft"] = option("sft", "Kind of algorithm.")
+
+
+class OPSD(Algorithm):
+    """On-policy self-distillation: the policy itself, shown a demonstration of the task, scores what it samples without."""
+
+    component: ClassVar[Component] = "ref_kl"
+
+    type: Literal["opsd"] = option("opsd", "Kind of algorithm.")
+    demonstration: str = option("answer", "Field of a task that demonstrates it.", min_length=1)
+    template: str = option(
+        "A correct answer to what follows is:\n{demonstration}\nAnswer in your own words.",
+        "System message that shows it, {demonstration} in it.",
+    )
+
+    @model_validator(mode="after")
+    def _shows_it(self) -> Self:
+        if "{demonstration}" not in self.template:
+            raise Problem("template has no {demonstration} in it", "template")
+        return self
+
+
+class Echo(ByReward):
+    """GRPO, and cross-entropy on what the environment says after the policy's first reply: it learns to foresee it."""
+
+    compares: ClassVar[bool] = True
+
+    type: Literal["echo"] = option("echo", "Kind of algorithm.")
+    std_normalize: bool = option(False, "Divide by the standard deviation of the group.")
+    weights: dict[str, float] = option(lambda: {"tool": 0.1}, "Weight of tokens by the role of their message.")
+
+    @model_validator(mode="after")
+    def _roles_are_known(self) -> Self:
+        known = ("system", "user", "assistant", "tool")
+        if unknown := sorted(self.weights.keys() - set(known)):
+            raise Problem(f"weights: no message has the role {unknown[0]!r} (roles: {', '.join(known)})", "weights")
+        if negative := [role for role, weight in self.weights.items() if weight < 0]:
+            raise Problem(f"weights: {negative[0]} is below zero", "weights")
+        return self
+
+
+RewardAlgorithm = GRPO | Echo | RLOO | OPO | MaxRL | ReinforcePP | RAE | GDPO | CustomAlgorithm
+AlgorithmConfig = RewardAlgorithm | OPD | OPSD | SFT
+
+
+class EpisodeFilter(Section):
+    """What filters of single episodes have in common."""
+
+    from_baseline: bool = option(False, "Leave such an episode out of what others of its group are compared with, too.")
+
+
+class TruncatedFilter(EpisodeFilter):
+    """Leaves out episodes that were cut off."""
+
+
+class OverlongFilter(EpisodeFilter):
+    """Leaves out episodes with many sampled tokens."""
+
+    max_tokens: PositiveInt = Field(description="Most sampled tokens of an episode that is trained on.")
+
+
+class RepetitionFilter(EpisodeFilter):
+    """Leaves out episodes that repeat themselves."""
+
+    ngram: PositiveInt = option(16, "Tokens of what is looked for again.")
+    max_share: Fraction = option(0.5, "Largest share of such sequences that occurred before in the same reply.")
+    min_tokens: PositiveInt = option(64, "Shorter replies are not looked at.")
+
+
+class GibberishFilter(EpisodeFilter):
+    """Leaves out episodes with rare tokens that the sampler itself found most improbable."""
+
+    min_token_id: NonNegativeInt = option(100_000, "Ids from here on are rare, as tokenizers number them.")
+    max_logprob: float = option(-14.0, "Log-probability below which a token is improbable.", lt=0)
+    max_tokens: NonNegativeInt = option(0, "Such tokens that are let pass.")
+
+
+class OffPolicyFilter(EpisodeFilter):
+    """Leaves out episodes that are too old by the step that would train on them."""
+
+    max_steps: NonNegativeInt = Field(
+        description="Most steps between the oldest token and the step; max_off_policy_steps bounds all."
+    )
+
+
+class DifficultyFilter(Section):
+    """Turns groups away that are too hard or too easy; others take their place."""
+
+    low: float = option(0.0, "Groups are kept whose mean reward is above.")
+    high: float = option(1.0, "And below.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.low < self.high:
+            return self
+        raise Problem(f"low {self.low} is not below high {self.high}: every group would be turned away", "low", "high")
+
+
+class CustomFilter(EpisodeFilter):
+    """A filter of your own."""
+
+    path: str = Field(description="Function: module:name or file.py:name.")
+    args: dict[str, Any] = option(dict, "Its keyword arguments.")
+
+
+class FilterConfig(Section):
+    """What is left out of training, whatever its reward."""
+
+    dynamic_sampling: bool = option(False, "Turn groups away whose advantages are all zero; others take their place.")
+    difficulty: DifficultyFilter | None = option(None, "By the mean reward of a group.")
+    truncated: TruncatedFilter | None = option(None, "Episodes that were cut off.")
+    overlong: OverlongFilter | None = option(None, "Episodes with many sampled tokens.")
+    repetition: RepetitionFilter | None = option(None, "Episodes that repeat themselves.")
+    gibberish: GibberishFilter | None = option(None, "Episodes with improbable rare tokens.")
+    off_policy: OffPolicyFilter | None = option(None, "Episodes that are too old.")
+    custom: CustomFilter | None = option(None, "A filter of your own.")
+
+
+class CurriculumConfig(Section):
+    """Difficulty pools: tasks are drawn more or less often by the mean reward of their last group."""
+
+    easy: float = option(0.8, "Mean reward from which on a task is easy.")
+    hard: float = option(0.2, "Mean reward up to which a task is hard.")
+    easy_weight: PositiveFloat = option(0.1, "How often an easy task is drawn, next to a new one.")
+    normal_weight: PositiveFloat = option(1.0, "How often any other one is.")
+    hard_weight: PositiveFloat = option(0.5, "How often a hard one is.")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.hard < self.easy:
+            return self
+        raise Problem(f"hard {self.hard} is not below easy {self.easy}: a task would be both", "hard", "easy")
 
 
 class TrainingEnv(EnvConfig):
     """An environment that is trained on."""
 
-    algorithm: AlgorithmConfig | None = Field(
-        default=None, discriminator="type", description="Algorithm of this environment alone (None: the one of all)."
+    algorithm: AlgorithmConfig | None = option(
+        None, "Algorithm of this environment alone (None: the one of all).", discriminator="type"
     )
-    filters: FilterConfig | None = Field(default=None, description="Filters of this environment alone.")
-    curriculum: CurriculumConfig | None = Field(default=None, description="Difficulty pools of this environment alone.")
+    filters: FilterConfig | None = option(None, "Filters of this environment alone.")
+    curriculum: CurriculumConfig | None = option(None, "Difficulty pools of this environment alone.")
 
 
 class EvalSection(Environments[EnvConfig]):
     """Evaluation during the run. Without environments of its own: the training ones with their argument `split` set to "eval"."""
 
-    num_examples: Examples = Field(default=-1, description="Tasks per environment (-1: all).")
-    rollouts_per_example: PositiveInt = Field(default=1, description="Attempts at one task.")
-    interval: PositiveInt | None = Field(
-        default=None, description="Steps between two evaluations (None: none in between)."
-    )
-    at_start: bool = Field(default=True, description="Evaluate the base model first.")
-    at_end: bool = Field(default=True, description="Evaluate the final weights.")
-    sampling: SamplingOverride = Field(
-        default_factory=SamplingOverride, description="Sampling settings that differ from those of training."
-    )
+    num_examples: Examples = option(-1, "Tasks per environment (-1: all).")
+    rollouts_per_example: PositiveInt = option(1, "Attempts at one task.")
+    interval: PositiveInt | None = option(None, "Steps between two evaluations (None: none in between).")
+    at_start: bool = option(True, "Evaluate the base model first.")
+    at_end: bool = option(True, "Evaluate the final weights.")
+    sampling: SamplingOverride = option(SamplingOverride, "Sampling settings that differ from those of training.")
 
 
 class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     """The orchestrator: makes rollouts, scores them, cuts batches."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    client: ClientConfig = Field(default_factory=ClientConfig, description="The inference server to talk to.")
-    sampling: SamplingConfig = Field(default_factory=SamplingConfig, description="How tokens are sampled.")
-    batch_size: PositiveInt = Field(default=128, description="Rollouts per step.")
-    rollouts_per_example: PositiveInt = Field(default=16, description="Attempts at one task; divides batch_size.")
-    seq_len: PositiveInt = Field(default=2048, description="Most tokens of one sample.")
-    max_steps: PositiveInt | None = Field(default=None, description="Steps to run (None: until stopped).")
-    async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
-    max_off_policy_steps: NonNegativeInt = Field(
-        default=8, description="Most steps between the oldest token of a sample and the step that trains on it."
+    model: ModelConfig = option(ModelConfig, "The model.")
+    client: ClientConfig = option(ClientConfig, "The inference server to talk to.")
+    sampling: SamplingConfig = option(SamplingConfig, "How tokens are sampled.")
+    batch_size: PositiveInt = option(128, "Rollouts per step.")
+    rollouts_per_example: PositiveInt = option(16, "Attempts at one task; divides batch_size.")
+    seq_len: PositiveInt = option(2048, "Most tokens of one sample.")
+    max_steps: PositiveInt | None = option(None, "Steps to run (None: until stopped).")
+    async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
+    max_off_policy_steps: NonNegativeInt = option(
+        8, "Most steps between the oldest token of a sample and the step that trains on it."
     )
-    max_concurrent: PositiveInt | Literal["auto"] | None = Field(
-        default=None,
-        description="Most episodes in flight (None: batch_size x (async_level + 1); auto: up to that, as the servers take them).",
+    max_concurrent: PositiveInt | Literal["auto"] | None = option(
+        None,
+        "Most episodes in flight (None: batch_size x (async_level + 1); auto: up to that, as the servers take them).",
     )
-    renderer: str = Field(default="auto", description="Renderer of chats: auto, default, a name, or an import path.")
-    algorithm: AlgorithmConfig = Field(
-        default_factory=GRPO, discriminator="type", description="What an episode is worth, compared with others."
+    renderer: str = option("auto", "Renderer of chats: auto, default, a name, or an import path.")
+    algorithm: AlgorithmConfig = option(GRPO, "What an episode is worth, compared with others.", discriminator="type")
+    reference: TeacherConfig | None = option(
+        None, "A reference model that scores what is trained by reward, for trainer.loss.kl_coef."
     )
-    reference: TeacherConfig | None = Field(
-        default=None, description="A reference model that scores what is trained by reward, for trainer.loss.kl_coef."
+    filter_zero_advantage: bool = option(True, "Leave out samples whose advantage is exactly zero.")
+    filters: FilterConfig = option(FilterConfig, "What else is left out of training.")
+    curriculum: CurriculumConfig | None = option(
+        None, "Draw tasks by how hard they are (None: all alike, one epoch after the other)."
     )
-    filter_zero_advantage: bool = Field(default=True, description="Leave out samples whose advantage is exactly zero.")
-    filters: FilterConfig = Field(default_factory=FilterConfig, description="What else is left out of training.")
-    curriculum: CurriculumConfig | None = Field(
-        default=None, description="Draw tasks by how hard they are (None: all alike, one epoch after the other)."
+    max_error_rate: Fraction = option(0.5, "Share of failed episodes beyond which the run stops.")
+    rollout_timeout: PositiveFloat = option(300.0, "Seconds that one episode may take.")
+    weights_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a version of the weights.")
+    trainer: bool = option(
+        True, "A trainer takes part (false: all batches come from the servers' base model; `rl` starts one anyway)."
     )
-    max_error_rate: Fraction = Field(default=0.5, description="Share of failed episodes beyond which the run stops.")
-    rollout_timeout: PositiveFloat = Field(default=300.0, description="Seconds that one episode may take.")
-    weights_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a version of the weights.")
-    trainer: bool = Field(
-        default=True,
-        description="A trainer takes part (false: all batches come from the servers' base model; `rl` starts one anyway).",
+    canary: bool = option(
+        True, "Check after every load that a server computes what the trainer computed (see also weights.canary)."
     )
-    canary: bool = Field(
-        default=True,
-        description="Check after every load that a server computes what the trainer computed (see also weights.canary).",
-    )
-    recover: bool = Field(
-        default=False,
+    recover: bool = option(
+        False,
+        "Go on from what is committed in output_dir: batches, finished episodes, the trainer's present life.",
         json_schema_extra={"one_time": True},
-        description="Go on from what is committed in output_dir: batches, finished episodes, the trainer's present life.",
     )
-    clean: bool = Field(
-        default=False,
+    clean: bool = option(
+        False,
+        "Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
         json_schema_extra={"one_time": True},
-        description="Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
     )
-    eval: EvalSection | None = Field(default=None, description="Evaluation during the run.")
-    ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
-    monitor: MonitorConfig = Field(
-        default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
-    )
-    bench: bool = Field(
-        default=False,
-        description="Make rollouts for a few steps without a trainer and print throughput. Writes to output_dir/bench.",
+    eval: EvalSection | None = option(None, "Evaluation during the run.")
+    ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
+    monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
+    bench: bool = option(
+        False, "Make rollouts for a few steps without a trainer and print throughput. Writes to output_dir/bench."
     )
 
     @model_validator(mode="after")

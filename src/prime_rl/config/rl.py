@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Problem, check
+from prime_rl.config.base import BaseConfig, Problem, check, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share, without_copies
@@ -16,70 +16,53 @@ class RLConfig(BaseConfig):
     """A whole run: trainer, orchestrator and inference server. Settings given here reach every process that needs them.
     `rl doctor RUN` tells from a run directory who waits for whom and why, `rl audit RUN` what became of every episode"""
 
-    model: ModelConfig = Field(default_factory=ModelConfig, description="The model.")
-    device: Device = Field(default="auto", description="Where to train and serve (auto: CUDA where there is a GPU).")
-    max_steps: PositiveInt | None = Field(default=None, description="Steps to train (None: until stopped).")
-    async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
-    seq_len: PositiveInt | None = Field(
-        default=None, description="Most tokens of a sample (None: as the sections say)."
+    model: ModelConfig = option(ModelConfig, "The model.")
+    device: Device = option("auto", "Where to train and serve (auto: CUDA where there is a GPU).")
+    max_steps: PositiveInt | None = option(None, "Steps to train (None: until stopped).")
+    async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
+    seq_len: PositiveInt | None = option(None, "Most tokens of a sample (None: as the sections say).")
+    ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
+    wandb: WandbConfig | None = option(None, "Weights & Biases.")
+    bench: bool = option(
+        False, "Measure trainer and orchestrator, each by itself, over a few steps. Writes to output_dir/bench."
     )
-    ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
-    wandb: WandbConfig | None = Field(default=None, description="Weights & Biases.")
-    bench: bool = Field(
-        default=False,
-        description="Measure trainer and orchestrator, each by itself, over a few steps. Writes to output_dir/bench.",
+    clean: bool = option(
+        False, "Remove what an earlier run left in output_dir first.", json_schema_extra={"one_time": True}
     )
-    clean: bool = Field(
-        default=False,
+    trainer_gpus: PositiveInt = option(1, "GPUs that train.")
+    inference_gpus: PositiveInt | None = option(None, "GPUs that serve (None: as many as the servers need).")
+    inference_servers: PositiveInt | None = option(
+        None,
+        "Servers to start, on ports from server.port on (None: as many as fit inference_gpus, two a GPU for small models).",
+    )
+    share_gpus: bool = option(
+        False, "Train and serve on the same GPUs: inference.gpu_memory_utilization splits their memory."
+    )
+    trainer_ranks: PositiveInt | None = option(None, "Processes that train (None: one per GPU, on CPU one).")
+    ready_timeout: PositiveFloat = option(1200.0, "Seconds until the inference server must be ready.")
+    recover: bool = option(
+        False,
+        "Go on from whatever an interrupted run has committed in output_dir.",
         json_schema_extra={"one_time": True},
-        description="Remove what an earlier run left in output_dir first.",
     )
-    trainer_gpus: PositiveInt = Field(default=1, description="GPUs that train.")
-    inference_gpus: PositiveInt | None = Field(
-        default=None, description="GPUs that serve (None: as many as the servers need)."
+    max_restarts: NonNegativeInt = option(
+        3, "Restarts of one process within an hour, or without getting further (0: the first crash ends the run)."
     )
-    inference_servers: PositiveInt | None = Field(
-        default=None,
-        description="Servers to start, on ports from server.port on (None: as many as fit inference_gpus, two a GPU for small models).",
+    restart_backoff: PositiveFloat = option(
+        1.0, "Seconds before the first restart of a process; doubled with each further one."
     )
-    share_gpus: bool = Field(
-        default=False,
-        description="Train and serve on the same GPUs: inference.gpu_memory_utilization splits their memory.",
+    recovery_interval: PositiveInt | Literal["auto"] | None = option(
+        "auto", "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )
-    trainer_ranks: PositiveInt | None = Field(
-        default=None, description="Processes that train (None: one per GPU, on CPU one)."
+    heartbeat_timeout: PositiveFloat = option(
+        60.0, "Seconds without a sign of life after which a process is started again."
     )
-    ready_timeout: PositiveFloat = Field(
-        default=1200.0, description="Seconds until the inference server must be ready."
+    stall_timeout: PositiveFloat = option(
+        1800.0, "Seconds without progress after which a process that waits for nobody is started again."
     )
-    recover: bool = Field(
-        default=False,
-        json_schema_extra={"one_time": True},
-        description="Go on from whatever an interrupted run has committed in output_dir.",
-    )
-    max_restarts: NonNegativeInt = Field(
-        default=3,
-        description="Restarts of one process within an hour, or without getting further (0: the first crash ends the run).",
-    )
-    restart_backoff: PositiveFloat = Field(
-        default=1.0, description="Seconds before the first restart of a process; doubled with each further one."
-    )
-    recovery_interval: PositiveInt | Literal["auto"] | None = Field(
-        default="auto",
-        description="Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none).",
-    )
-    heartbeat_timeout: PositiveFloat = Field(
-        default=60.0, description="Seconds without a sign of life after which a process is started again."
-    )
-    stall_timeout: PositiveFloat = Field(
-        default=1800.0,
-        description="Seconds without progress after which a process that waits for nobody is started again.",
-    )
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig, description="The trainer.")
+    trainer: TrainerConfig = option(TrainerConfig, "The trainer.")
     orchestrator: OrchestratorConfig = Field(description="The orchestrator.")
-    inference: InferenceConfig | None = Field(
-        default=None, description="The inference server (None: one that runs already)."
-    )
+    inference: InferenceConfig | None = option(None, "The inference server (None: one that runs already).")
 
     as_given = staticmethod(without_copies)
     share = staticmethod(share)

@@ -8,8 +8,14 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import Older, Problem, Section, short
+from prime_rl.config.base import Older, Problem, Section, option, short
 from prime_rl.redact import has_password, key_in, without_password
+
+WARM_UP = 3  # the trainer's steps that are not counted: they compile, for the first shape that comes and then for any
+TRAINER_STEPS = WARM_UP + 5
+ORCHESTRATOR_STEPS = 4
+BENCH_STEPS = {"trainer": TRAINER_STEPS, "orchestrator": ORCHESTRATOR_STEPS}
+"""Steps that `--bench` runs, whatever `max_steps` says: the processes run them, the launcher shows them."""
 
 Device = Literal["auto", "cpu", "cuda"]
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -38,24 +44,24 @@ Examples = Annotated[int, AfterValidator(_all_or_some)]
 class ModelConfig(Section):
     """The model."""
 
-    name: str = Field(default="Qwen/Qwen3-0.6B", description="Hub name or local directory of the model.")
-    trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model.")
+    name: str = option("Qwen/Qwen3-0.6B", "Hub name or local directory of the model.")
+    trust_remote_code: bool = option(False, "Run Python code that comes with the model.")
 
 
 class WandbConfig(Section):
     """Weights & Biases."""
 
-    project: str = Field(default="prime-rl", description="Project that the run appears under.")
-    name: str | None = Field(default=None, description="Name of the run (None: W&B makes one up).")
-    id: str | None = Field(default=None, description="Id of the run; give the one of an earlier run to continue it.")
-    dir: Path = Field(default=Path("logs"), description="Directory of W&B's local files.")
-    offline: bool = Field(default=False, description="Write local files only, upload nothing.")
+    project: str = option("prime-rl", "Project that the run appears under.")
+    name: str | None = option(None, "Name of the run (None: W&B makes one up).")
+    id: str | None = option(None, "Id of the run; give the one of an earlier run to continue it.")
+    dir: Path = option(Path("logs"), "Directory of W&B's local files.")
+    offline: bool = option(False, "Write local files only, upload nothing.")
 
 
 class MonitorConfig(Section):
     """Where metrics go, beside metrics/*.jsonl."""
 
-    wandb: WandbConfig | None = Field(default=None, description="Weights & Biases.")
+    wandb: WandbConfig | None = option(None, "Weights & Biases.")
 
 
 class CkptConfig(Section):
@@ -63,23 +69,16 @@ class CkptConfig(Section):
 
     older: ClassVar[dict[str, Older]] = {"path": Older("output_dir", lambda path: path)}
 
-    interval: PositiveInt | None = Field(
-        default=50, description="Steps between two checkpoints (None: only a final one)."
+    interval: PositiveInt | None = option(50, "Steps between two checkpoints (None: only a final one).")
+    keep: PositiveInt | None = option(None, "Newest checkpoints kept (None: all).")
+    keep_interval: PositiveInt | None = option(
+        None, "Checkpoints whose step is a multiple of this are kept for good (None: none)."
     )
-    keep: PositiveInt | None = Field(default=None, description="Newest checkpoints kept (None: all).")
-    keep_interval: PositiveInt | None = Field(
-        default=None, description="Checkpoints whose step is a multiple of this are kept for good (None: none)."
+    save_async: bool = option(
+        True, "Copy to host memory and write in the background (false: the loop waits for the disk)."
     )
-    save_async: bool = Field(
-        default=True,
-        description="Copy to host memory and write in the background (false: the loop waits for the disk).",
-    )
-    resume_step: int | None = Field(
-        default=None, ge=-1, description="Go on from this step; -1: from the newest (None: start anew)."
-    )
-    output_dir: Path | None = Field(
-        default=None, description="Directory that holds checkpoints/ (None: the run's output_dir)."
-    )
+    resume_step: int | None = option(None, "Go on from this step; -1: from the newest (None: start anew).", ge=-1)
+    output_dir: Path | None = option(None, "Directory that holds checkpoints/ (None: the run's output_dir).")
 
     @model_validator(mode="after")
     def _removes_what_is_not_kept(self) -> Self:
@@ -160,20 +159,18 @@ class ClientConfig(Section):
 
     older: ClassVar[dict[str, Older]] = {"port": Older("base_url", _port_to_url)}
 
-    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = Field(
-        default="http://localhost:8000/v1",
-        description="Address of the server, with or without /v1, or of several (None: see discover).",
+    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = option(
+        "http://localhost:8000/v1", "Address of the server, with or without /v1, or of several (None: see discover)."
     )
-    admin_base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = Field(
-        default=None,
-        description="Servers behind base_url, a router: for weights and proofs (None: base_url is no router).",
+    admin_base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = option(
+        None, "Servers behind base_url, a router: for weights and proofs (None: base_url is no router)."
     )
-    discover: Path | None = Field(
-        default=None, description="Directory that servers register in, with server.register_dir, in place of base_url."
+    discover: Path | None = option(
+        None, "Directory that servers register in, with server.register_dir, in place of base_url."
     )
-    api_key_var: str = Field(default="VLLM_API_KEY", description="Environment variable that holds the API key.")
-    ready_timeout: PositiveFloat = Field(default=600.0, description="Seconds to wait for a server to become ready.")
-    timeout: PositiveFloat = Field(default=600.0, description="Seconds that one request may take.")
+    api_key_var: str = option("VLLM_API_KEY", "Environment variable that holds the API key.")
+    ready_timeout: PositiveFloat = option(600.0, "Seconds to wait for a server to become ready.")
+    timeout: PositiveFloat = option(600.0, "Seconds that one request may take.")
 
     @model_validator(mode="after")
     def _no_password(self) -> Self:
@@ -254,27 +251,25 @@ class ClientConfig(Section):
 class SamplingConfig(Section):
     """How tokens are sampled."""
 
-    temperature: float = Field(default=1.0, ge=0, le=2, description="Sampling temperature (0: greedy).")
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Probability mass that tokens are drawn from.")
-    top_k: int = Field(default=-1, ge=-1, description="Number of likeliest tokens drawn from (-1: all).")
-    min_p: Fraction = Field(default=0.0, description="Least probability of a token, relative to the likeliest.")
-    max_tokens: PositiveInt | None = Field(default=None, description="Most tokens per reply (None: up to seq_len).")
-    min_tokens: int = Field(default=0, ge=0, description="Fewest tokens per reply.")
-    seeded: bool = Field(default=False, description="Send a seed with each request, derived from the seed of the run.")
+    temperature: float = option(1.0, "Sampling temperature (0: greedy).", ge=0, le=2)
+    top_p: float = option(1.0, "Probability mass that tokens are drawn from.", gt=0, le=1)
+    top_k: int = option(-1, "Number of likeliest tokens drawn from (-1: all).", ge=-1)
+    min_p: Fraction = option(0.0, "Least probability of a token, relative to the likeliest.")
+    max_tokens: PositiveInt | None = option(None, "Most tokens per reply (None: up to seq_len).")
+    min_tokens: int = option(0, "Fewest tokens per reply.", ge=0)
+    seeded: bool = option(False, "Send a seed with each request, derived from the seed of the run.")
 
 
 class SamplingOverride(Section):
     """Sampling settings that differ from the section above (None: as there)."""
 
-    temperature: float | None = Field(default=None, ge=0, le=2, description="Sampling temperature (0: greedy).")
-    top_p: float | None = Field(default=None, gt=0, le=1, description="Probability mass that tokens are drawn from.")
-    top_k: int | None = Field(default=None, ge=-1, description="Number of likeliest tokens drawn from (-1: all).")
-    min_p: Fraction | None = Field(default=None, description="Least probability of a token, relative to the likeliest.")
-    max_tokens: PositiveInt | None = Field(default=None, description="Most tokens per reply.")
-    min_tokens: int | None = Field(default=None, ge=0, description="Fewest tokens per reply.")
-    seeded: bool | None = Field(
-        default=None, description="Send a seed with each request, derived from the seed of the run."
-    )
+    temperature: float | None = option(None, "Sampling temperature (0: greedy).", ge=0, le=2)
+    top_p: float | None = option(None, "Probability mass that tokens are drawn from.", gt=0, le=1)
+    top_k: int | None = option(None, "Number of likeliest tokens drawn from (-1: all).", ge=-1)
+    min_p: Fraction | None = option(None, "Least probability of a token, relative to the likeliest.")
+    max_tokens: PositiveInt | None = option(None, "Most tokens per reply.")
+    min_tokens: int | None = option(None, "Fewest tokens per reply.", ge=0)
+    seeded: bool | None = option(None, "Send a seed with each request, derived from the seed of the run.")
 
     def over(self, base: SamplingConfig) -> SamplingConfig:
         """`base` with the settings given here."""
@@ -285,46 +280,42 @@ class EnvConfig(Section):
     """An environment: what gives tasks, runs them and judges the outcome."""
 
     id: str = Field(min_length=1, description="Name that the environment is installed under.")
-    name: str = Field(default="", description="Name in metrics and logs, unique within the run (empty: the id).")
-    args: dict[str, Any] = Field(default_factory=dict, description="Arguments handed to the environment.")
-    ratio: PositiveFloat = Field(default=1.0, description="Share of the tasks, relative to the other environments.")
-    sampling: SamplingOverride | None = Field(default=None, description="Sampling settings of this environment alone.")
-    adapter: Literal["auto", "verifiers", "classic", "python"] = Field(
-        default="auto", description="What the package is written for (auto: its module tells)."
+    name: str = option("", "Name in metrics and logs, unique within the run (empty: the id).")
+    args: dict[str, Any] = option(dict, "Arguments handed to the environment.")
+    ratio: PositiveFloat = option(1.0, "Share of the tasks, relative to the other environments.")
+    sampling: SamplingOverride | None = option(None, "Sampling settings of this environment alone.")
+    adapter: Literal["auto", "verifiers", "classic", "python"] = option(
+        "auto", "What the package is written for (auto: its module tells)."
     )
-    python: str | None = Field(default=None, description="Python interpreter of the worker processes (None: this one).")
-    requirements: list[str] = Field(
-        default_factory=list,
-        description="Packages of a Python environment of its own, which uv makes and keeps, such as wordle==0.3 or ./my_env.",
+    python: str | None = option(None, "Python interpreter of the worker processes (None: this one).")
+    requirements: list[str] = option(
+        list, "Packages of a Python environment of its own, which uv makes and keeps, such as wordle==0.3 or ./my_env."
     )
-    workers: PositiveInt | Literal["auto"] = Field(
-        default="auto", description="Worker processes (auto: as many as their load calls for and idle cores allow)."
+    workers: PositiveInt | Literal["auto"] = option(
+        "auto", "Worker processes (auto: as many as their load calls for and idle cores allow)."
     )
-    max_workers: PositiveInt | None = Field(
-        default=None, description="Most worker processes of workers = auto (None: one for each core)."
+    max_workers: PositiveInt | None = option(None, "Most worker processes of workers = auto (None: one for each core).")
+    max_concurrent: PositiveInt = option(256, "Most episodes that one worker runs at a time.")
+    recycle_episodes: PositiveInt | None = option(
+        None, "Episodes after which a worker is replaced by a fresh one (None: never)."
     )
-    max_concurrent: PositiveInt = Field(default=256, description="Most episodes that one worker runs at a time.")
-    recycle_episodes: PositiveInt | None = Field(
-        default=None, description="Episodes after which a worker is replaced by a fresh one (None: never)."
+    recycle_mib: PositiveInt | None = option(
+        None, "Memory in MiB beyond which a worker is replaced by a fresh one (None: never)."
     )
-    recycle_mib: PositiveInt | None = Field(
-        default=None, description="Memory in MiB beyond which a worker is replaced by a fresh one (None: never)."
+    max_turns: PositiveInt | None = option(None, "Most replies in one conversation (None: any).")
+    turn_timeout: PositiveFloat | None = option(
+        None, "Seconds that one reply may take (None: the episode's time alone)."
     )
-    max_turns: PositiveInt | None = Field(default=None, description="Most replies in one conversation (None: any).")
-    turn_timeout: PositiveFloat | None = Field(
-        default=None, description="Seconds that one reply may take (None: the episode's time alone)."
+    overflow: Literal["stop", "truncate", "refuse"] = option(
+        "stop",
+        "When the model's context is full: judge what there is, go on without the oldest turns, or fail the episode.",
     )
-    overflow: Literal["stop", "truncate", "refuse"] = Field(
-        default="stop",
-        description="When the model's context is full: judge what there is, go on without the oldest turns, or fail the episode.",
-    )
-    trajectories: Literal["interleaved", "branched"] = Field(
-        default="interleaved", description="A conversation is one sample while it only grows, or each reply is one."
+    trajectories: Literal["interleaved", "branched"] = option(
+        "interleaved", "A conversation is one sample while it only grows, or each reply is one."
     )
 
-    secrets: list[str] = Field(
-        default_factory=list,
-        description="Variables with keys that its workers get, such as OPENAI_API_KEY; all others are withheld.",
+    secrets: list[str] = option(
+        list, "Variables with keys that its workers get, such as OPENAI_API_KEY; all others are withheld."
     )
 
     @model_validator(mode="after")
@@ -370,10 +361,10 @@ Env = TypeVar("Env", bound=EnvConfig)
 class Environments(Section, Generic[Env]):
     """Either `[environment]` or `[[environments]]`, and ids alone; read `.environments`, which holds all forms."""
 
-    environment: Env | None = Field(default=None, description="The environment, if there is one.")
-    environments: list[Env] = Field(default_factory=list, description="The environments, if there are several.")
-    environment_ids: list[Annotated[str, Field(min_length=1), AfterValidator(short)]] = Field(
-        default_factory=list, description="More environments, in short: ids only, with commas."
+    environment: Env | None = option(None, "The environment, if there is one.")
+    environments: list[Env] = option(list, "The environments, if there are several.")
+    environment_ids: list[Annotated[str, Field(min_length=1), AfterValidator(short)]] = option(
+        list, "More environments, in short: ids only, with commas."
     )
 
     @model_validator(mode="after")

@@ -1,15 +1,313 @@
-"""Settings of the RL trainer, most of which SFT has as well."""
+"""Settings of the RL trainer, most of which SFT has as well: optimizers, losses, model, weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check
-from prime_rl.config.losses import DefaultLoss, LossConfig
-from prime_rl.config.optim import AdamW, ConstantScheduler, OptimConfig, SchedulerConfig, schedule_within
-from prime_rl.config.shared import CkptConfig, Device, Length, ModelConfig, MonitorConfig, nothing_to_clean
+from prime_rl.config.base import BaseConfig, Problem, Section, check, option
+from prime_rl.config.shared import CkptConfig, Device, Fraction, Length, ModelConfig, MonitorConfig, nothing_to_clean
+
+
+class _Optimizer(Section):
+    """What every optimizer has."""
+
+    type: str = Field(description="Kind of optimizer.")
+    lr: NonNegativeFloat = option(1e-6, "Learning rate.")
+    weight_decay: NonNegativeFloat = option(0.01, "Decoupled weight decay.")
+    max_norm: PositiveFloat | None = option(1.0, "Gradient norm that is clipped to (None: not clipped).")
+    offload: bool = option(False, "Keep the optimizer's states in host memory between steps.")
+
+
+class AdamW(_Optimizer):
+    """AdamW."""
+
+    type: Literal["adamw"] = option("adamw", "Kind of optimizer.")
+    betas1: float = option(0.9, "Decay of the running mean of the gradient.", ge=0, lt=1)
+    betas2: float = option(0.999, "Decay of the running mean of its square.", ge=0, lt=1)
+    state: Literal["float32", "int8"] = option(
+        "float32", "Type of the running means (int8: a quarter of the memory; needs torchao)."
+    )
+
+
+class SGD(_Optimizer):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"] = option("sgd", "Kind of optimizer.")
+    weight_decay: NonNegativeFloat = option(0.01, "Weight decay, added to the gradient.")
+    momentum: float = option(0.9, "Decay of the running sum of gradients (0: none).", ge=0, lt=1)
+    nesterov: bool = option(True, "Look ahead along the momentum (Nesterov).")
+
+    @model_validator(mode="after")
+    def _has_states_to_offload(self) -> Self:
+        if self.offload and self.momentum == 0:
+            raise Problem(
+                "offload has no effect: without momentum there are no states to keep elsewhere", "offload", "momentum"
+            )
+        return self
+
+
+class Muon(_Optimizer):
+    """Muon for the matrices of the layers; embeddings, head, norms and biases are updated by AdamW."""
+
+    type: Literal["muon"] = option("muon", "Kind of optimizer.")
+    momentum: float = option(0.95, "Decay of the running mean of the gradient.", ge=0, lt=1)
+    nesterov: bool = option(True, "Look ahead along the momentum (Nesterov).")
+    match_rms: bool = option(True, "Scale updates to the size of AdamW's, so that its learning rates serve.")
+    adamw_lr_ratio: PositiveFloat = option(1.0, "Learning rate of what AdamW updates, relative to lr.")
+    betas1: float = option(0.9, "AdamW's decay of the mean of the gradient.", ge=0, lt=1)
+    betas2: float = option(0.95, "AdamW's decay of the mean of its square.", ge=0, lt=1)
+
+
+OptimConfig = AdamW | SGD | Muon
+
+
+class ConstantScheduler(Section):
+    """Warm-up, then constant."""
+
+    type: Literal["constant"] = option("constant", "Kind of schedule.")
+    warmup_steps: NonNegativeInt = option(0, "Steps over which the learning rate rises.")
+
+
+class LinearScheduler(Section):
+    """Warm-up, constant, then linear decay that ends at max_steps."""
+
+    type: Literal["linear"] = option("linear", "Kind of schedule.")
+    warmup_steps: NonNegativeInt = option(10, "Steps over which the learning rate rises.")
+    decay_steps: NonNegativeInt = option(10, "Last steps, over which it falls.")
+    min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
+
+
+class CosineScheduler(Section):
+    """Warm-up, then half a cosine that ends at max_steps."""
+
+    type: Literal["cosine"] = option("cosine", "Kind of schedule.")
+    warmup_steps: NonNegativeInt = option(10, "Steps over which the learning rate rises.")
+    min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
+
+
+class WSDScheduler(Section):
+    """Warm-up, stable, then a decay of the given shape that ends at max_steps."""
+
+    type: Literal["wsd"] = option("wsd", "Kind of schedule.")
+    warmup_steps: NonNegativeInt = option(10, "Steps over which the learning rate rises.")
+    decay_steps: NonNegativeInt = option(10, "Last steps, over which it falls.")
+    shape: Literal["linear", "sqrt", "cosine"] = option(
+        "sqrt", "How it falls: linear, sqrt (1 - sqrt of the progress), or half a cosine."
+    )
+    min_lr: NonNegativeFloat = option(0.0, "Learning rate at the end.")
+
+
+SchedulerConfig = ConstantScheduler | LinearScheduler | CosineScheduler | WSDScheduler
+
+
+def schedule_within(max_steps: int | None, scheduler: SchedulerConfig) -> Problem | None:
+    """Warm-up and decay fit into the run, a decay has an end to be counted back from, and a rate that it falls to steps to fall over."""
+    if max_steps is None:
+        if scheduler.type == "constant":
+            return None
+        return Problem(f"scheduler.type '{scheduler.type}' needs max_steps, to end at", "scheduler.type", "max_steps")
+    decay = scheduler.decay_steps if isinstance(scheduler, LinearScheduler | WSDScheduler) else 0
+    if scheduler.warmup_steps + decay <= max_steps:
+        return _falls(max_steps, scheduler)
+    parts = f"scheduler.warmup_steps {scheduler.warmup_steps}" + (f" + scheduler.decay_steps {decay}" if decay else "")
+    return Problem(
+        f"{parts} exceeds max_steps {max_steps}", "scheduler.warmup_steps", "scheduler.decay_steps", "max_steps"
+    )
+
+
+def _falls(max_steps: int, scheduler: SchedulerConfig) -> Problem | None:
+    if scheduler.type == "constant" or not scheduler.min_lr:
+        return None
+    if scheduler.type == "cosine":
+        steps, reason = max_steps - scheduler.warmup_steps, "scheduler.warmup_steps"
+    else:
+        steps, reason = scheduler.decay_steps, "scheduler.decay_steps"
+    if steps:
+        return None
+    return Problem(
+        f"scheduler.min_lr {scheduler.min_lr} has no effect: {reason} leaves no steps to fall over",
+        "scheduler.min_lr",
+        reason,
+    )
+
+
+Level = Literal["token", "sequence", "geometric"]
+Estimator = Literal["k1", "k2", "k3"]
+Normalization = Literal["token", "sequence", "group", "fixed"]
+_WEIGHS_THE_SAME = (
+    "What weighs the same: tokens, sequences, or groups; or a token weighs 1 / fixed_length of its sequence."
+)
+
+
+class PolicyLoss(Section):
+    """What all losses have beside their policy gradient."""
+
+    normalization: Normalization = option("token", _WEIGHS_THE_SAME)
+    fixed_length: PositiveInt | None = option(None, "Tokens that every sequence is divided by (normalization fixed).")
+    kl_coef: NonNegativeFloat = option(
+        0.0, "Weight of the divergence from a reference model: see orchestrator.reference."
+    )
+    kl_estimator: Estimator | None = option(None, "How that divergence is estimated (None: k3).")
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus.")
+
+    @property
+    def estimator(self) -> Estimator:
+        """`kl_estimator`, or its default: GRPO's."""
+        return self.kl_estimator or "k3"
+
+    @model_validator(mode="after")
+    def _has_a_length(self) -> Self:
+        if (self.normalization == "fixed") == (self.fixed_length is not None):
+            return self
+        message = (
+            "normalization fixed needs fixed_length, the tokens that every sequence is divided by"
+            if self.fixed_length is None
+            else f"fixed_length has no effect: normalization is {self.normalization}"
+        )
+        raise Problem(message, "normalization", "fixed_length")
+
+    @model_validator(mode="after")
+    def _estimates_something(self) -> Self:
+        if self.kl_estimator is None or self.kl_coef > 0:
+            return self
+        raise Problem(f"kl_estimator {self.kl_estimator} has no effect: kl_coef is 0", "kl_estimator", "kl_coef")
+
+
+class DefaultLoss(PolicyLoss):
+    """Importance-weighted policy gradient: tokens whose probability moved too far are masked."""
+
+    type: Literal["default"] = option("default", "Kind of loss.")
+    mask_low: NonNegativeFloat = option(0.2, "Largest fall in probability of a token that is trained.")
+    mask_high: NonNegativeFloat = option(0.2, "Largest rise in probability of a token that is trained.")
+    adv_tau: NonNegativeFloat = option(1.0, "Weight of the advantage.")
+    kl_tau: NonNegativeFloat = option(1e-3, "Weight of the penalty for moving away from the sampler.")
+
+
+class IPOLoss(PolicyLoss):
+    """As the default loss, with one bound on the change of probability whatever the advantage."""
+
+    type: Literal["ipo"] = option("ipo", "Kind of loss.")
+    threshold: NonNegativeFloat = option(0.1, "Largest change in probability of a token that is trained.")
+    adv_tau: NonNegativeFloat = option(1.0, "Weight of the advantage.")
+    kl_tau: NonNegativeFloat = option(1e-3, "Weight of the penalty for moving away from the sampler.")
+
+
+class GRPOLoss(PolicyLoss):
+    """Clipped ratio as in PPO and GRPO; a larger clip_high is DAPO's."""
+
+    type: Literal["grpo"] = option("grpo", "Kind of loss.")
+    clip_low: Fraction = option(0.2, "The ratio is clipped below 1 - clip_low.")
+    clip_high: NonNegativeFloat = option(0.2, "The ratio is clipped above 1 + clip_high.")
+
+
+class PPOClipLoss(PolicyLoss):
+    """Clipped ratio with a second clip, which bounds what a token of negative advantage can do."""
+
+    type: Literal["ppo_clip"] = option("ppo_clip", "Kind of loss.")
+    clip_low: Fraction = option(0.2, "The ratio is clipped below 1 - clip_low.")
+    clip_high: NonNegativeFloat = option(0.2, "The ratio is clipped above 1 + clip_high.")
+    dual_clip: float = option(3.0, "Ratio that a negative advantage is clipped at.", gt=1)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.dual_clip > 1 + self.clip_high:
+            return self
+        message = f"dual_clip {self.dual_clip} is not above 1 + clip_high {self.clip_high}"
+        raise Problem(message, "dual_clip", "clip_high")
+
+
+class GSPOLoss(PolicyLoss):
+    """Clipped ratio of whole sequences: the geometric mean of their tokens' ratios."""
+
+    type: Literal["gspo"] = option("gspo", "Kind of loss.")
+    normalization: Normalization = option("sequence", _WEIGHS_THE_SAME)
+    clip_low: Fraction = option(3e-4, "The ratio is clipped below 1 - clip_low.")
+    clip_high: NonNegativeFloat = option(4e-4, "The ratio is clipped above 1 + clip_high.")
+
+
+class CISPOLoss(PolicyLoss):
+    """Policy gradient weighted by the clipped ratio: every token keeps its gradient."""
+
+    type: Literal["cispo"] = option("cispo", "Kind of loss.")
+    clip_low: Fraction = option(1.0, "The weight is at least 1 - clip_low (1: no bound).")
+    clip_high: NonNegativeFloat = option(4.0, "The weight is at most 1 + clip_high.")
+
+
+# The least ratio and the largest, by level: over a thousand tokens the product is rarely near 1, and the geometric mean rarely far from it.
+# Tokens: IcePop's (Ling team 2025, arXiv:2510.18855). Sequences: bounded from above alone, as Liu et al. 2025 mask them ("When Speed Kills Stability",
+# a blog post): a lower bound would drop most long ones, which weigh next to nothing anyway. Geometric means: one per cent, which is our own choice.
+_MASK_BOUNDS: dict[Level, tuple[float, float]] = {
+    "token": (0.5, 5.0),
+    "sequence": (0.0, 2.0),
+    "geometric": (0.99, 1.01),
+}
+# Tokens and sequences: TIS's (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", a blog post). No geometric
+# mean comes near 2, which would cut nothing off: it has the bound that masking has.
+_TRUNCATE_BOUNDS: dict[Level, float] = {"token": 2.0, "sequence": 2.0, "geometric": 1.01}
+
+
+class ReinforceLoss(PolicyLoss):
+    """Policy gradient with an importance weight against what sampling with other weights, or by another engine, does."""
+
+    type: Literal["reinforce"] = option("reinforce", "Kind of loss.")
+    importance: Literal["none", "truncate", "mask"] = option(
+        "truncate", "Weight: 1, the ratio cut off at `high` (TIS), or 0 outside of low … high (MIS, IcePop)."
+    )
+    level: Level = option("token", "The ratio of a token, of its sequence (product), or that one's geometric mean.")
+    low: NonNegativeFloat | None = option(
+        None, "Least ratio that counts: mask (None: 0.5; of sequences 0, geometric 0.99)."
+    )
+    high: PositiveFloat | None = option(None, "Largest ratio (None: 2; mask by token 5; geometric 1.01).")
+
+    @property
+    def least(self) -> float:
+        """`low`, or the default of the level."""
+        return self.low if self.low is not None else _MASK_BOUNDS[self.level][0]
+
+    @property
+    def most(self) -> float:
+        """`high`, or the default of the level."""
+        if self.high is not None:
+            return self.high
+        return _MASK_BOUNDS[self.level][1] if self.importance == "mask" else _TRUNCATE_BOUNDS[self.level]
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        if self.importance != "mask" or self.least < self.most:
+            return self
+        raise Problem(f"low {self.least} is not below high {self.most}", "low", "high")
+
+    @model_validator(mode="after")
+    def _is_used(self) -> Self:
+        if self.low is not None and self.importance != "mask":
+            raise Problem(f"low has no effect: importance is {self.importance}", "low", "importance")
+        if self.high is not None and self.importance == "none":
+            raise Problem("high has no effect: importance is none", "high", "importance")
+        if self.level != "token" and self.importance == "none":
+            raise Problem(f"level {self.level} has no effect: importance is none", "level", "importance")
+        return self
+
+
+class CustomLoss(PolicyLoss):
+    """A policy loss of your own."""
+
+    type: Literal["custom"] = option("custom", "Kind of loss.")
+    path: str = Field(description="Function: module:name.")
+    args: dict[str, Any] = option(dict, "Its keyword arguments.")
+
+
+LossConfig = DefaultLoss | IPOLoss | GRPOLoss | PPOClipLoss | GSPOLoss | CISPOLoss | ReinforceLoss | CustomLoss
+
 
 Attention = Literal["auto", "flash_attention_4", "flash_attention_3", "cudnn", "flash_attention_2", "varlen", "sdpa"]
 Recompute = Literal["none", "pointwise", "wide", "attention", "full"]
@@ -19,39 +317,30 @@ DType = Literal["auto", "float32", "bfloat16"]
 class TrainerModel(ModelConfig):
     """The model and how it is computed."""
 
-    attention: Attention = Field(default="auto", description="Attention kernel (auto: the fastest that is there).")
-    compile: bool | None = Field(default=None, description="Compile each block (None: on CUDA only).")
-    activation_checkpointing: Literal["auto"] | Recompute = Field(
-        default="auto",
-        description="What backward computes again rather than keeps (auto: the least that fits into memory).",
+    attention: Attention = option("auto", "Attention kernel (auto: the fastest that is there).")
+    compile: bool | None = option(None, "Compile each block (None: on CUDA only).")
+    activation_checkpointing: Literal["auto"] | Recompute = option(
+        "auto", "What backward computes again rather than keeps (auto: the least that fits into memory)."
     )
-    checkpointed_layers: PositiveInt | None = Field(
-        default=None, description="Layers, the first ones, that do so; the others keep all (None: every layer)."
+    checkpointed_layers: PositiveInt | None = option(
+        None, "Layers, the first ones, that do so; the others keep all (None: every layer)."
     )
-    activation_offload: bool | None = Field(
-        default=None,
-        description="Park what blocks keep for backward in host memory meanwhile (None: a part or all, where that pays or has to be).",
+    activation_offload: bool | None = option(
+        None,
+        "Park what blocks keep for backward in host memory meanwhile (None: a part or all, where that pays or has to be).",
     )
-    memory_limit: PositiveFloat | None = Field(
-        default=None, description="GiB of a GPU that auto plans with (None: what is free)."
+    memory_limit: PositiveFloat | None = option(None, "GiB of a GPU that auto plans with (None: what is free).")
+    dtype: DType = option("auto", "Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU).")
+    head_chunk: PositiveInt | None = option(
+        None, "Tokens whose logits exist at the same time (None: as memory allows; where a level is named, fewer)."
     )
-    dtype: DType = Field(
-        default="auto", description="Type that is computed in (auto: bfloat16 on CUDA, float32 on CPU)."
+    reshard_after_forward: bool | None = option(
+        None, "Free gathered parameters between forward and backward (None: as memory asks for, or a level is named)."
     )
-    head_chunk: PositiveInt | None = Field(
-        default=None,
-        description="Tokens whose logits exist at the same time (None: as memory allows; where a level is named, fewer).",
+    dp_replicate: PositiveInt = option(
+        1, "Groups of ranks (HSDP): each shards a whole copy of the state among its members."
     )
-    reshard_after_forward: bool | None = Field(
-        default=None,
-        description="Free gathered parameters between forward and backward (None: as memory asks for, or a level is named).",
-    )
-    dp_replicate: PositiveInt = Field(
-        default=1, description="Groups of ranks (HSDP): each shards a whole copy of the state among its members."
-    )
-    layers: PositiveInt | None = Field(
-        default=None, description="Layers of a model with random weights (None: its own number)."
-    )
+    layers: PositiveInt | None = option(None, "Layers of a model with random weights (None: its own number).")
 
     @model_validator(mode="after")
     def _has_layers_to_checkpoint(self) -> Self:
@@ -67,42 +356,31 @@ class TrainerModel(ModelConfig):
 class ExportConfig(Section):
     """The exported weights."""
 
-    dtype: DType = Field(
-        default="auto", description="Type of the exported weights (auto: that of the model's own files)."
-    )
+    dtype: DType = option("auto", "Type of the exported weights (auto: that of the model's own files).")
 
 
 class WeightsConfig(ExportConfig):
     """The exported weights, one version per step."""
 
-    keep: NonNegativeInt | None = Field(
-        default=0, description="Versions kept beyond those that running processes and checkpoints need (None: all)."
+    keep: NonNegativeInt | None = option(
+        0, "Versions kept beyond those that running processes and checkpoints need (None: all)."
     )
-    save_interval: PositiveInt | None = Field(
-        default=None, description="Steps between two versions that are written to disk and kept for good (None: none)."
+    save_interval: PositiveInt | None = option(
+        None, "Steps between two versions that are written to disk and kept for good (None: none)."
     )
-    canary: bool = Field(
-        default=True, description="Score a fixed prompt for every version, by which servers are checked (one forward)."
+    canary: bool = option(True, "Score a fixed prompt for every version, by which servers are checked (one forward).")
+    transport: Literal["auto", "filesystem", "memory"] = option(
+        "auto", "How servers get a version: files, or the trainer's memory (auto: memory from a GPU, else files)."
     )
-    transport: Literal["auto", "filesystem", "memory"] = Field(
-        default="auto",
-        description="How servers get a version: files, or the trainer's memory (auto: memory from a GPU, else files).",
+    tmpfs: Path | None = option(
+        None, "Directory in memory, such as /dev/shm, for files that need not outlive this host (None: the disk)."
     )
-    tmpfs: Path | None = Field(
-        default=None,
-        description="Directory in memory, such as /dev/shm, for files that need not outlive this host (None: the disk).",
+    host: str | None = option(
+        None, "Address of the trainer's host that servers reach, for memory (None: the one on its default route)."
     )
-    host: str | None = Field(
-        default=None,
-        description="Address of the trainer's host that servers reach, for memory (None: the one on its default route).",
-    )
-    port: NonNegativeInt = Field(default=0, description="Port there that servers ask at, for memory (0: any).")
-    timeout: PositiveFloat = Field(
-        default=30.0, description="Seconds without progress after which a transfer from memory fails."
-    )
-    shares_gpu: bool = Field(
-        default=False, description="A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so)."
-    )
+    port: NonNegativeInt = option(0, "Port there that servers ask at, for memory (0: any).")
+    timeout: PositiveFloat = option(30.0, "Seconds without progress after which a transfer from memory fails.")
+    shares_gpu: bool = option(False, "A server on the trainer's GPU keeps a copy there, too (rl --share-gpus says so).")
 
     @field_validator("transport", mode="before")
     @classmethod
@@ -129,48 +407,37 @@ class WeightsConfig(ExportConfig):
 class FakeData(Section):
     """Random samples in place of an orchestrator's."""
 
-    lengths: Literal["fixed", "lognormal"] = Field(
-        default="fixed",
-        description="Lengths: seq_len each, or spread as rollouts are (median 600, many short, few long).",
+    lengths: Literal["fixed", "lognormal"] = option(
+        "fixed", "Lengths: seq_len each, or spread as rollouts are (median 600, many short, few long)."
     )
-    batch_size: PositiveInt = Field(default=128, description="Samples per step.")
-    micro_batch_size: PositiveInt = Field(
-        default=8, description="Samples in one micro-batch (lognormal: as many as fit)."
-    )
-    seq_len: Length | None = Field(
-        default=None, description="Tokens per sample (None: as many as fit); lognormal: the most (None: 4096)."
-    )
+    batch_size: PositiveInt = option(128, "Samples per step.")
+    micro_batch_size: PositiveInt = option(8, "Samples in one micro-batch (lognormal: as many as fit).")
+    seq_len: Length | None = option(None, "Tokens per sample (None: as many as fit); lognormal: the most (None: 4096).")
 
 
 class TrainerData(Section):
     """What is trained on."""
 
-    fake: FakeData | None = Field(default=None, description="Random samples in place of an orchestrator's.")
+    fake: FakeData | None = option(None, "Random samples in place of an orchestrator's.")
 
 
 class TrainingConfig(BaseConfig):
     """What RL and SFT training have in common."""
 
-    model: TrainerModel = Field(default_factory=TrainerModel, description="The model and how it is computed.")
-    device: Device = Field(default="auto", description="Where to train (auto: CUDA where there is a GPU).")
-    max_steps: PositiveInt | None = Field(default=None, description="Steps to train (None: until stopped).")
-    optim: OptimConfig = Field(default_factory=AdamW, discriminator="type", description="The optimizer.")
-    scheduler: SchedulerConfig = Field(
-        default_factory=ConstantScheduler, discriminator="type", description="Schedule of the learning rate."
-    )
-    ckpt: CkptConfig | None = Field(default=None, description="Checkpoints of the full training state.")
-    monitor: MonitorConfig = Field(
-        default_factory=MonitorConfig, description="Where metrics go, beside metrics/*.jsonl."
-    )
-    bench: bool = Field(
-        default=False, description="Measure a few steps: speed, MFU, memory. Writes to output_dir/bench."
-    )
-    clean: bool = Field(
-        default=False,
+    model: TrainerModel = option(TrainerModel, "The model and how it is computed.")
+    device: Device = option("auto", "Where to train (auto: CUDA where there is a GPU).")
+    max_steps: PositiveInt | None = option(None, "Steps to train (None: until stopped).")
+    optim: OptimConfig = option(AdamW, "The optimizer.", discriminator="type")
+    scheduler: SchedulerConfig = option(ConstantScheduler, "Schedule of the learning rate.", discriminator="type")
+    ckpt: CkptConfig | None = option(None, "Checkpoints of the full training state.")
+    monitor: MonitorConfig = option(MonitorConfig, "Where metrics go, beside metrics/*.jsonl.")
+    bench: bool = option(False, "Measure a few steps: speed, MFU, memory. Writes to output_dir/bench.")
+    clean: bool = option(
+        False,
+        "Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
         json_schema_extra={"one_time": True},
-        description="Remove what an earlier run left in output_dir first, unless another process of this run is up already.",
     )
-    dist_timeout: PositiveFloat = Field(default=600.0, description="Seconds that a collective may take.")
+    dist_timeout: PositiveFloat = option(600.0, "Seconds that a collective may take.")
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -193,26 +460,21 @@ class TrainingConfig(BaseConfig):
 class TrainerConfig(TrainingConfig):
     """The RL trainer."""
 
-    seq_len: Length = Field(default=2048, description="Tokens of a packed micro-batch.")
-    async_level: NonNegativeInt = Field(default=1, description="Steps that sampling may run ahead of training.")
-    loss: LossConfig = Field(default_factory=DefaultLoss, discriminator="type", description="The loss of a token.")
-    data: TrainerData = Field(default_factory=TrainerData, description="What is trained on.")
-    weights: WeightsConfig = Field(
-        default_factory=WeightsConfig, description="The exported weights, one version per step."
-    )
-    recover: bool = Field(
-        default=False,
+    seq_len: Length = option(2048, "Tokens of a packed micro-batch.")
+    async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
+    loss: LossConfig = option(DefaultLoss, "The loss of a token.", discriminator="type")
+    data: TrainerData = option(TrainerData, "What is trained on.")
+    weights: WeightsConfig = option(WeightsConfig, "The exported weights, one version per step.")
+    recover: bool = option(
+        False,
+        "Go on from the newest state committed in output_dir: a recovery checkpoint, a checkpoint, or the start.",
         json_schema_extra={"one_time": True},
-        description="Go on from the newest state committed in output_dir: a recovery checkpoint, a checkpoint, or the start.",
     )
-    recovery_interval: PositiveInt | Literal["auto"] | None = Field(
-        default=None,
-        description="Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none).",
+    recovery_interval: PositiveInt | Literal["auto"] | None = option(
+        None, "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )
-    rollout_timeout: PositiveFloat = Field(default=3600.0, description="Seconds to wait for a batch of rollouts.")
-    log_samples_interval: PositiveInt | None = Field(
-        default=10, description="Steps between two logged rollouts (None: never)."
-    )
+    rollout_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a batch of rollouts.")
+    log_samples_interval: PositiveInt | None = option(10, "Steps between two logged rollouts (None: never).")
 
     @model_validator(mode="after")
     def _fake_fits(self) -> Self:

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 from prime_rl.config import OrchestratorConfig, RLConfig, TrainerConfig, write_toml
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.bench import BENCH_STEPS
-from prime_rl.config.shared import EnvConfig, how_to_start
+from prime_rl.config.shared import BENCH_STEPS, EnvConfig, how_to_start
 from prime_rl.envs import venv
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module

@@ -19,7 +19,7 @@ from prime_rl.errors import UserError
 from prime_rl.orchestrator.core import Task
 
 if TYPE_CHECKING:
-    from prime_rl.config.filters import CurriculumConfig
+    from prime_rl.config.orchestrator import CurriculumConfig
 
 NEW, EASY, NORMAL, HARD = "new", "easy", "normal", "hard"
 _NAMES = (NEW, EASY, NORMAL, HARD)  # a task's code, of two bits, is the place of its pool here

@@ -18,8 +18,13 @@ from prime_rl.orchestrator.algorithms import Attempt, carries_signal
 from prime_rl.transport.rollouts import as_array
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import AlgorithmConfig
-    from prime_rl.config.filters import CustomFilter, FilterConfig, GibberishFilter, RepetitionFilter
+    from prime_rl.config.orchestrator import (
+        AlgorithmConfig,
+        CustomFilter,
+        FilterConfig,
+        GibberishFilter,
+        RepetitionFilter,
+    )
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and without a pattern (2^64 divided by the golden ratio)
 DYNAMIC_SAMPLING, DIFFICULTY, OFF_POLICY = "dynamic_sampling", "difficulty", "off_policy"

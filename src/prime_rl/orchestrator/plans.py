@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from prime_rl.config.bench import ORCHESTRATOR_STEPS
+from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.autoscaling import worker_range
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare

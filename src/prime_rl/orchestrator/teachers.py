@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from loguru import logger
 
-from prime_rl.config.algorithms import OPD, OPSD, SFT, TeacherConfig, TeacherServer
+from prime_rl.config.orchestrator import OPD, OPSD, SFT, TeacherConfig, TeacherServer
 from prime_rl.config.shared import api_root
 from prime_rl.envs.pool import Demonstration, Sampler
 from prime_rl.envs.protocol import EpisodeResult, Outcome

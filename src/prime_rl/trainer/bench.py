@@ -8,7 +8,7 @@ from typing import Self
 
 import torch
 
-from prime_rl.config.bench import WARM_UP
+from prime_rl.config.shared import WARM_UP
 from prime_rl.trainer import perf
 from prime_rl.trainer.parallel import World
 

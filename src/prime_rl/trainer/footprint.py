@@ -15,8 +15,7 @@ from prime_rl.trainer.activations import LEVELS
 from prime_rl.trainer.offload import parking_layers
 
 if TYPE_CHECKING:
-    from prime_rl.config.optim import OptimConfig
-    from prime_rl.config.trainer import Recompute
+    from prime_rl.config.trainer import OptimConfig, Recompute
 
 # Rates of an H200 inside a step (matrix products, attention forward, pointwise kernels, host link each way); on other GPUs their ratios hold roughly.
 PRODUCTS, ATTENTION, POINTWISE, HOST_LINK = 650e12, 640e12, 3.5e12, 54e9

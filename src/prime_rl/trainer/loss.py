@@ -21,7 +21,7 @@ from prime_rl.trainer.loss_metrics import component_sums, token_sums
 from prime_rl.trainer.policy_losses import Sequences
 
 if TYPE_CHECKING:
-    from prime_rl.config.losses import LossConfig
+    from prime_rl.config.trainer import LossConfig
     from prime_rl.trainer.lm_head import TokenLoss
 
 STREAMS = ("mask", "logprobs", "advantages", "ref_logprobs", "environment", "rl_scale", "ce_scale", "ref_kl_scale")

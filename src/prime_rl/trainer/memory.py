@@ -35,8 +35,7 @@ from prime_rl.trainer.footprint import (
 from prime_rl.trainer.parallel import World, gather
 
 if TYPE_CHECKING:
-    from prime_rl.config.optim import OptimConfig
-    from prime_rl.config.trainer import Recompute, TrainerModel
+    from prime_rl.config.trainer import OptimConfig, Recompute, TrainerModel
 
 GIB = 1 << 30
 OUTSIDE = 3 * GIB

@@ -29,8 +29,7 @@ from prime_rl.trainer.single_rank import SingleRankUnit
 from prime_rl.trainer.source import Source, one_line
 
 if TYPE_CHECKING:
-    from prime_rl.config.optim import OptimConfig
-    from prime_rl.config.trainer import TrainerModel
+    from prime_rl.config.trainer import OptimConfig, TrainerModel
 
 Unit = FSDPModule | SingleRankUnit
 

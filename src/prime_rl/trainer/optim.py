@@ -15,7 +15,7 @@ from prime_rl.trainer.parallel import SHARD
 from prime_rl.trainer.sharded_optimizer import Part, ShardedOptimizer, adamw, sgd
 
 if TYPE_CHECKING:
-    from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig, SchedulerConfig
+    from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig, SchedulerConfig
 
 _EPS = 1e-8
 _MEANS = StateSpec("exp_avg"), StateSpec("exp_avg_sq")

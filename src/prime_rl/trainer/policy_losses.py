@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from prime_rl.config.losses import (
+    from prime_rl.config.trainer import (
         CISPOLoss,
         DefaultLoss,
         GRPOLoss,

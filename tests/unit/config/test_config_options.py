@@ -14,9 +14,8 @@ from prime_rl.config import (
     TrainerConfig,
     parse,
 )
-from prime_rl.config.losses import GRPOLoss
-from prime_rl.config.optim import AdamW, LinearScheduler, Muon
 from prime_rl.config.orchestrator import TrainingEnv
+from prime_rl.config.trainer import AdamW, GRPOLoss, LinearScheduler, Muon
 
 ENV = ["--environment.id", "x"]
 

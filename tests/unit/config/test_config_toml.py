@@ -23,9 +23,15 @@ from prime_rl.config import (
     to_toml,
     write_toml,
 )
-from prime_rl.config.algorithms import SFT, Distillation, OverlongPenalty, TeacherConfig, TeacherServer
 from prime_rl.config.base import Section
-from prime_rl.config.filters import OffPolicyFilter
+from prime_rl.config.orchestrator import (
+    SFT,
+    Distillation,
+    OffPolicyFilter,
+    OverlongPenalty,
+    TeacherConfig,
+    TeacherServer,
+)
 from prime_rl.config.schema import Setting
 from prime_rl.config.schema import settings as settings_of
 from prime_rl.errors import UserError

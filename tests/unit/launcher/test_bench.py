@@ -8,9 +8,8 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.config.base import BaseConfig
-from prime_rl.config.bench import BENCH_STEPS, TRAINER_STEPS
 from prime_rl.config.orchestrator import EvalSection, TrainingEnv
-from prime_rl.config.shared import CkptConfig, MonitorConfig, WandbConfig
+from prime_rl.config.shared import BENCH_STEPS, TRAINER_STEPS, CkptConfig, MonitorConfig, WandbConfig
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import run as rl

@@ -11,7 +11,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from prime_rl.config import OrchestratorConfig
-from prime_rl.config.algorithms import (
+from prime_rl.config.orchestrator import (
     GDPO,
     GRPO,
     OPO,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prime_rl.config.filters import CurriculumConfig
+from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.core import Task
 from prime_rl.orchestrator.curriculum import Curriculum, Pools

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl.config import OrchestratorConfig
-from prime_rl.config.filters import CurriculumConfig, DifficultyFilter, FilterConfig
+from prime_rl.config.orchestrator import CurriculumConfig, DifficultyFilter, FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task

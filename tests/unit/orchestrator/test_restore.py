@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.config.filters import CurriculumConfig
+from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.ckpt import Progress, State, resume_progress
 from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task

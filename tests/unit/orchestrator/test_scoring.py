@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from prime_rl.config.algorithms import GDPO, GRPO, RAE, RLOO
-from prime_rl.config.filters import FilterConfig
-from prime_rl.config.losses import PolicyLoss
+from prime_rl.config.orchestrator import GDPO, GRPO, RAE, RLOO, FilterConfig
+from prime_rl.config.trainer import PolicyLoss
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, SampleTokens
 from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
 from prime_rl.orchestrator.samples import score_batch

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from prime_rl.config import OrchestratorConfig, RLConfig
-from prime_rl.config.algorithms import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig, TeacherServer
+from prime_rl.config.orchestrator import GRPO, OPD, OPSD, SFT, AlgorithmConfig, Echo, TeacherConfig, TeacherServer
 from prime_rl.envs.protocol import ROLES, EpisodeResult, Outcome, ProtocolError, Result, SampleTokens, decode, encode
 from prime_rl.orchestrator.algorithms.streams import Streams, streams_of
 from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task

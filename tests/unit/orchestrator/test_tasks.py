@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from prime_rl.config.filters import CurriculumConfig
+from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.core import Task

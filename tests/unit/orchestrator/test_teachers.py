@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from prime_rl.config import OrchestratorConfig
-from prime_rl.config.algorithms import TeacherConfig
+from prime_rl.config.orchestrator import TeacherConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
 from prime_rl.orchestrator import teachers

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.config import TrainerConfig
-from prime_rl.config.losses import DefaultLoss
+from prime_rl.config.trainer import DefaultLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.loss import STREAMS, make_loss

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from prime_rl.config.losses import DefaultLoss, GRPOLoss
+from prime_rl.config.trainer import DefaultLoss, GRPOLoss
 from prime_rl.trainer.lm_head import dlogits_, fused_token_loss, logprob_entropy, stats
 from prime_rl.trainer.loss import STREAMS, cross_entropy, make_loss
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from prime_rl.config.losses import (
+from prime_rl.config.trainer import (
     CISPOLoss,
     CustomLoss,
     DefaultLoss,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.config.losses import DefaultLoss, GRPOLoss
+from prime_rl.config.trainer import DefaultLoss, GRPOLoss
 from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.lm_head import fused_token_loss
 from prime_rl.trainer.loss import STREAMS, make_loss

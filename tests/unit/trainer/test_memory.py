@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from prime_rl.config import TrainerConfig
-from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
-from prime_rl.config.trainer import TrainerModel
+from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer import memory, moe
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers, wide_products

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.config.optim import ConstantScheduler, CosineScheduler, LinearScheduler, SchedulerConfig, WSDScheduler
+from prime_rl.config.trainer import ConstantScheduler, CosineScheduler, LinearScheduler, SchedulerConfig, WSDScheduler
 from prime_rl.trainer.optim import clip_gradients, learning_rate
 
 

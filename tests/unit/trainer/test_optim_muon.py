@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.config.optim import Muon
+from prime_rl.config.trainer import Muon
 from prime_rl.trainer import muon
 from prime_rl.trainer.muon import orthogonalize, update_scale
 from prime_rl.trainer.optim import build_optimizer

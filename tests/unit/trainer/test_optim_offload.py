@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
+from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.trainer import optim_states
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.optim_states import States, StateSpec, in_chunks

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prime_rl.config.optim import SGD, AdamW, Muon, OptimConfig
+from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer import dcp, optim_states
 from prime_rl.trainer.muon import is_hidden_matrix

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from prime_rl.config.losses import DefaultLoss, PolicyLoss
+from prime_rl.config.trainer import DefaultLoss, PolicyLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import Costs

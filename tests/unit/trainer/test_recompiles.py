@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 
 from conftest import make_tiny_model
-from prime_rl.config.losses import DefaultLoss, GSPOLoss, LossConfig
+from prime_rl.config.trainer import DefaultLoss, GSPOLoss, LossConfig
 from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.lm_head import TokenLoss, _differentiated
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss

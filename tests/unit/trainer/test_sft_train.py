@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.config import SFTConfig
-from prime_rl.config.bench import TRAINER_STEPS
+from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from conftest import make_tiny_model
 from prime_rl import faults
 from prime_rl.config import TrainerConfig
-from prime_rl.config.bench import TRAINER_STEPS, WARM_UP
+from prime_rl.config.shared import TRAINER_STEPS, WARM_UP
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
-from prime_rl.config.algorithms import ByReward
+from prime_rl.config.orchestrator import ByReward
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
 from prime_rl.orchestrator.algorithms.attempt import Attempt
@@ -22,7 +22,7 @@ from prime_rl.orchestrator.algorithms.reinforce_pp import reinforce_pp
 from prime_rl.orchestrator.algorithms.rloo import rloo
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import AlgorithmConfig, CustomAlgorithm, RewardAlgorithm
+    from prime_rl.config.orchestrator import AlgorithmConfig, CustomAlgorithm, RewardAlgorithm
 
 __all__ = ["Attempt", "advantages", "carries_signal", "check_algorithm", "unfit"]
 

@@ -8,7 +8,7 @@ from prime_rl.orchestrator.algorithms.grpo import centred, scaled
 from prime_rl.orchestrator.algorithms.reinforce_pp import in_units_of_std
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import GDPO
+    from prime_rl.config.orchestrator import GDPO
 
 
 def gdpo(groups: Sequence[Sequence[Attempt]], config: "GDPO") -> list[list[float]]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prime_rl.orchestrator.algorithms.attempt import Attempt
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import GRPO, Echo
+    from prime_rl.config.orchestrator import GRPO, Echo
 
 EPSILON = 1e-6
 

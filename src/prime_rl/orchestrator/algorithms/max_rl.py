@@ -7,7 +7,7 @@ from prime_rl.orchestrator.algorithms.attempt import Attempt
 from prime_rl.orchestrator.algorithms.grpo import centred
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import MaxRL
+    from prime_rl.config.orchestrator import MaxRL
 
 
 def max_rl(group: Sequence[Attempt], config: "MaxRL") -> list[float]:

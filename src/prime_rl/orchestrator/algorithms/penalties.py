@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prime_rl.orchestrator.algorithms.attempt import Attempt
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import LinearPenalty, OverlongPenalty
+    from prime_rl.config.orchestrator import LinearPenalty, OverlongPenalty
 
 
 def penalized(group: Sequence[Attempt], penalty: "LinearPenalty | OverlongPenalty | None") -> list[Attempt]:

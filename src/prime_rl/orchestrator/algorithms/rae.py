@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from prime_rl.orchestrator.algorithms.attempt import Attempt
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import RAE
+    from prime_rl.config.orchestrator import RAE
 
 
 def rae(

@@ -7,7 +7,7 @@ from prime_rl.orchestrator.algorithms.attempt import Attempt
 from prime_rl.orchestrator.algorithms.grpo import centred, scaled
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import ReinforcePP
+    from prime_rl.config.orchestrator import ReinforcePP
 
 
 def reinforce_pp(groups: Sequence[Sequence[Attempt]], config: "ReinforcePP") -> list[list[float]]:

@@ -7,7 +7,7 @@ from prime_rl.orchestrator.algorithms.attempt import Attempt
 from prime_rl.orchestrator.algorithms.grpo import centred
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import RLOO
+    from prime_rl.config.orchestrator import RLOO
 
 
 def rloo(group: Sequence[Attempt], config: "RLOO") -> list[float]:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from prime_rl.config.algorithms import Echo
+from prime_rl.config.orchestrator import Echo
 from prime_rl.envs.protocol import ROLES, SampleTokens
 
 if TYPE_CHECKING:
-    from prime_rl.config.algorithms import AlgorithmConfig
+    from prime_rl.config.orchestrator import AlgorithmConfig
 
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float32]

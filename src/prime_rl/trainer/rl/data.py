@@ -20,8 +20,8 @@ from prime_rl.transport.rollouts import Sample, open_batch, step_dir
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
-    from prime_rl.config.losses import PolicyLoss
     from prime_rl.config.trainer import FakeData as FakeConfig
+    from prime_rl.config.trainer import PolicyLoss
 
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
 _MASK = STREAMS.index("mask")

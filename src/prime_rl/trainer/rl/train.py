@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.config import TrainerConfig
-from prime_rl.config.bench import TRAINER_STEPS
+from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.trainer import moe, perf

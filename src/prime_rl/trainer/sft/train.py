@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from prime_rl.config import SFTConfig
-from prime_rl.config.bench import TRAINER_STEPS
 from prime_rl.config.sft import FakeSFTData
+from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.trainer import moe, perf
 from prime_rl.trainer.bench import SMALL_SFT, HostSyncs, bench_table
