@@ -30,8 +30,8 @@ from machine import describe_machine  # noqa: E402
 from conftest import free_port  # noqa: E402
 from faults import audit  # noqa: E402
 from faults.harness import MODEL, EngineKeeper, ServedWatcher, environment, survivors  # noqa: E402
-from prime_rl.launcher.procs import descendants, identify  # noqa: E402
 from prime_rl.monitor import read_status  # noqa: E402
+from prime_rl.processes import descendants, identify, table  # noqa: E402
 from prime_rl.transport.commit import list_steps  # noqa: E402
 from support.processes import Command  # noqa: E402
 
@@ -162,9 +162,13 @@ class Fire:
     def _pids(self, process: str) -> Sequence[int]:
         """Of the inference server either itself or its engine; environment workers by their command line."""
         if process == "environment":
-            return [pid.pid for pid in descendants(self._rl.process.pid) if "prime_rl.envs.worker" in _command(pid.pid)]
+            return [
+                each.id.pid
+                for each in descendants(self._rl.process.pid, table())
+                if "prime_rl.envs.worker" in _command(each.id.pid)
+            ]
         pid = read_status(self._run)[process].pid
-        below = [child.pid for child in descendants(pid)] if process == "inference" else []
+        below = [child.id.pid for child in descendants(pid, table())] if process == "inference" else []
         return [pid, *(child for child in below if identify(child) is not None)]
 
 

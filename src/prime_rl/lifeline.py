@@ -1,19 +1,22 @@
 """No orphans: a child that outlives its launcher, even one killed with SIGKILL, kills itself and its process group.
 
 The launcher holds the write end of a pipe and passes the read end to every child. The kernel closes the write end
-whatever way the launcher dies, and the children see end of file; those that are stopped by a signal it wakes first. Standard library only: environment workers import
-this from their own virtual environments.
+whatever way the launcher dies, and the children see end of file; those that are stopped by a signal it wakes first.
+Standard library only: environment workers import this from their own virtual environments.
 """
 
 import ctypes
 import os
 import runpy
+import select
 import signal
 import stat
 import sys
 import threading
 import time
 from typing import Self
+
+from prime_rl import processes
 
 ENV = "PRIMERL_LIFELINE_FD"
 _PARENT_POLL_SECONDS = 1.0
@@ -54,7 +57,7 @@ def watch() -> None:
     if not value:
         return
     fd_text, _, inode_text = value.partition(":")
-    wake_without_parent()
+    _wake_without_parent()
     if fd_text.isdigit() and inode_text.isdigit() and _is_pipe(int(fd_text), int(inode_text)):
         thread = threading.Thread(target=_await_eof, args=(int(fd_text),), name="lifeline", daemon=True)
     else:
@@ -62,7 +65,35 @@ def watch() -> None:
     thread.start()
 
 
-def wake_without_parent() -> None:
+def follow(pid: int) -> bool:
+    """SIGKILL this process once process `pid`, one of its ancestors, is gone: an engine must not outlive its server.
+
+    Returns:
+        Whether `pid` is followed: not on another host, where the number means something else.
+    """
+    if pid not in ancestors():
+        return False
+    watched = os.pidfd_open(pid)
+    _wake_without_parent()
+    threading.Thread(target=_await_exit, args=(watched,), name="follow", daemon=True).start()
+    return True
+
+
+def ancestors() -> list[int]:
+    """Pids from this process's parent up to the first."""
+    pids = [os.getppid()]
+    while pids[-1] > 1 and (process := processes.read(pids[-1])) is not None:
+        pids.append(process.parent)
+    return pids
+
+
+def _await_exit(watched: int) -> None:
+    # Readable once the process is gone.
+    select.select([watched], [], [])  # bounded: a daemon thread, it ends with the process
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _wake_without_parent() -> None:
     """Have the kernel wake this process when its parent dies: one that is stopped by a signal then could not watch.
 
     Not kill it: then nobody would kill the rest of its group. (For the kernel the parent is the thread that started it; when that ends

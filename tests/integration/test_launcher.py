@@ -6,8 +6,8 @@ import signal
 import time
 from collections.abc import Callable
 
-from prime_rl.launcher.procs import identify
 from prime_rl.monitor import read_status
+from prime_rl.processes import identify
 from support.launching import Launch, all_gone, launch
 
 PORT = 8250

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from prime_rl.launcher.procs import identify
 from prime_rl.monitor import read_status
+from prime_rl.processes import identify
 from support.launching import Launch, all_gone, launch, until
 
 PORT = 8254
@@ -71,7 +71,7 @@ def test_a_process_that_gets_nowhere_is_started_again(launch: Start) -> None:
     run = launch("trainer=mends:stuck", policy=QUICK)
     status, out = run.wait()
     assert status == 0, out
-    assert "trainer has got nowhere for" in out
+    assert "trainer has stalled for" in out
     assert lives(run, "trainer") == ["1", "2 --recover"]
 
 

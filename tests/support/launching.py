@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launcher.procs import identify
+from prime_rl.processes import identify
 
 # argv = output_dir, drain seconds, port, policy as JSON, then name=kind pairs.
 DRIVER = """
@@ -17,12 +17,10 @@ import json, sys
 from pathlib import Path
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
-from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.run import restarts_summary
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.plan import Process, Server
-from prime_rl.launcher.clock import Policy
-from prime_rl.launcher.supervise import Supervisor
+from prime_rl.launcher.supervise import Policy, Supervisor
 
 root, drain, port = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 processes = []

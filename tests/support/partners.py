@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.monitor.process import identify
+from prime_rl.processes import identify
 
 
 @pytest.fixture

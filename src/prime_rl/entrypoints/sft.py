@@ -75,12 +75,12 @@ def run(config: SFTConfig, rank: int) -> None:
         with disk_errors(config.output_dir):
             train(config)
         return
-    from prime_rl.launcher.companions import Companions
+    from prime_rl.launcher.sidecar import EvalSidecar
 
-    with Companions(config) as companions:
+    with EvalSidecar(config) as sidecar:
         with disk_errors(config.output_dir):
             train(config)
-        companions.finish()
+        sidecar.finish()
 
 
 if __name__ == "__main__":

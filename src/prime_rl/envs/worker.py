@@ -25,8 +25,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from prime_rl import faults, lifeline
-from prime_rl.envs import families
+from prime_rl import faults, lifeline, processes
 from prime_rl.envs.adapter import Adapter, LoadError, load
 from prime_rl.envs.blame import FATAL, Blame, Page, describe, explain
 from prime_rl.envs.protocol import (
@@ -279,7 +278,7 @@ def _not_loaded(setup: Setup, error: Exception) -> str:
 def main() -> None:
     lifeline.watch()
     faulthandler.enable()  # the last words of one that an extension kills
-    families.offer_to_the_kernel()
+    processes.offer_to_the_kernel()
     faults.arm("environment")
     parser = argparse.ArgumentParser()
     parser.add_argument("--address", required=True)

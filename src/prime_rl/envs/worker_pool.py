@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 from loguru import logger
 
+from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
-from prime_rl.envs import families, worker_process
+from prime_rl.envs import worker_process
 from prime_rl.envs.autoscaling import Bounds, Load, cores, why_replace, worker_range, workers_wanted
 from prime_rl.envs.output import Log
 from prime_rl.envs.protocol import EndlessTasks, Outcome, Ready, TaskInfo
@@ -236,7 +237,8 @@ class WorkerPool:
         if missing <= 0:
             return 0
         starting = sum(not worker.ready for worker in staff)
-        largest = max((families.resident_alone(process.pid) for process in self.processes), default=0)
+        alive = [each for process in self.processes if (each := processes.read(process.pid)) is not None]
+        largest = max((process.resident for process in alive), default=0)
         # Growth leaves half of the available memory alone.
         missing = max(0, min(missing, cores() - starting, available_bytes() // (2 * max(largest, 1)) - starting))
         for _ in range(missing):
@@ -374,7 +376,8 @@ class WorkerPool:
                 elif why := process.unhealthy(
                     now, self._host.start_timeout, HEARTBEAT_TIMEOUT, self._host.hang_timeout
                 ):
-                    offending = 0 if worker_process.stopped(process.pid) else process.offending_request()
+                    current = processes.read(process.pid)
+                    offending = 0 if current and current.stopped else process.offending_request()
                     never_ready = not process.silent(now, HEARTBEAT_TIMEOUT) and process.tasks is None
                     return Ending(why, never_ready, offending, deaf=True)
                 self._replace(worker, process)
@@ -404,10 +407,10 @@ class WorkerPool:
                 future.set_exception(WorkerGone(ending.why))
 
     async def measure(self) -> None:
-        """Measure the workers' memory."""
-        table = await asyncio.to_thread(families.table)
+        """Measure the memory of the workers and of what they have started; shared pages count in each process."""
+        table = await asyncio.to_thread(processes.table)
         for process in self.processes:
-            process.resident = families.resident(table, process.pid)
+            process.resident = sum(table[pid].resident for pid in processes.family(process.pid, table))
 
     async def _keep_measuring(self) -> None:
         while True:  # bounded: `close` cancels it

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import prime_rl
-from prime_rl.envs import families
 from prime_rl.envs.blame import Page
 from prime_rl.envs.output import Log, Output
 from prime_rl.envs.protocol import EpisodeResult, Heartbeat, Ready
+from prime_rl.processes import kill_family
 from prime_rl.wait import WaitTimeout, wait_async
 
+MARK_VAR = "PRIMERL_ENV_WORKER"  # its value, the path of the page, no other process ever has
 TERM_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
 LAG_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it is heard to go on
@@ -34,7 +35,6 @@ class WorkerProcess:
     subprocess: asyncio.subprocess.Process
     output: Output
     page: Path
-    boot_seconds: float = 0.0  # from the machine's boot to its start
     hello: bool = False
     ready: Ready | None = None
     tasks: list[str] | None = None
@@ -113,7 +113,7 @@ async def spawn(
 ) -> WorkerProcess:
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
     Page.make(page)
-    output, boot_seconds = Output(log), time.clock_gettime(time.CLOCK_BOOTTIME)
+    output = Output(log)
     try:
         subprocess = await asyncio.create_subprocess_exec(
             python or sys.executable,
@@ -122,18 +122,13 @@ async def spawn(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output.writer,
             stderr=output.writer,
-            env={**env, families.MARK_VAR: mark(page)},
+            env={**env, MARK_VAR: str(page)},
             pass_fds=pass_fds,
             start_new_session=True,
         )
     finally:
         output.begin()
-    return WorkerProcess(identity, subprocess, output, page, boot_seconds)
-
-
-def mark(page: Path) -> str:
-    """The value that marks a worker process and its children in their environment: no other process ever has this page."""
-    return str(page)
+    return WorkerProcess(identity, subprocess, output, page)
 
 
 async def end(process: WorkerProcess, deaf: bool = False) -> int:
@@ -146,12 +141,12 @@ async def end(process: WorkerProcess, deaf: bool = False) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGTERM)
         await _within(TERM_SECONDS, process.subprocess)
-    strays = await asyncio.to_thread(families.end_family, process.pid, mark(process.page), process.boot_seconds)
+    killed = await asyncio.to_thread(kill_family, process.pid, f"{MARK_VAR}={process.page}")
     await _within(TERM_SECONDS, process.subprocess)
     await drained(process)
     process.output.close()
     process.page.unlink(missing_ok=True)
-    return strays
+    return sum(each.group != process.pid for each in killed)
 
 
 async def drained(process: WorkerProcess) -> None:
@@ -180,13 +175,6 @@ def describe_exit(code: int) -> str:
 def by_its_own_code(code: int) -> bool:
     """Whether a process that ended so was ended by what it ran, and by nobody outside (the kernel, for want of memory)."""
     return code >= 0 or -code not in _BY_OTHERS
-
-
-def stopped(pid: int) -> bool:
-    """Whether a process is stopped by a signal."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in "Tt"
-    return False
 
 
 _MISSING = re.compile(r"(?:ModuleNotFoundError: )?No module named '?([\w.]+)'?")

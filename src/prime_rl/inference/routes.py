@@ -31,7 +31,6 @@ from prime_rl.inference.allowed_roots import AllowedRoots, Rejected
 from prime_rl.inference.checks import local_model
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, PassOn, lead, listen, route_path
-from prime_rl.inference.orphans import follow
 from prime_rl.inference.pulse import Pulse
 from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.sample import SAMPLE_ROUTE
@@ -39,8 +38,9 @@ from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.seeds import RefuseSeeds
 from prime_rl.inference.service import PauseMode, Served, UpdateMetrics, WeightService
 from prime_rl.inference.settings import PLUGIN, exported_settings, refuses_seeds, shared_directory
+from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
-from prime_rl.monitor.process import identify
+from prime_rl.processes import identify
 
 TOKEN_ROUTE, TOKEN_ALIAS = "/inference/v1/generate", "/v1/generate"
 FOLLOW_SECONDS = 60.0

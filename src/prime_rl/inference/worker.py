@@ -13,8 +13,8 @@ import torch
 from prime_rl import faults
 from prime_rl.inference import compat
 from prime_rl.inference.copy_plan import CopyPlan
-from prime_rl.inference.orphans import follow
 from prime_rl.inference.staging import Staging
+from prime_rl.lifeline import follow
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.exchange import Subscriber
 from prime_rl.transport.weights import never_written, weights_manifest

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from prime_rl.launcher.procs import memory_bytes
 from prime_rl.launcher.progress import Progress, minutes
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, phase_name
+from prime_rl.processes import memory_bytes
 
 if TYPE_CHECKING:
     from rich.live import Live

@@ -274,9 +274,7 @@ def _no_progress(facts: Facts, name: str, status: ProcessStatus) -> str | None:
         return None
     same_for = facts.now - status.progress
     if not is_server(name):
-        return (
-            f"which has got nowhere for {same_for:.0f} s ({status.phase})" if same_for > facts.stall_timeout else None
-        )
+        return f"which has stalled for {same_for:.0f} s ({status.phase})" if same_for > facts.stall_timeout else None
     pulses = status.ready is not None and status.progress > status.ready
     if pulses and same_for > facts.heartbeat_timeout:
         return f"whose engine has not answered for {same_for:.0f} s"

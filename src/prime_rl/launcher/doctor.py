@@ -15,7 +15,6 @@ from typing import Any
 
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
-from prime_rl.launcher.child import killed_rank
 from prime_rl.launcher.diagnosis import (
     JOBS,
     Diagnosis,
@@ -27,11 +26,12 @@ from prime_rl.launcher.diagnosis import (
     diagnose,
     is_server,
 )
-from prime_rl.launcher.procs import ProcessId, Tree, boot_id, by_parent, descendants, identify, is_stopped
 from prime_rl.launcher.progress import limit_line, minutes
+from prime_rl.launcher.supervise import killed_rank
 from prime_rl.monitor import read_status
 from prime_rl.monitor.record import as_table, build
 from prime_rl.monitor.status import ProcessStatus
+from prime_rl.processes import ProcessId, Table, boot_id, descendants, identify, is_stopped, table
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 
@@ -75,7 +75,7 @@ def report(run: Path, full: bool) -> list[str]:
 
 def collect(run: Path) -> Facts:
     """What there is to know."""
-    tree, statuses, settings = by_parent(), read_status(run), _settings(run)
+    tree, statuses, settings = table(), read_status(run), _settings(run)
     mains = {name: status for name, status in statuses.items() if "." not in name}
     planned = {path.stem for path in (run / "configs").glob("*.toml")}
     servers = sorted(filter(is_server, planned | mains.keys()))
@@ -96,7 +96,7 @@ def collect(run: Path) -> Facts:
 
 
 def _process(
-    run: Path, name: str, statuses: Mapping[str, ProcessStatus], tree: Tree, restart: RestartFacts | None
+    run: Path, name: str, statuses: Mapping[str, ProcessStatus], tree: Table, restart: RestartFacts | None
 ) -> ProcessFacts:
     status = statuses.get(name)
     ranks = {
@@ -107,7 +107,7 @@ def _process(
     state = State.ABSENT if status is None else _state(status)
     below = descendants(status.pid, tree) if status is not None and state is State.ALIVE and _here(status) else []
     # The orchestrator's own workers are told apart, by name; the trainer's ranks report by themselves.
-    halted = tuple(process.pid for process in below if is_server(name) and is_stopped(process))
+    halted = tuple(process.id.pid for process in below if is_server(name) and process.stopped)
     errors = _errors(run / "logs" / f"{name}.log")
     return ProcessFacts(state, status, halted, errors[-1] if errors else None, ranks, restart)
 
@@ -136,16 +136,16 @@ def _launcher(run: Path) -> ProcessFacts:
     return ProcessFacts(State.STOPPED if is_stopped(process) else State.ALIVE)
 
 
-def _workers(orchestrator: int, tree: Tree) -> list[WorkerFacts]:
+def _workers(orchestrator: int, tree: Table) -> list[WorkerFacts]:
     found = []
     for process in descendants(orchestrator, tree):
         try:
-            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            words = Path(f"/proc/{process.id.pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:  # ended since, or not ours to read
             continue
         if _WORKER in words and "--identity" in words:
             name = words[words.index("--identity") + 1].rpartition("/")[0]  # without the number of its life
-            found.append(WorkerFacts(name, process.pid, is_stopped(process)))
+            found.append(WorkerFacts(name, process.id.pid, process.stopped))
     return found
 
 

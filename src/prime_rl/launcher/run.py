@@ -17,13 +17,12 @@ from prime_rl.inference.arguments import guarded_host
 from prime_rl.inference.checks import model_size
 from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart
-from prime_rl.launcher.clock import Policy
 from prime_rl.launcher.console import Console
 from prime_rl.launcher.gpus import memory_gib, visible_gpus
 from prime_rl.launcher.layout import Machine
 from prime_rl.launcher.plan import Plan, describe, make_plan
 from prime_rl.launcher.progress import bench_table, minutes, summary
-from prime_rl.launcher.supervise import Outcome, Restart, Supervisor
+from prime_rl.launcher.supervise import Outcome, Policy, Restart, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
 from prime_rl.transport import checkpoints

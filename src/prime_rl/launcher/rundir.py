@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Self
 
 from prime_rl.errors import UserError
-from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.monitor.record import build, read_table
 from prime_rl.monitor.status import read_status, unless_full
+from prime_rl.processes import ProcessId, boot_id, identify, is_alive
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.lives import run_id
 from prime_rl.transport.settings import at_work, ways_out
@@ -151,8 +151,8 @@ def _holds_episodes(ledger: Path) -> bool:
         return True
 
 
-def marks(output_dir: Path) -> tuple[int, int]:
-    """How far the run is: the numbers of its newest batch and of its newest version; -1 where there is none, or none can be seen."""
+def newest_steps(output_dir: Path) -> tuple[int, int]:
+    """The numbers of the run's newest batch and of its newest version; -1 where there is none, or none can be seen."""
     return _newest(output_dir / "rollouts"), _newest(output_dir / "weights")
 
 

@@ -1,28 +1,34 @@
-"""Start the processes of a run, watch them, start again alone what fails, and stop them all: nothing is left behind."""
+"""Start the processes of a run, watch them, restart alone what fails, and stop them all: nothing is left behind.
 
+`Child` is one incarnation of one process, `Watchdog` judges from status files who has stalled, `RestartBudget` limits restarts, `Supervisor` is
+the loop over all of them.
+"""
+
+import http.client
 import json
 import math
 import os
+import re
 import signal
+import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from prime_rl.config import RLConfig, child_env
 from prime_rl.config.shared import how_to_start
 from prime_rl.errors import FOR_GOOD
-from prime_rl.launcher.child import Child, await_death, ending, interrupted, last_words, spawn, user_error
-from prime_rl.launcher.clock import Budget, Grant, LoopClock, Policy
-from prime_rl.launcher.health import Health, ServerWatch
 from prime_rl.launcher.plan import RECOVER, Process, Server
-from prime_rl.launcher.procs import ProcessId, adopting, by_parent, descendants, orphans, send
-from prime_rl.launcher.rundir import forget_status_of, marks
-from prime_rl.launcher.vigil import Vigil
+from prime_rl.launcher.rundir import forget_status_of, newest_steps
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import read_status
-from prime_rl.monitor.status import say_for, unless_full
+from prime_rl.monitor.status import ProcessStatus, Waiting, say_for, unless_full
+from prime_rl.processes import DEATH_SECONDS, ProcessId, await_death, descendants, kill_family, send, table
 from prime_rl.wait import WaitTimeout, wait
 
 POLL_SECONDS = 0.1
@@ -32,6 +38,18 @@ DRAIN_SECONDS = 300.0
 STOP_SECONDS = 15.0
 AFTER_SECONDS = 30.0
 _ECHO_SECONDS = 0.5
+_MAX_LOOK_SECONDS = 2.5  # a longer gap was the launcher's own: a laptop that slept, a SIGSTOP, a starved machine
+_BUDGET_WINDOW_SECONDS = 3600.0
+_MAX_BACKOFF_SECONDS = 60.0
+_BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
+_HEALTH_START_SECONDS = 0.5  # between two requests to a server that starts
+_HEALTH_SERVING_SECONDS = 5.0  # … and to one that serves
+_HEALTH_ANSWER_SECONDS = 2.0
+LOG_TAIL_LINES = 20
+LOG_TAIL_BYTES = 1 << 16
+_RANK = re.compile(r"\s*rank\s*: (\d+)")
+_KILLED = re.compile(r"\s*exitcode\s*: -(\d+)")
+_ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
 
 
 class Outcome(Enum):
@@ -40,6 +58,23 @@ class Outcome(Enum):
     SUCCESS = 0
     FAILURE = 1
     INTERRUPTED = 130
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When a process counts as stalled, and how often it is restarted. Times in seconds.
+
+    Args:
+        max_restarts: Of one process within an hour, and of one process while the run gets no further; 0: the first failure ends the run.
+        backoff: Before the first of them; doubled with each further one, up to a minute.
+        heartbeat_timeout: Without a heartbeat.
+        stall_timeout: Without progress, while it waits for nobody.
+    """
+
+    max_restarts: int = 0
+    backoff: float = 1.0
+    heartbeat_timeout: float = 60.0
+    stall_timeout: float = 1800.0
 
 
 @dataclass(frozen=True)
@@ -55,6 +90,325 @@ class Restart:
     recover: bool
 
 
+# -- one incarnation of one process ----------------------------------------------------------------------------------------
+
+
+class Child:
+    """A process with all that it starts: in a session of its own, under the lifeline, its output appended to its log."""
+
+    def __init__(
+        self,
+        spec: Process,
+        lifeline: Lifeline,
+        environ: Mapping[str, str],
+        options: Sequence[str] = (),
+        began: float = 0.0,
+    ) -> None:
+        """Start it. `options` follow its arguments; `began` is the launcher's clock."""
+        self.spec, self.began = spec, began
+        variable, value = "PRIMERL_PROCESS", f"{spec.name}-{os.getpid()}-{time.monotonic_ns()}"
+        self._mark = f"{variable}={value}"
+        self.survivors: list[ProcessId] = []  # of `reap`: SIGKILL did not end them in time
+        spec.log.parent.mkdir(parents=True, exist_ok=True)
+        with spec.log.open("ab") as log:
+            self.log_start = log.tell()  # bytes that earlier incarnations wrote
+            self.popen = subprocess.Popen(
+                [*spec.argv, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Children read complete files: a setting meant for `rl` may name nothing in theirs.
+                env={**child_env(environ, RLConfig), **spec.env, **lifeline.env, variable: value},
+                pass_fds=lifeline.pass_fds,
+                start_new_session=True,  # Ctrl-C reaches only us: we decide who is signalled, and how
+            )
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not been reaped."""
+        return self.popen.returncode is None
+
+    def exited(self) -> bool:
+        """Whether it has ended. It stays a zombie until `reap`, so that its group's number cannot be reused."""
+        if self.popen.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def interrupt(self) -> None:
+        """Ask it to finish: SIGINT to itself, or to torchrun's ranks, whose agent would kill them soon after."""
+        processes = table()
+        itself = [process for pid, process in processes.items() if pid == self.popen.pid]
+        ranks = [each for each in processes.values() if self.spec.drain_children and each.parent == self.popen.pid]
+        for process in ranks or itself:
+            send(process.id, signal.SIGINT)
+
+    def reap(self) -> int:
+        """Kill it with all that it has started, and wait until nothing of it is left: environment workers, engine cores, ranks.
+
+        Returns:
+            Its exit status, negative for a signal. SIGKILL's for one that does not even die of it.
+        """
+        if self.running:
+            killed = kill_family(self.popen.pid, self._mark)
+            try:
+                self.popen.wait(timeout=DEATH_SECONDS)
+            except subprocess.TimeoutExpired:
+                self.popen.returncode = -signal.SIGKILL
+            self.survivors = await_death(killed)
+        status: int = self.popen.returncode
+        return status
+
+    def last_words(self) -> list[str]:
+        """The last `error:` line at the end of its log, or which of its ranks was killed, else the last lines."""
+        lines = self._log_tail()
+        return _error_lines(lines)[-1:] or killed_rank(lines) or lines[-LOG_TAIL_LINES:]
+
+    def user_error(self) -> str | None:
+        """The last `error:` line at the end of its log: what the user has to correct."""
+        return next(iter(_error_lines(self._log_tail())[-1:]), None)
+
+    def interrupted(self, status: int) -> bool:
+        """Whether this status is that of one that was asked to stop, also by a rank that could not hear that yet: it was importing."""
+        if status in (0, -signal.SIGINT, 128 + signal.SIGINT):
+            return True
+        return any(line.endswith("SIGINT") for line in killed_rank(self._log_tail()))
+
+    def _log_tail(self) -> list[str]:
+        with self.spec.log.open("rb") as file:
+            file.seek(max(self.log_start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
+        return [line for line in lines if line.strip(" =-")]  # no rulers
+
+
+def describe_exit(status: int) -> str:
+    if status >= 0:
+        return "ended too early" if status == 0 else f"failed with exit status {status}"
+    return f"was killed by {signal.Signals(-status).name}"
+
+
+def killed_rank(lines: Sequence[str]) -> list[str]:
+    """One line that names the first rank that a signal killed, by torchrun's last report in a log; empty where there is none."""
+    cause = max((number for number, line in enumerate(lines) if line.startswith("Root Cause")), default=len(lines))
+    rank = next(filter(None, map(_RANK.match, lines[cause:])), None)
+    code = next(filter(None, map(_KILLED.match, lines[cause:])), None)
+    if rank is None or code is None:
+        return []
+    return [f"rank {rank[1]} was killed by {signal.Signals(int(code[1])).name}"]
+
+
+def _error_lines(lines: Sequence[str]) -> list[str]:
+    return [line for line in lines if _ERROR_LINE.match(line)]
+
+
+# -- how often a process is restarted --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Permission for the `number`-th restart within the hour, in `seconds`."""
+
+    number: int
+    seconds: float
+
+
+class RestartBudget:
+    """What is left of `max_restarts`, for each process by itself.
+
+    It limits the restarts of an hour and, however far apart they are, those since the run last got beyond its furthest point: a fault that
+    comes back at the same place is not mended by going there again.
+
+    Args:
+        furthest: The newest steps of the run, in independent counts.
+    """
+
+    def __init__(self, policy: Policy, furthest: Sequence[int] = ()) -> None:
+        self._policy = policy
+        self._furthest = tuple(furthest)
+        self._times: dict[str, list[float]] = {}
+        self._without_progress: dict[str, int] = {}
+
+    def ask(self, process: str, now: float, newest: Sequence[int] = ()) -> Grant | str:
+        """Grant one more restart, which then counts, or return the limit in words that follow `was restarted 3 times`.
+
+        Args:
+            now: Seconds of the launcher's clock.
+            newest: The newest steps of the run, in the same counts as `furthest`. A step that is repeated is no progress.
+        """
+        furthest = self._furthest or tuple(newest)
+        if any(step > before for step, before in zip(newest, furthest, strict=bool(newest))):
+            self._without_progress.clear()
+        self._furthest = tuple(map(max, newest, furthest)) if newest else furthest
+        recent = [then for then in self._times.get(process, []) if now - then < _BUDGET_WINDOW_SECONDS]
+        self._times[process] = recent
+        if len(recent) >= self._policy.max_restarts:
+            return "within an hour"
+        if self._without_progress.get(process, 0) >= self._policy.max_restarts:
+            return "without the run getting any further"
+        self._without_progress[process] = self._without_progress.get(process, 0) + 1
+        recent.append(now)
+        return Grant(len(recent), min(_MAX_BACKOFF_SECONDS, self._policy.backoff * 2 ** (len(recent) - 1)))
+
+
+# -- who has stalled -------------------------------------------------------------------------------------------------------
+
+
+class LoopClock:
+    """Seconds in which the launcher was looking. While it did not look nobody counts as silent."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._last = monotonic()
+        self.now = 0.0
+
+    def tick(self) -> bool:
+        """Call it at every look. Returns whether the launcher had been away for longer than a look takes."""
+        last, self._last = self._last, self._monotonic()
+        self.now += min(self._last - last, _MAX_LOOK_SECONDS)
+        return self._last - last > _MAX_LOOK_SECONDS
+
+
+@dataclass
+class _Signs:
+    """What one status file said last, and since when (launcher's clock)."""
+
+    heartbeat: float
+    heartbeat_at: float
+    progress: tuple[float, Waiting | None]
+    progress_at: float
+    pulses: bool = False  # a server that reports each answer of its engine as progress
+
+
+@dataclass
+class _Watched:
+    """One incarnation of a process, since `began`."""
+
+    began: float
+    signs: dict[str, _Signs] = field(default_factory=dict)
+    stopped: dict[ProcessId, float] = field(default_factory=dict)
+
+
+class Watchdog:
+    """Judges who has stalled: by what the status files say, and by how long they have said the same on the launcher's own clock.
+
+    Clocks of other processes, and of other hosts' file systems, are never compared with ours, so neither a laptop that slept nor a clock that was
+    set makes anybody look dead. A status named `trainer.1` is rank 1's and belongs to the trainer.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._watched: dict[str, _Watched] = {}
+
+    def begin(self, process: str, now: float) -> None:
+        """Watch a new incarnation: what was seen of the one before no longer counts."""
+        self._watched[process] = _Watched(now)
+
+    def end(self, process: str) -> None:
+        self._watched.pop(process, None)
+
+    def reset(self, now: float) -> None:
+        """The launcher was away, and perhaps they all were: everybody's time begins anew."""
+        for process in self._watched:
+            self.begin(process, now)
+
+    def stalled(
+        self,
+        now: float,
+        statuses: Mapping[str, ProcessStatus],
+        stopped: Mapping[str, Iterable[ProcessId]],
+        services: Iterable[str] = (),
+    ) -> dict[str, str]:
+        """Why each stalled process counts as such, by name.
+
+        Args:
+            now: Of the launcher's clock, in seconds.
+            statuses: Last statuses, by name.
+            stopped: Processes that a signal has stopped, by the name of the process they belong to.
+            services: Without requests these make no progress. One that reports its engine's answers as progress must go on doing so.
+        """
+        faults = {}
+        for name, watched in self._watched.items():
+            own = {key: status for key, status in statuses.items() if key.partition(".")[0] == name}
+            reasons = [self._stopped(now, watched, stopped.get(name, ()))]
+            reasons += [self._silent(now, watched, key, status, name in services) for key, status in own.items()]
+            if name not in own and name not in services and now - watched.began > self._policy.stall_timeout:
+                reasons.append(f"has not reported within {self._policy.stall_timeout:.0f} s")
+            if reason := next(filter(None, reasons), None):
+                faults[name] = reason
+        return faults
+
+    def _stopped(self, now: float, watched: _Watched, stopped: Iterable[ProcessId]) -> str | None:
+        watched.stopped = {process: watched.stopped.get(process, now) for process in stopped}
+        longest = max((now - since for since in watched.stopped.values()), default=0.0)
+        return f"has been stopped (SIGSTOP) for {longest:.0f} s" if longest > self._policy.heartbeat_timeout else None
+
+    def _silent(self, now: float, watched: _Watched, key: str, status: ProcessStatus, service: bool) -> str | None:
+        timeout, rank = self._policy.heartbeat_timeout, key.partition(".")[2]
+        progress = (status.progress, status.waiting)
+        signs = watched.signs.setdefault(key, _Signs(status.heartbeat, now, progress, now))
+        if signs.heartbeat != status.heartbeat or (service and status.ready is None):  # ready_timeout bounds its start
+            signs.heartbeat, signs.heartbeat_at = status.heartbeat, now
+        if signs.progress != progress:
+            signs.pulses = status.ready is not None
+            signs.progress, signs.progress_at = progress, now
+        silent, unchanged = now - signs.heartbeat_at, now - signs.progress_at
+        if status.outcome is not None:  # the heartbeat ends with the last status; what is left to do is to exit
+            late = not rank and silent > _BEATS_TO_EXIT * timeout
+            return f"said `{status.outcome}` {silent:.0f} s ago and has not ended" if late else None
+        if silent > timeout:
+            return f"{f'rank {rank} ' if rank else ''}has given no sign of life for {silent:.0f} s"
+        if service:
+            mute = signs.pulses and status.waiting is None and unchanged > timeout
+            return f"has had no answer from its engine for {unchanged:.0f} s" if mute else None
+        # Rank 0 reports progress for all ranks.
+        return None if rank else self._without_progress(unchanged, status)
+
+    def _without_progress(self, unchanged: float, status: ProcessStatus) -> str | None:
+        wait = status.waiting
+        if wait is None:
+            where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
+            late = unchanged > self._policy.stall_timeout
+            return f"has stalled for {unchanged:.0f} s ({where})" if late else None
+        overdue = unchanged - (wait.deadline - wait.since)
+        if overdue <= self._policy.heartbeat_timeout:
+            return None
+        return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
+
+
+@dataclass
+class _ServerWatch:
+    """When the health route of a server is asked, and what it answered. Times by the launcher's clock, in seconds."""
+
+    server: Server
+    began: float = 0.0
+    ready: bool = False
+    answered: float = 0.0
+    due: float = 0.0
+    requests: int = 0
+
+    @property
+    def own(self) -> bool:
+        """Of one that somebody else runs only the first answer is awaited: later it is between it and the orchestrator."""
+        return self.server.port is not None
+
+
+def healthy(url: str) -> bool:
+    """Whether the server answers 200 within two seconds. A proxy is never asked for this host's own servers."""
+    local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if local else []))
+    try:
+        with opener.open(url, timeout=_HEALTH_ANSWER_SECONDS) as answer:
+            return bool(answer.status == 200)
+    except (OSError, http.client.HTTPException):  # URLError is an OSError
+        return False
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class _Due:
     """A pending start: not before `at` (launcher's clock), not before `spec.after` has reported or `AFTER_SECONDS` have passed, and not before the
@@ -66,13 +420,18 @@ class _Due:
 
 
 @dataclass(frozen=True)
-class _Fall:
-    """A process that must not have ended, or had to be ended, and why."""
+class _Failure:
+    """A process that must not have ended, or had to be killed, and why."""
 
     child: Child
-    why: str
-    for_user: str | None = None  # the line that tells the user what to mend, if it ended with one
-    for_good: bool = False  # it said that it is not to be started again
+    reason: str
+    user_error: str | None = None  # its last line, where that says what the user has to correct
+    permanent: bool = False  # its exit status says that a restart cannot help
+
+    def __str__(self) -> str:
+        last = self.child.last_words()[-1:] if self.reason.startswith("failed") else []
+        cause = self.user_error or (last[0].strip() if last else None)
+        return self.reason if cause is None else f"{self.reason} ({cause})"
 
 
 class Supervisor:
@@ -81,7 +440,7 @@ class Supervisor:
     Args:
         say: Shows a line to the user.
         tick: Called at every look.
-        doctor: Says who keeps the run from going on, in one line, or in full when the run ends by it.
+        doctor: Says which process keeps the run from going on, in one line, or in full when the run ends by it.
         drained: Says what the jobs still do when they are asked to stop.
     """
 
@@ -100,20 +459,20 @@ class Supervisor:
     ) -> None:
         self._policy = policy or Policy()
         self._due = [_Due(process, 0.0) for process in processes]
-        self._servers = {server.name: ServerWatch(server, self._policy) for server in servers}
+        self._servers = {server.name: _ServerWatch(server) for server in servers}
         self._output_dir = output_dir
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds = drain_seconds
         self._stop_seconds = stop_seconds
         self._clock = LoopClock()
-        self._budget = Budget(self._policy, marks(output_dir))
-        self._vigil = Vigil(self._policy)
+        self._budget = RestartBudget(self._policy, newest_steps(output_dir))
+        self._watchdog = Watchdog(self._policy)
         self._children: dict[str, Child] = {}
         self._jobs_left = {process.name for process in processes if not process.service}
         self._was_ready: set[str] = set()
         self._next_judgement = 0.0
         self._next_table = 0.0
-        self._now_halted: Mapping[str, Sequence[ProcessId]] = {}
+        self._stopped: Mapping[str, Sequence[ProcessId]] = {}
         self._interrupts = 0
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
@@ -127,9 +486,9 @@ class Supervisor:
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
-            with adopting(), Lifeline() as lifeline:
+            with Lifeline() as lifeline:
                 try:
-                    return self._watch(lifeline)
+                    return self._loop(lifeline)
                 finally:
                     self._stop_all()
         finally:
@@ -143,150 +502,131 @@ class Supervisor:
             self._interrupts += 1
         self._interrupted_at = now
 
-    def _watch(self, lifeline: Lifeline) -> Outcome:
+    def _loop(self, lifeline: Lifeline) -> Outcome:
         while True:  # bounded: as long as the run; every process is watched for stalls
             if self._clock.tick():
-                self._forgive()
+                self._watchdog.reset(self._clock.now)
+                for watch in self._servers.values():
+                    watch.answered = self._clock.now
             self._start_due(lifeline)
             if (outcome := self._look()) is not None:
                 return outcome
             self._tick()
             time.sleep(POLL_SECONDS)
 
-    def _forgive(self) -> None:
-        self._vigil.forgive(self._clock.now)
-        for watch in self._servers.values():
-            watch.forgive(self._clock.now)
-
     def _look(self) -> Outcome | None:
         """One look at everything: the outcome once there is one."""
         if self._interrupts > 1:
             self._say("stopping now")
             return Outcome.INTERRUPTED
-        if self._interrupts == 1 and not self._draining:
+        if self._interrupts == 1 and self._drain_deadline is None:
             self._drain()
-        if self._draining:
-            return self._look_while_draining()
-        if not self._all_go_on([*self._ended(), *self._stalled()]):
-            return Outcome.FAILURE
+        if self._drain_deadline is not None:
+            return self._look_while_draining(self._drain_deadline)
+        failures = [*self._ended(), *self._kill_stalled()]
         if not self._jobs_left:
             return Outcome.SUCCESS
-        return self._look_at_next_server()
-
-    # -- starting ------------------------------------------------------------------------------------------------------------
+        answers = [self._restart(failure) for failure in failures]  # each is reported
+        return None if all(answers) and self._look_at_next_server() else Outcome.FAILURE
 
     def _start_due(self, lifeline: Lifeline) -> None:
         for due in self._due[:]:
-            if self._clock.now >= due.at and self._may_start(due.spec):
-                self._due.remove(due)
-                self._spawn(due, lifeline)
+            if self._clock.now < due.at or not self._may_start(due.spec):
+                continue
+            self._due.remove(due)
+            name, now = due.spec.name, self._clock.now
+            self._children[name] = Child(due.spec, lifeline, os.environ, due.options, now)
+            self._watchdog.begin(name, now)
+            if (watch := self._servers.get(name)) is not None:
+                watch.began, watch.ready, watch.due = now, False, now
 
     def _may_start(self, spec: Process) -> bool:
         reported = spec.after is None or self._clock.now > AFTER_SECONDS or spec.after in read_status(self._output_dir)
         # A server that never serves ends the run, or leaves it.
         return reported and all(name in self._was_ready or name not in self._servers for name in spec.after_ready)
 
-    def _spawn(self, due: _Due, lifeline: Lifeline) -> None:
-        name, now = due.spec.name, self._clock.now
-        self._children[name] = spawn(due.spec, due.options, lifeline, os.environ, now)
-        self._vigil.begin(name, now)
-        if name in self._servers:
-            self._servers[name].begin(now)
+    # -- failures ----------------------------------------------------------------------------------------------------------
 
-    # -- who has fallen ------------------------------------------------------------------------------------------------------
-
-    def _ended(self) -> list[_Fall]:
-        """Reap what has ended; returns those that must not have: a job that failed, a service that stopped."""
-        fallen = []
+    def _ended(self) -> list[_Failure]:
+        """Reap what has ended; return those that must not have: a job that failed, a service that stopped."""
+        failures = []
         for child in self._running():
             if not child.exited():
                 continue
             status = self._reap(child)
-            gave_up = self._gave_up(child) if status == 0 else None
-            if status == 0 and gave_up is None and not child.spec.service:
+            early = self._ended_early(child) if status == 0 else None
+            if status == 0 and early is None and not child.spec.service:
                 self._jobs_left.discard(child.name)
                 continue
-            told = user_error(child.spec.log, child.log_start) if status > 0 else None
-            fallen.append(_Fall(child, gave_up or ending(status), told, status == FOR_GOOD))
-        return fallen
+            user_error = child.user_error() if status > 0 else None
+            failures.append(_Failure(child, early or describe_exit(status), user_error, status == FOR_GOOD))
+        return failures
 
-    def _gave_up(self, child: Child) -> str | None:
-        """A job that ended well by its exit status alone: somebody stopped it, and it, apart from the run."""
+    def _ended_early(self, child: Child) -> str | None:
+        """A job that ended well by its exit status alone: somebody stopped it, apart from the run."""
         last = read_status(self._output_dir).get(child.name)
         if child.spec.service or last is None or last.outcome == "finished":
             return None
         return f"ended too early ({last.outcome or 'without a last word'})"
 
-    def _stalled(self) -> list[_Fall]:
-        """Put an end to those that live and get nowhere."""
+    def _kill_stalled(self) -> list[_Failure]:
         if self._clock.now < self._next_judgement:
             return []
         self._next_judgement = self._clock.now + JUDGE_SECONDS
         statuses = read_status(self._output_dir)
         self._was_ready.update(name for name, status in statuses.items() if status.ready is not None)
         running = self._running()
-        halted = self._halted(running)
-        services = [child.name for child in running if child.spec.service]
-        faults = self._vigil.look(self._clock.now, statuses, halted, services)
-        return [self._end(self._children[name], why) for name, why in faults.items()]
-
-    def _halted(self, running: Sequence[Child]) -> Mapping[str, Sequence[ProcessId]]:
-        """By the process table, which is long on a big machine: not looked at more often than needed."""
-        if self._clock.now >= self._next_table:
+        if self._clock.now >= self._next_table:  # long on a big machine: not looked at more often than needed
             self._next_table = self._clock.now + min(TABLE_SECONDS, self._policy.heartbeat_timeout / 6)
-            tree = by_parent()
-            self._now_halted = {child.name: child.halted(tree) for child in running}
-            orphans(self._known())  # reaps what was adopted and has ended
-        return self._now_halted
+            self._stopped = _stopped_processes(running)
+        services = [child.name for child in running if child.spec.service]
+        faults = self._watchdog.stalled(self._clock.now, statuses, self._stopped, services)
+        return [self._kill(self._children[name], reason) for name, reason in faults.items()]
 
-    def _known(self) -> list[int]:
-        return [child.popen.pid for child in self._children.values()]
-
-    def _end(self, child: Child, why: str) -> _Fall:
+    def _kill(self, child: Child, reason: str) -> _Failure:
         """Diagnose while it can still be seen, then kill it."""
-        self._tell_doctor(full=False)
+        self._consult_doctor(full=False)
         self._reap(child)
-        return _Fall(child, why)
+        return _Failure(child, reason)
 
     def _reap(self, child: Child) -> int:
-        known = self._known()
-        doomed = child.kill(known)
-        status = child.reap(known)
-        for process in await_death(doomed):
+        status = child.reap()
+        for process in child.survivors:
             self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
-        self._vigil.end(child.name)
+        self._watchdog.end(child.name)
         last = read_status(self._output_dir).get(child.name)
         if last is not None and last.ready is not None:
             self._was_ready.add(child.name)
         return status
 
-    # -- and what follows ----------------------------------------------------------------------------------------------------
-
-    def _all_go_on(self, fallen: Sequence[_Fall]) -> bool:
-        """Restart every failed process; return False if the run must end."""
-        if not self._jobs_left:
-            return True
-        answers = [self._goes_on(fall) for fall in fallen]  # each is reported
-        return all(answers)
-
-    def _goes_on(self, fall: _Fall) -> bool:
-        name, now = fall.child.name, self._clock.now
-        beyond_mending = fall.for_good or (fall.for_user is not None and name not in self._was_ready)
-        self.to_correct |= beyond_mending
-        grant = None if beyond_mending else self._budget.ask(name, now, marks(self._output_dir))
+    def _restart(self, failure: _Failure) -> bool:
+        """Schedule a restart where it may help; return whether the run goes on."""
+        child, name, now = failure.child, failure.child.name, self._clock.now
+        was_ready = name in self._was_ready
+        # Before it was ready a second try would end with the same line.
+        hopeless = failure.permanent or (failure.user_error is not None and not was_ready)
+        self.to_correct |= hopeless
+        grant = None if hopeless else self._budget.ask(name, now, newest_steps(self._output_dir))
         if not isinstance(grant, Grant):
-            self._report(fall)
+            self._report(failure)
             if grant is not None and self._policy.max_restarts:
-                self._say(f"error: {name} was started again {self._policy.max_restarts} times {grant.value}: giving up")
-                self._tell_doctor()
+                self._say(f"error: {name} was started again {self._policy.max_restarts} times {grant}: giving up")
+                self._consult_doctor()
             return self._does_without(name)
-        recover = not fall.child.spec.service and name in self._was_ready
-        options = (RECOVER,) if recover and RECOVER not in fall.child.spec.argv else ()
+        recover = was_ready and not child.spec.service
+        options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
         forget_status_of(self._output_dir, name)
-        self._due.append(_Due(fall.child.spec, now + grant.seconds, options))
-        self._note(
-            Restart(time.time(), name, _reason(fall), grant.number, grant.seconds, now - fall.child.began, recover)
+        self._due.append(_Due(child.spec, now + grant.seconds, options))
+        restart = Restart(time.time(), name, str(failure), grant.number, grant.seconds, now - child.began, recover)
+        self.restarts.append(restart)
+        self._say(
+            f"{name} {restart.reason}: starting it again in {grant.seconds:g} s "
+            f"(restart {grant.number} of at most {self._policy.max_restarts} an hour{', recovering' if recover else ''})"
         )
+        path = self._output_dir / "logs" / "restarts.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with unless_full(), path.open("a") as file:
+            file.write(json.dumps(asdict(restart)) + "\n")
         return True
 
     def _does_without(self, name: str) -> bool:
@@ -297,65 +637,59 @@ class Supervisor:
         self._say(f"the run goes on without {name}, on {', '.join(self._servers)}")
         return True
 
-    def _note(self, restart: Restart) -> None:
-        self.restarts.append(restart)
-        self._say(
-            f"{restart.process} {restart.reason}: starting it again in {restart.after:g} s "
-            f"(restart {restart.number} of at most {self._policy.max_restarts} an hour{', recovering' if restart.recover else ''})"
-        )
-        path = self._output_dir / "logs" / "restarts.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with unless_full(), path.open("a") as file:
-            file.write(json.dumps(asdict(restart)) + "\n")
-
-    def _report(self, fall: _Fall) -> None:
-        child = fall.child
-        self._say(f"error: {child.name} {fall.why}; the end of {child.spec.log}:")
-        for line in last_words(child.spec.log, child.log_start):
+    def _report(self, failure: _Failure) -> None:
+        child = failure.child
+        self._say(f"error: {child.name} {failure.reason}; the end of {child.spec.log}:")
+        for line in child.last_words():
             self._say(f"  {line}")
 
-    def _tell_doctor(self, full: bool = True) -> None:
+    def _consult_doctor(self, full: bool = True) -> None:
         for line in self._doctor(full):
             self._say(line)
 
-    def _look_at_next_server(self) -> Outcome | None:
-        """One that is due, by turns: each that hangs takes its time to be found out, and a look must be short (`LoopClock`)."""
-        for name in [*self._servers]:
-            watch = self._servers.pop(name)
-            self._servers[name] = watch  # the last of the next turn
-            if watch.is_due(self._clock.now):
-                return self._look_at_server(watch)
-        return None
+    # -- servers -----------------------------------------------------------------------------------------------------------
 
-    def _look_at_server(self, watch: ServerWatch) -> Outcome | None:
-        server = watch.server
-        child = self._children.get(server.name)
-        if watch.own and (child is None or not child.running):
-            return None
-        health = watch.look(self._clock.now)
-        if health is Health.READY:
-            self._was_ready.add(server.name)
-            self._say(f"{server.name} ready in {self._clock.now - watch.began:.1f} s ({server.url})")
-        elif health is Health.NEVER and server.name not in self._was_ready:
-            hint = "see its log" if watch.own else f"{how_to_start(server.url)}, or give [inference]"
-            self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
-            self._tell_doctor()
-            if child is not None:
-                self._reap(child)
-            return None if self._does_without(server.name) else Outcome.FAILURE
-        elif health is not None and child is not None:
-            late = f"is not ready after {server.ready_timeout:.0f} s"
-            silent = f"has not answered {server.health} for {self._clock.now - watch.answered:.0f} s"
-            return (
-                None if self._goes_on(self._end(child, late if health is Health.NEVER else silent)) else Outcome.FAILURE
-            )
-        return None
+    def _look_at_next_server(self) -> bool:
+        """Ask one that is due: each that hangs takes its time, and a look must be short (`LoopClock`). Returns whether the run goes on."""
+        due = [watch for watch in self._servers.values() if self._is_due(watch)]
+        if not due:
+            return True
+        watch, now = min(due, key=lambda each: each.due), self._clock.now
+        server, child = watch.server, self._children.get(watch.server.name)
+        watch.due = now + (_HEALTH_SERVING_SECONDS if watch.ready else _HEALTH_START_SECONDS)
+        urls = (server.health, *server.others)  # by turns; the first that answers is enough to begin with
+        watch.requests += 1
+        if healthy(urls[watch.requests % len(urls)]):
+            if not watch.ready:
+                self._was_ready.add(server.name)
+                self._say(f"{server.name} ready in {now - watch.began:.1f} s ({server.url})")
+            watch.ready, watch.answered = True, now
+            return True
+        silent = now - watch.answered
+        if watch.ready:
+            lost = f"has not answered {server.health} for {silent:.0f} s"
+            late = silent > self._policy.heartbeat_timeout
+        else:
+            lost = f"is not ready after {server.ready_timeout:.0f} s"
+            late = now - watch.began > server.ready_timeout
+        if not late:
+            return True
+        if server.name in self._was_ready:
+            return child is None or self._restart(self._kill(child, lost))
+        hint = "see its log" if watch.own else f"{how_to_start(server.url)}, or give [inference]"
+        self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
+        self._consult_doctor()
+        if child is not None:
+            self._reap(child)
+        return self._does_without(server.name)
 
-    # -- stopping ------------------------------------------------------------------------------------------------------------
+    def _is_due(self, watch: _ServerWatch) -> bool:
+        if self._clock.now < watch.due or (watch.ready and not watch.own):
+            return False
+        child = self._children.get(watch.server.name)
+        return not watch.own or (child is not None and child.running)
 
-    @property
-    def _draining(self) -> bool:
-        return self._drain_deadline is not None
+    # -- stopping ----------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         self._drain_deadline = self._clock.now + self._drain_seconds
@@ -364,65 +698,59 @@ class Supervisor:
             self._jobs_left.discard(due.spec.name)
             say_for(self._output_dir, due.spec.name, "stopped")
         self._due.clear()
-        for child in self._running(service=False):
-            child.interrupt()
-
-    def _look_while_draining(self) -> Outcome | None:
-        assert self._drain_deadline is not None
         for child in self._running():
-            if child.exited():
-                status = self._reap(child)
-                self._jobs_left.discard(child.name)
-                stopped = status in (0, -signal.SIGINT, 128 + signal.SIGINT) or interrupted(child)
-                if not child.spec.service:
-                    say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {ending(status)}")
-                if child.spec.service or not stopped:
-                    self._report(_Fall(child, ending(status)))
+            if not child.spec.service:
+                child.interrupt()
+
+    def _look_while_draining(self, deadline: float) -> Outcome | None:
+        for child in self._running():
+            if not child.exited():
+                continue
+            status = self._reap(child)
+            self._jobs_left.discard(child.name)
+            stopped, reason = child.interrupted(status), describe_exit(status)
+            if not child.spec.service:
+                say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
+            if child.spec.service or not stopped:
+                self._report(_Failure(child, reason))
         if not self._jobs_left:
             return Outcome.INTERRUPTED
-        if self._clock.now < self._drain_deadline:
+        if self._clock.now < deadline:
             return None
-        late = ", ".join(child.name for child in self._running(service=False))
+        late = ", ".join(child.name for child in self._running() if not child.spec.service)
         self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
-        self._tell_doctor()
+        self._consult_doctor()
         return Outcome.INTERRUPTED
 
-    def _running(self, service: bool | None = None) -> list[Child]:
-        children = [child for child in self._children.values() if child.running]
-        return [child for child in children if service is None or child.spec.service == service]
+    def _running(self) -> list[Child]:
+        return [child for child in self._children.values() if child.running]
 
     def _stop_all(self) -> None:
-        """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to every group and to what left its group."""
+        """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to each process and all that it has started."""
         running = self._running()
-        strays = [process for child in running for process in child.look_below()]
         if running:
             self._say(f"stopping {', '.join(child.name for child in running)}")
         for child in running:
             watch = self._servers.get(child.name)
-            loading = watch is not None and not watch.ready and not self._draining
+            loading = watch is not None and not watch.ready and self._drain_deadline is None
             if not child.exited():
                 # A server that is still loading hears no SIGTERM and has nothing to lose.
                 os.kill(child.popen.pid, signal.SIGKILL if loading else signal.SIGTERM)
-        self._await_exits(running)
-        known = self._known()
-        for child in running:
-            child.reap(known)
-        for process in [*strays, *descendants(os.getpid()), *orphans(known)]:
-            send(process, signal.SIGKILL)
-
-    def _await_exits(self, children: Sequence[Child]) -> None:
-        """Until all have ended, `stop_seconds` have passed, or a second Ctrl-C."""
         with suppress(WaitTimeout):
             wait(
-                lambda: all(child.exited() for child in children),
+                lambda: all(child.exited() for child in running),
                 subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=POLL_SECONDS,
                 stop=lambda: self._interrupts > 1,
             )  # fmt: skip
+        for child in running:
+            child.reap()
 
 
-def _reason(fall: _Fall) -> str:
-    """Why, in one line."""
-    if fall.for_user is not None:
-        return f"{fall.why} ({fall.for_user})"
-    last = last_words(fall.child.spec.log, fall.child.log_start)[-1:] if fall.why.startswith("failed") else []
-    return f"{fall.why} ({last[0].strip()})" if last else fall.why
+def _stopped_processes(children: Sequence[Child]) -> dict[str, list[ProcessId]]:
+    """Which of their processes a signal has stopped, by name. Of a job that watches its own workers, itself alone."""
+    processes, stopped = table(), {}
+    for child in children:
+        itself = [processes[child.popen.pid]] if child.popen.pid in processes else []
+        below = descendants(child.popen.pid, processes) if child.spec.service or child.spec.drain_children else []
+        stopped[child.name] = [process.id for process in (*itself, *below) if process.stopped]
+    return stopped

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from loguru import logger
 
-from prime_rl.monitor.process import ProcessId, me
 from prime_rl.monitor.record import build, read_table
+from prime_rl.processes import ProcessId, me
 
 HEARTBEAT_SECONDS = 2.0
 _SAY_WAIT_SECONDS = 5.0  # from when the console hears of a wait: the first for each owner,

@@ -24,7 +24,7 @@ from torch import Tensor
 from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.host_memory import available_bytes
-from prime_rl.monitor.process import boot_id
+from prime_rl.processes import boot_id
 from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, gather, on_main

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from prime_rl.config.base import BaseConfig
 from prime_rl.errors import UserError
-from prime_rl.monitor.process import ProcessId, is_alive, me
 from prime_rl.monitor.status import read_status
+from prime_rl.processes import ProcessId, is_alive, me
 from prime_rl.transport.commit import write_atomically
 
 Party = Literal["trainer", "orchestrator", "inference"]

@@ -18,7 +18,7 @@ import xxhash
 from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.monitor.process import boot_id
+from prime_rl.processes import boot_id
 from prime_rl.transport.commit import (
     CommitError,
     clean_stages,

@@ -5,9 +5,9 @@ import select
 import subprocess
 import sys
 
-from prime_rl.inference.orphans import ancestors, follow
+from prime_rl.lifeline import ancestors, follow
 
-CHILD = "import os, sys, time; from prime_rl.inference.orphans import follow; assert follow(int(sys.argv[1])); print('ready', flush=True); time.sleep(60)"
+CHILD = "import os, sys, time; from prime_rl.lifeline import follow; assert follow(int(sys.argv[1])); print('ready', flush=True); time.sleep(60)"
 PARENT = f"""
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())], stdout=subprocess.PIPE)

@@ -19,8 +19,8 @@ from prime_rl.launcher import doctor
 from prime_rl.launcher.diagnosis import Facts, ProcessFacts, RestartFacts, State, Verdict, WorkerFacts, diagnose
 from prime_rl.launcher.rundir import Owner
 from prime_rl.monitor import Status
-from prime_rl.monitor.process import identify, is_stopped
 from prime_rl.monitor.status import ProcessStatus, Waiting, status_path
+from prime_rl.processes import identify, is_stopped
 from prime_rl.wait import wait
 
 NOW = 1_000_000.0
@@ -146,7 +146,7 @@ def test_a_stuck_environment() -> None:
 def test_work_that_gets_nowhere_and_waits_beyond_their_deadline() -> None:
     """By the run's own limits."""
     found = diagnose(facts(trainer=TRAINER, orchestrator=status("orchestrator", progress=1900.0)))
-    assert found.sentence.endswith("← orchestrator, which has got nowhere for 1900 s (at work)")
+    assert found.sentence.endswith("← orchestrator, which has stalled for 1900 s (at work)")
     overdue = status("trainer", waiting=waits("rollouts/step_41", "orchestrator", 700.0, deadline=600.0))
     found = diagnose(facts(trainer=overdue, orchestrator=status("orchestrator")))
     assert found.sentence == "trainer, which still waits for rollouts/step_41 100 s after its own deadline"

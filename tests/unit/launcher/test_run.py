@@ -137,9 +137,9 @@ def test_the_summary_names_each_restart() -> None:
     restarts = [
         Restart(0.0, "trainer", "was killed by SIGKILL", 1, 1.0, 20.0, True),
         Restart(1.0, "inference", "ended too early", 1, 1.0, 20.0, False),
-        Restart(2.0, "trainer", "has got nowhere for 9 s", 2, 2.0, 20.0, True),
+        Restart(2.0, "trainer", "has stalled for 9 s", 2, 2.0, 20.0, True),
     ]
     assert restarts_summary(restarts) == [
-        "restarts of trainer: 2 (was killed by SIGKILL; has got nowhere for 9 s)",
+        "restarts of trainer: 2 (was killed by SIGKILL; has stalled for 9 s)",
         "restarts of inference: 1 (ended too early)",
     ]

@@ -13,7 +13,6 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig, TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.procs import ProcessId, boot_id, identify, is_alive
 from prime_rl.launcher.rundir import (
     Claim,
     Owner,
@@ -21,12 +20,13 @@ from prime_rl.launcher.rundir import (
     cleaned,
     forget_dead,
     forget_status,
-    marks,
+    newest_steps,
     recoverable,
     refuse_results,
 )
 from prime_rl.monitor import Status, read_status
 from prime_rl.orchestrator.ledger import Ledger
+from prime_rl.processes import ProcessId, boot_id, identify, is_alive
 from prime_rl.transport.lives import open_life, run_id
 from prime_rl.transport.settings import agree
 from prime_rl.transport.tmpfs import note_tmpfs, tmpfs_dir
@@ -223,7 +223,7 @@ def test_a_saved_state_is_a_result(tmp_path: Path) -> None:
 
 def test_how_far_a_run_is(tmp_path: Path) -> None:
     """By number; what is being written or was given up does not count."""
-    assert marks(tmp_path) == (-1, -1)
+    assert newest_steps(tmp_path) == (-1, -1)
     for name in (
         "rollouts/step_9",
         "rollouts/step_10",
@@ -232,7 +232,7 @@ def test_how_far_a_run_is(tmp_path: Path) -> None:
         "weights/step_8",
     ):
         (tmp_path / name).mkdir(parents=True)
-    assert marks(tmp_path) == (10, 8)
+    assert newest_steps(tmp_path) == (10, 8)
 
 
 def test_a_reused_pid_is_not_the_same_process() -> None:

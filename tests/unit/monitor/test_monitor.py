@@ -23,8 +23,8 @@ from prime_rl.config.shared import MonitorConfig, WandbConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, read_metrics, read_status
 from prime_rl.monitor.monitor import JsonlWriter, check_wandb, metrics_path
-from prime_rl.monitor.process import identify, me
 from prime_rl.monitor.status import say_for
+from prime_rl.processes import identify, me
 from prime_rl.wait import wait
 from support.processes import REPOSITORY
 

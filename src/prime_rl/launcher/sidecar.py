@@ -17,10 +17,10 @@ from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.child import Child, await_death, ending, last_words, spawn
 from prime_rl.launcher.gpus import visible_gpus
 from prime_rl.launcher.layout import gpus_of_a_server
 from prime_rl.launcher.plan import Process
+from prime_rl.launcher.supervise import Child, describe_exit
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
@@ -28,12 +28,12 @@ from prime_rl.transport.lives import EVAL, drop_lease, write_lease
 from prime_rl.transport.protocol import first_lease
 
 _POLL_SECONDS = 0.5
-# What torchrun tells its ranks would be taken for the engine's own.
-_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
+# An engine would take what torchrun sets for its ranks for its own.
+_TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 
 
 def eval_config(config: SFTConfig) -> EvalConfig:
-    """Of the evaluation that follows the run."""
+    """The configuration of the evaluation that follows the run."""
     section = config.eval
     assert section is not None
     return EvalConfig(
@@ -53,66 +53,64 @@ def eval_config(config: SFTConfig) -> EvalConfig:
 
 
 def server_config(config: SFTConfig) -> InferenceConfig | None:
-    """Of the server that is started, if one is."""
+    """The configuration of the server that is started, if one is."""
     if config.inference is None:
         return None
-    places = {"output_dir": config.output_dir, "weights_root": config.output_dir / "weights", "log": config.log}
+    paths = {"output_dir": config.output_dir, "weights_root": config.output_dir / "weights", "log": config.log}
     device = config.inference.device if config.inference.device != "auto" else config.device
-    return config.inference.model_copy(update={**places, "device": device})
+    return config.inference.model_copy(update={**paths, "device": device})
 
 
-class Companions:
-    """`with Companions(config) as companions: train(config); companions.finish()`. Nothing is started where nothing is to be evaluated."""
+class EvalSidecar:
+    """`with EvalSidecar(config) as sidecar: train(config); sidecar.finish()`. Nothing is started where nothing is to be evaluated."""
 
     def __init__(self, config: SFTConfig, environ: Mapping[str, str] = os.environ) -> None:
         """Raises UserError: there is no GPU for the server."""
         self._config = config
         self._environ = {
-            name: value for name, value in child_env(environ, SFTConfig).items() if not name.startswith(_OF_TORCHRUN)
+            name: value
+            for name, value in child_env(environ, SFTConfig).items()
+            if not name.startswith(_TORCHRUN_PREFIXES)
         }
         self._gpus = self._gpus_of_server(environ)
         self._children: dict[str, Child] = {}
-        self._ends = ExitStack()
+        self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
         output_dir = self._config.output_dir
         if self._config.eval is None:
             drop_lease(output_dir, EVAL)  # a killed run's: nothing would be removed any more
             return self
-        Status(output_dir, "sft")  # an earlier run's last word is not this one's
-        write_lease(
-            output_dir, first_lease(None), EVAL
-        )  # before anything is committed: the evaluation takes seconds to begin
-        configs = {EVAL: eval_config(self._config), SERVER: server_config(self._config)}
-        lifeline = self._ends.enter_context(Lifeline())
-        self._ends.callback(self._kill)
-        for name, config in configs.items():
+        Status(output_dir, "sft")  # replaces an earlier run's outcome
+        # Before anything is committed: the evaluation takes seconds to begin.
+        write_lease(output_dir, first_lease(None), EVAL)
+        lifeline = self._exit_stack.enter_context(Lifeline())
+        self._exit_stack.callback(self._kill)
+        for name, config in {EVAL: eval_config(self._config), SERVER: server_config(self._config)}.items():
             if config is None:
                 continue
             path = output_dir / "configs" / f"{name}.toml"
             write_toml(config, path)
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
             process = Process(name, argv, output_dir / "logs" / f"{name}.log", self._variables(name))
-            self._children[name] = spawn(process, (), lifeline, self._environ, time.monotonic())
+            self._children[name] = Child(process, lifeline, self._environ)
             logger.info("started {} (log: {})", name, process.log)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ends.close()
+        self._exit_stack.close()
 
     def finish(self) -> None:
-        """After the training: wait until its last version is evaluated. One that was stopped is not evaluated further.
+        """After the training: wait until its last version is evaluated, unless it was stopped.
 
         Raises:
             UserError: the evaluation failed, or its server is gone; the weights are there.
         """
-        evaluation = self._children.get(EVAL)
-        if evaluation is None:
-            return
-        sft = read_status(self._config.output_dir).get("sft")
-        if sft is not None and sft.outcome == "stopped":
+        evaluation, server = self._children.get(EVAL), self._children.get(SERVER)
+        training = read_status(self._config.output_dir).get("sft")
+        if evaluation is None or (training is not None and training.outcome == "stopped"):
             return
         signal.signal(
             signal.SIGINT, signal.default_int_handler
@@ -120,34 +118,27 @@ class Companions:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         logger.info("training has ended: waiting for the evaluation of its last version (log: {})", evaluation.spec.log)
         while not evaluation.exited():  # bounded: every wait of `eval` has its deadline
-            if (server := self._children.get(SERVER)) is not None and server.exited():
+            if server is not None and server.exited():
                 raise self._failed(server)
             time.sleep(_POLL_SECONDS)
-        if evaluation.reap(self._known) != 0:
+        if evaluation.reap() != 0:
             raise self._failed(evaluation)
         report = self._config.output_dir / "evals" / "report.md"
         logger.info("evaluated, see {}\n{}", report, report.read_text() if report.is_file() else "nothing")
 
     def _failed(self, child: Child) -> UserError:
-        why = "\n".join([ending(child.reap(self._known)), *last_words(child.spec.log, child.log_start)])
+        reason = "\n".join([describe_exit(child.reap()), *child.last_words()])
         configs = self._config.output_dir / "configs"
         # It follows a run that has ended: what is chosen, and the last version, are evaluated, and nothing is waited for.
         server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if SERVER in self._children else ""
         return UserError(
-            f"the training is complete, but {child.name} {why}\n"
+            f"the training is complete, but {child.name} {reason}\n"
             f"what is missing: {server}uv run eval @ {configs / f'{EVAL}.toml'} (weights: {self._config.output_dir / 'weights'})"
         )
 
-    @property
-    def _known(self) -> list[int]:
-        return [child.popen.pid for child in self._children.values()]
-
     def _kill(self) -> None:
-        children = self._children.values()
-        doomed = [process for child in children if child.running for process in child.kill(self._known)]
-        for child in children:
-            child.reap(self._known)
-        await_death(doomed)
+        for child in self._children.values():
+            child.reap()
         drop_lease(self._config.output_dir, EVAL)  # of one that did not come to its end
 
     def _gpus_of_server(self, environ: Mapping[str, str]) -> list[str]:
@@ -163,12 +154,13 @@ class Companions:
         return visible[ranks : ranks + wanted]
 
     def _variables(self, name: str) -> dict[str, str]:
-        gpus = self._gpus if name == SERVER else []
-        key = None if self._config.inference is None else self._config.inference.api_key
         assert self._config.eval is not None
-        secret = (
-            {} if key is None else {"VLLM_API_KEY" if name == SERVER else self._config.eval.client.api_key_var: key}
-        )
-        placed = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if gpus else {}
-        few = {} if gpus else {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2))}
-        return {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **few, **placed, **secret}
+        variables = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if name == SERVER and self._gpus:
+            variables |= {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        else:
+            variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // 2))
+        key = None if self._config.inference is None else self._config.inference.api_key
+        if key is not None:
+            variables["VLLM_API_KEY" if name == SERVER else self._config.eval.client.api_key_var] = key
+        return variables

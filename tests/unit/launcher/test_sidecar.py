@@ -7,8 +7,8 @@ import pytest
 from prime_rl.config import ConfigError, SFTConfig, parse
 from prime_rl.entrypoints import sft
 from prime_rl.errors import UserError
-from prime_rl.launcher import companions
-from prime_rl.launcher.companions import Companions, eval_config, server_config
+from prime_rl.launcher import sidecar
+from prime_rl.launcher.sidecar import EvalSidecar, eval_config, server_config
 from prime_rl.transport import lives
 from prime_rl.transport.protocol import Lease
 
@@ -72,23 +72,23 @@ def test_an_option_wins_over_what_a_file_says_of_the_server(tmp_path: Path) -> N
 
 def test_a_server_needs_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: it gets those behind the trainer's; where there are none, nothing is started."""
-    monkeypatch.setattr(companions, "visible_gpus", lambda environ: ["0", "1", "2"])
+    monkeypatch.setattr(sidecar, "visible_gpus", lambda environ: ["0", "1", "2"])
     made = config(inference={"tensor_parallel_size": 2})
-    assert Companions(made, {"LOCAL_WORLD_SIZE": "1"})._gpus == ["1", "2"]
+    assert EvalSidecar(made, {"LOCAL_WORLD_SIZE": "1"})._gpus == ["1", "2"]
     with pytest.raises(UserError, match=r"needs 2 GPU\(s\) beside the 2 that train, and 3 are visible"):
-        Companions(made, {"LOCAL_WORLD_SIZE": "2"})
+        EvalSidecar(made, {"LOCAL_WORLD_SIZE": "2"})
 
 
 def test_torchruns_variables_are_not_inherited() -> None:
     """Contract: an engine that found a rank would wait for others; what names settings of `sft` would be refused."""
     environ = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_PORT": "1", "PATH": "/bin", "PRIME_DATA__SEQ_LEN": "9"}
-    assert Companions(config(), environ)._environ == {"PATH": "/bin"}
+    assert EvalSidecar(config(), environ)._environ == {"PATH": "/bin"}
 
 
 def test_what_a_killed_evaluation_held_is_let_go(tmp_path: Path) -> None:
     """Contract: a run that goes on without evaluating removes its versions as if there had been none."""
     lives.write_lease(tmp_path, Lease(0, 5), lives.EVAL)
-    with Companions(config(eval=None, output_dir=tmp_path), {}) as nothing:
+    with EvalSidecar(config(eval=None, output_dir=tmp_path), {}) as nothing:
         nothing.finish()
         assert lives.leases(tmp_path) == []
 

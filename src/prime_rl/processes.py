@@ -1,0 +1,180 @@
+"""Process identity, process trees, and the end of whatever was spawned, read from /proc (Linux).
+
+A process belongs to another by descent, by process group, or by a mark in the environment it was started with: a daemon keeps that after its
+parents are gone. Standard library only: environment workers import this from their own virtual environments.
+"""
+
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from prime_rl.wait import WaitTimeout, wait
+
+DEATH_SECONDS = 30.0  # from SIGKILL to the end: a process inside the kernel (a disk, a driver) dies when it comes out
+_KILL_ROUNDS = 3  # a process may be born between the look and the kill
+_OOM_SCORE = 500  # of 1000
+_PROC = Path("/proc")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """A pid with its start time (clock ticks since boot), which tells a reused pid from the old one."""
+
+    pid: int
+    started: int
+
+
+class Process(NamedTuple):
+    """A line of the process table. `stopped`: by a signal or a debugger. `resident`: bytes of memory; shared pages count in each."""
+
+    id: ProcessId
+    parent: int
+    group: int
+    stopped: bool
+    resident: int
+
+
+Table = Mapping[int, Process]
+
+
+def read(pid: int) -> Process | None:
+    """The living process with this pid; None when there is none or only its zombie."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # The name, in brackets, may hold spaces. After it: state, parent, group, …
+    fields = text.rpartition(")")[2].split()
+    if fields[0] in "ZX":
+        return None
+    ident = ProcessId(pid, int(fields[19]))
+    return Process(ident, int(fields[1]), int(fields[2]), fields[0] in "Tt", int(fields[21]) * _PAGE_BYTES)
+
+
+def table() -> Table:
+    """All living processes by pid."""
+    pids = [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+    return {pid: process for pid in pids if (process := read(pid)) is not None}
+
+
+def identify(pid: int) -> ProcessId | None:
+    """The identity of the living process with this pid."""
+    process = read(pid)
+    return None if process is None else process.id
+
+
+def me() -> ProcessId:
+    """This process."""
+    process = identify(os.getpid())
+    assert process is not None
+    return process
+
+
+def is_alive(process: ProcessId) -> bool:
+    return identify(process.pid) == process
+
+
+def is_stopped(process: ProcessId) -> bool:
+    """Whether it lives but was halted (SIGSTOP, or a debugger)."""
+    current = read(process.pid)
+    return current is not None and current.id == process and current.stopped
+
+
+def boot_id() -> str:
+    """Of the running kernel: another one means that every process of before is gone."""
+    return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+
+
+def descendants(pid: int, processes: Table) -> list[Process]:
+    """Every process below `pid`, in any process group or session."""
+    return [processes[each] for each in _below([pid], processes) if each != pid]
+
+
+def family(pid: int, processes: Table) -> set[int]:
+    """Pids of a process, its descendants, its process group and their descendants."""
+    return _below([each for each, process in processes.items() if pid in (each, process.group)], processes)
+
+
+def _below(pids: Iterable[int], processes: Table) -> set[int]:
+    """These and all below them."""
+    children: dict[int, list[int]] = {}
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    queue, found = list(pids), set()
+    while queue:
+        pid = queue.pop()
+        if pid not in found:
+            found.add(pid)
+            queue += children.get(pid, [])
+    return found
+
+
+def marked(mark: str, pids: Iterable[int]) -> set[int]:
+    """Those that were started with the variable `mark` ("NAME=value") in their environment."""
+    found = set()
+    for pid in pids:
+        with suppress(OSError):  # ended meanwhile, or another user's
+            if mark.encode() in (_PROC / str(pid) / "environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return found
+
+
+def kill_family(pid: int, mark: str) -> set[Process]:
+    """SIGKILL a process and all that is its, by descent, group or mark, wherever it has gone. Returns what was killed; it may take a moment to die."""
+    killed: dict[ProcessId, Process] = {}
+    for _ in range(_KILL_ROUNDS):
+        processes = table()
+        own = family(pid, processes)
+        own = (own | marked(mark, processes.keys() - own)) - {os.getpid()}
+        if not own:
+            break
+        for each in own:
+            killed.setdefault(processes[each].id, processes[each])
+            send(processes[each].id, signal.SIGKILL)
+    return set(killed.values())
+
+
+def await_death(killed: Iterable[Process]) -> list[ProcessId]:
+    """Wait, within bounds, until killed processes are gone: they hold memory, GPUs and ports. Returns those that are not."""
+    dying = [process.id for process in killed]
+    with suppress(WaitTimeout):
+        wait(
+            lambda: not any(map(is_alive, dying)),
+            subject="end of killed processes",
+            owner="the kernel",
+            seconds=DEATH_SECONDS,
+            poll=0.05,
+        )
+    return [process for process in dying if is_alive(process)]
+
+
+def send(process: ProcessId, number: signal.Signals) -> None:
+    """Signal it unless it is gone."""
+    if is_alive(process):
+        with suppress(ProcessLookupError, PermissionError):  # it ended since the look
+            os.kill(process.pid, number)
+
+
+def memory_bytes(pid: int) -> int:
+    """Memory of the tree under `pid`, itself included: shared pages count once (PSS), where the kernel allows to read it."""
+    processes = table()
+    return sum(_pss(processes[each]) for each in _below([pid], processes) if each in processes)
+
+
+def _pss(process: Process) -> int:
+    try:
+        lines = (_PROC / str(process.id.pid) / "smaps_rollup").read_text().splitlines()
+    except OSError:  # ended, or not ours to read
+        return process.resident
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), process.resident)
+
+
+def offer_to_the_kernel() -> None:
+    """When memory runs out, let the kernel end this process and its children before others."""
+    with suppress(OSError):
+        (_PROC / "self" / "oom_score_adj").write_text(str(_OOM_SCORE))
