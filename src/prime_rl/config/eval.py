@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Older, Problem, Section, check, option
+from prime_rl.config.base import BaseConfig, Older, Problem, Section, check, conflict, option
 from prime_rl.config.shared import (
     ClientConfig,
     EnvConfig,
@@ -109,45 +109,27 @@ class EvalConfig(BaseConfig, Measure):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        of_versions = {"steps": self.steps, "interval": self.interval, "follow": self.follow, "eval_base": not self.eval_base}  # fmt: skip
+        without = self.weights_dir is None
+        chooses = "follow" if self.follow else "interval" if self.interval is not None else ""
+        chat, client = self.client.type == "chat", self.client
+        several = len(client.base_urls) != 1 or client.admin_base_url is not None
         check(
-            *self._without_versions(),
-            self._two_choices(),
-            self._holds_what_it_follows(),
-            self._known_steps(),
-            self._chat_only(),
+            *(
+                conflict(without and value, f"{key} is about versions: give weights_dir too", key, "weights_dir")
+                for key, value in of_versions.items()
+            ),
+            conflict(
+                self.steps and chooses,
+                f"steps names the versions and {chooses} chooses them: give one of them",
+                "steps",
+                chooses,
+            ),
+            conflict(
+                self.hold and not self.follow, "hold is about a run that is followed: give follow too", "hold", "follow"
+            ),
+            *(conflict(step < 0, f"steps: {step} is no version", "steps") for step in self.steps),
+            conflict(chat and not without, "an API by its chat route takes no weights", "weights_dir", "client.type"),
+            conflict(chat and several, "the chat route is asked at one address", "client.base_url", "client.type"),
         )
         return self
-
-    def _without_versions(self) -> list[Problem]:
-        if self.weights_dir is not None:
-            return []
-        given = {"steps": bool(self.steps), "interval": self.interval is not None, "follow": self.follow, "eval_base": not self.eval_base}  # fmt: skip
-        return [
-            Problem(f"{key} is about versions: give weights_dir too", key, "weights_dir") for key in given if given[key]
-        ]
-
-    def _two_choices(self) -> Problem | None:
-        if self.steps and (self.follow or self.interval is not None):
-            other = "follow" if self.follow else "interval"
-            return Problem(f"steps names the versions and {other} chooses them: give one of them", "steps", other)
-        return None
-
-    def _holds_what_it_follows(self) -> Problem | None:
-        return (
-            Problem("hold is about a run that is followed: give follow too", "hold", "follow")
-            if self.hold and not self.follow
-            else None
-        )
-
-    def _known_steps(self) -> Problem | None:
-        wrong = next((step for step in self.steps if step < 0), None)
-        return None if wrong is None else Problem(f"steps: {wrong} is no version", "steps")
-
-    def _chat_only(self) -> Problem | None:
-        if self.client.type != "chat":
-            return None
-        if self.weights_dir is not None:
-            return Problem("an API by its chat route takes no weights", "weights_dir", "client.type")
-        if len(self.client.base_urls) != 1 or self.client.admin_base_url is not None:
-            return Problem("the chat route is asked at one address", "client.base_url", "client.type")
-        return None

@@ -4,7 +4,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Problem, Section, check, option
+from prime_rl.config.base import BaseConfig, Problem, Section, check, conflict, option
 from prime_rl.config.shared import (
     CkptConfig,
     ClientConfig,
@@ -41,9 +41,9 @@ class OverlongPenalty(Section):
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
-        if self.cache <= self.max_tokens:
-            return self
-        raise Problem(f"cache {self.cache} is more than max_tokens {self.max_tokens}", "cache", "max_tokens")
+        message = f"cache {self.cache} is more than max_tokens {self.max_tokens}"
+        check(conflict(self.cache > self.max_tokens, message, "cache", "max_tokens"))
+        return self
 
 
 class TeacherServer(Section):
@@ -410,13 +410,36 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        longest = self.sampling.max_tokens or 0
         check(
-            None if self.environments else Problem("no environment: give [environment] with an `id`", "environment"),
-            self._whole_groups(),
+            conflict(not self.environments, "no environment: give [environment] with an `id`", "environment"),
+            conflict(
+                self.batch_size % self.rollouts_per_example,
+                f"rollouts_per_example {self.rollouts_per_example} does not divide batch_size {self.batch_size}",
+                "rollouts_per_example",
+                "batch_size",
+            ),
             *(self._can_compare(algorithm, key) for algorithm, key in self.algorithms()),
-            self._off_policy_bound(),
-            self._reply_fits(),
-            *(self._can_be_trained(sampling, key) for sampling, key in self._training_sampling()),
+            conflict(
+                self.max_off_policy_steps < self.async_level,
+                f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}",
+                "max_off_policy_steps",
+                "async_level",
+            ),
+            conflict(
+                longest >= self.seq_len,
+                f"sampling.max_tokens {longest} leaves no room for a prompt within seq_len {self.seq_len}",
+                "sampling.max_tokens",
+                "seq_len",
+            ),
+            *(
+                conflict(
+                    sampling.temperature == 0,
+                    "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)",
+                    f"{key}.temperature",
+                )
+                for sampling, key in [(self.sampling, "sampling"), *map(self._sampling_of, self.environments)]
+            ),
             *(self._can_be_scored(env) for env in self.environments),
             *(self._filters_have_an_effect(filters, key) for filters, key in self.all_filters()),
             resume_within(self.max_steps, self.ckpt),
@@ -424,11 +447,11 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         )
         return self
 
-    def _whole_groups(self) -> Problem | None:
-        if self.batch_size % self.rollouts_per_example == 0:
-            return None
-        message = f"rollouts_per_example {self.rollouts_per_example} does not divide batch_size {self.batch_size}"
-        return Problem(message, "rollouts_per_example", "batch_size")
+    def _sampling_of(self, env: TrainingEnv) -> tuple[SamplingConfig, str]:
+        """How an environment is sampled, and the key that says so."""
+        if env.sampling is None:
+            return self.sampling, "sampling"
+        return env.sampling.over(self.sampling), f"environments.{env.name}.sampling"
 
     def algorithm_of(self, env: str) -> AlgorithmConfig:
         """The algorithm of the environment of that name."""
@@ -464,32 +487,12 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
         if algorithm.type == "reinforce_pp" and self.batch_size == 1:
             message = "reinforce_pp compares the episodes of a batch: with batch_size 1 every advantage would be zero"
             return Problem(message, f"{key}.type", "batch_size")
-        if self.rollouts_per_example > 1 or not algorithm.group_relative:
-            return None
-        message = (
-            f"{algorithm.type} compares attempts at one task: with rollouts_per_example 1 every advantage would be zero"
+        return conflict(
+            self.rollouts_per_example == 1 and algorithm.group_relative,
+            f"{algorithm.type} compares attempts at one task: with rollouts_per_example 1 every advantage would be zero",
+            f"{key}.type",
+            "rollouts_per_example",
         )
-        return Problem(message, f"{key}.type", "rollouts_per_example")
-
-    def _off_policy_bound(self) -> Problem | None:
-        if self.max_off_policy_steps >= self.async_level:
-            return None
-        message = f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
-        return Problem(message, "max_off_policy_steps", "async_level")
-
-    def _training_sampling(self) -> list[tuple[SamplingConfig, str]]:
-        own = [
-            (env.sampling.over(self.sampling), f"environments.{env.name}.sampling")
-            for env in self.environments
-            if env.sampling
-        ]
-        return [(self.sampling, "sampling"), *own]
-
-    def _can_be_trained(self, sampling: SamplingConfig, key: str) -> Problem | None:
-        if sampling.temperature > 0:
-            return None
-        message = "temperature 0 samples greedily: there is no distribution to train on (evaluations may use it)"
-        return Problem(message, f"{key}.temperature")
 
     def _filters_have_an_effect(self, filters: FilterConfig, key: str) -> Problem | None:
         its = [self.algorithm_of(env.name) for env in self.environments if self.filters_of(env.name) is filters]
@@ -499,31 +502,21 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
                 f"dynamic_sampling has no effect: {kinds} compares no attempts, so that no group is without signal"
             )
             return Problem(message, f"{key}.dynamic_sampling")
-        rule = filters.off_policy
-        if rule is not None and rule.max_steps < self.async_level:
-            message = (
-                f"off_policy.max_steps {rule.max_steps} is below async_level {self.async_level}: nothing would be left"
-            )
-            return Problem(message, f"{key}.off_policy.max_steps", "async_level")
-        if rule is not None and rule.max_steps >= self.max_off_policy_steps:
-            message = f"off_policy has no effect: max_off_policy_steps {self.max_off_policy_steps} drops the same"
-            return Problem(message, f"{key}.off_policy.max_steps", "max_off_policy_steps")
-        return None
+        if filters.off_policy is None:
+            return None
+        steps, name = filters.off_policy.max_steps, f"{key}.off_policy.max_steps"
+        if steps < self.async_level:
+            message = f"off_policy.max_steps {steps} is below async_level {self.async_level}: nothing would be left"
+            return Problem(message, name, "async_level")
+        message = f"off_policy has no effect: max_off_policy_steps {self.max_off_policy_steps} drops the same"
+        return conflict(steps >= self.max_off_policy_steps, message, name, "max_off_policy_steps")
 
     def _can_be_scored(self, env: TrainingEnv) -> Problem | None:
-        algorithm = self.algorithm_of(env.name)
-        scored = algorithm.component == "ref_kl" or (algorithm.component == "rl" and self.reference is not None)
-        sampling = env.sampling.over(self.sampling) if env.sampling else self.sampling
-        if not scored or sampling.temperature == 1.0:
-            return None
-        who = "a teacher" if algorithm.component == "ref_kl" else "the reference"
-        key = "sampling" if env.sampling is None else f"environments.{env.name}.sampling"
-        message = f"{who} tells log-probabilities of temperature 1, and {env.name} is sampled at {sampling.temperature}"
-        return Problem(message, f"{key}.temperature")
-
-    def _reply_fits(self) -> Problem | None:
-        longest = self.sampling.max_tokens
-        if longest is None or longest < self.seq_len:
-            return None
-        message = f"sampling.max_tokens {longest} leaves no room for a prompt within seq_len {self.seq_len}"
-        return Problem(message, "sampling.max_tokens", "seq_len")
+        component, (sampling, key) = self.algorithm_of(env.name).component, self._sampling_of(env)
+        scored = component == "ref_kl" or (component == "rl" and self.reference is not None)
+        who = "a teacher" if component == "ref_kl" else "the reference"
+        return conflict(
+            scored and sampling.temperature != 1.0,
+            f"{who} tells log-probabilities of temperature 1, and {env.name} is sampled at {sampling.temperature}",
+            f"{key}.temperature",
+        )

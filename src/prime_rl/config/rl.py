@@ -4,7 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from prime_rl.config.base import BaseConfig, Problem, check, option
+from prime_rl.config.base import BaseConfig, check, conflict, option
 from prime_rl.config.inference import InferenceConfig
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.config.share import share, without_copies
@@ -69,59 +69,58 @@ class RLConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
+        trainer, orchestrator, loss = self.trainer, self.orchestrator, self.trainer.loss
+        resumes = self.ckpt is not None and self.ckpt.resume_step is not None
+        penalty = "kl_coef" if loss.kl_coef else "entropy_coef" if loss.entropy_coef else ""
+        key = f"trainer.loss.{penalty}"
+        by_reward = any(algorithm.component == "rl" for algorithm, _ in orchestrator.algorithms())
+        reference = orchestrator.reference is not None
+        needs_staging = trainer.weights.transport == "memory" and self.inference is not None
         check(
-            self._samples_fit(),
-            self._nothing_to_resume(),
-            self._weights_can_be_staged(),
-            self._has_what_the_loss_needs(),
-            self._trains_what_is_penalized(),
+            conflict(
+                orchestrator.seq_len > trainer.seq_len,
+                f"orchestrator.seq_len {orchestrator.seq_len} exceeds trainer.seq_len {trainer.seq_len}: samples would not fit a micro-batch",
+                "orchestrator.seq_len",
+                "trainer.seq_len",
+            ),
+            nothing_to_clean(self.clean, self.recover, self.ckpt),
+            conflict(
+                self.recover and resumes and not self.clean,
+                "recover goes on from the newest state, ckpt.resume_step from a checkpoint: give one of them",
+                "recover",
+                "ckpt.resume_step",
+            ),
+            conflict(
+                needs_staging and self.inference is not None and not self.inference.stage_weights,
+                "trainer.weights.transport memory needs servers that stage weights",
+                "trainer.weights.transport",
+                "inference.stage_weights",
+            ),
+            conflict(
+                penalty and not by_reward,
+                f"{penalty} has no effect: nothing is trained by reward",
+                key,
+                "orchestrator.algorithm.type",
+            ),
+            conflict(
+                reference and not loss.kl_coef and not (penalty and not by_reward),
+                "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef",
+                "orchestrator.reference",
+                "trainer.loss.kl_coef",
+            ),
+            conflict(
+                loss.kl_coef and by_reward and not reference and not self.bench,
+                "the divergence from a reference model needs one: give orchestrator.reference.base_url",
+                "trainer.loss.kl_coef",
+                "orchestrator.reference",
+            ),
+            # Penalty and bonus are meant for all that the policy says, not only where rewards differ. Refused rather than
+            # switched: what is left out of a batch is the orchestrator's, and stays what its own settings say.
+            conflict(
+                penalty and orchestrator.filter_zero_advantage,
+                f"{penalty} would not reach samples of advantage zero, which are left out: set orchestrator.filter_zero_advantage = false",
+                key,
+                "orchestrator.filter_zero_advantage",
+            ),
         )
         return self
-
-    def _has_what_the_loss_needs(self) -> Problem | None:
-        loss = self.trainer.loss
-        if (loss.kl_coef or loss.entropy_coef) and all(
-            one.component != "rl" for one, _ in self.orchestrator.algorithms()
-        ):
-            name = "kl_coef" if loss.kl_coef else "entropy_coef"
-            message = f"{name} has no effect: nothing is trained by reward"
-            return Problem(message, f"trainer.loss.{name}", "orchestrator.algorithm.type")
-        if self.trainer.loss.kl_coef == 0 and self.orchestrator.reference is not None:
-            message = "a reference model has no effect where the loss does not ask for it: give trainer.loss.kl_coef"
-            return Problem(message, "orchestrator.reference", "trainer.loss.kl_coef")
-        if self.trainer.loss.kl_coef == 0 or self.orchestrator.reference is not None or self.bench:
-            return None
-        message = "the divergence from a reference model needs one: give orchestrator.reference.base_url"
-        return Problem(message, "trainer.loss.kl_coef", "orchestrator.reference")
-
-    def _trains_what_is_penalized(self) -> Problem | None:
-        """A penalty or bonus is meant for all that the policy says, not only where rewards differ. Refused rather than switched: what is left out of a
-        batch is the orchestrator's, and stays what its own settings say."""
-        loss = self.trainer.loss
-        if not self.orchestrator.filter_zero_advantage or (loss.kl_coef == 0 and loss.entropy_coef == 0):
-            return None
-        name = "kl_coef" if loss.kl_coef else "entropy_coef"
-        message = f"{name} would not reach samples of advantage zero, which are left out: set orchestrator.filter_zero_advantage = false"
-        return Problem(message, f"trainer.loss.{name}", "orchestrator.filter_zero_advantage")
-
-    def _samples_fit(self) -> Problem | None:
-        longest, room = self.orchestrator.seq_len, self.trainer.seq_len
-        if longest <= room:
-            return None
-        message = f"orchestrator.seq_len {longest} exceeds trainer.seq_len {room}: samples would not fit a micro-batch"
-        return Problem(message, "orchestrator.seq_len", "trainer.seq_len")
-
-    def _weights_can_be_staged(self) -> Problem | None:
-        if self.trainer.weights.transport != "memory" or self.inference is None or self.inference.stage_weights:
-            return None
-        message = "trainer.weights.transport memory needs servers that stage weights"
-        return Problem(message, "trainer.weights.transport", "inference.stage_weights")
-
-    def _nothing_to_resume(self) -> Problem | None:
-        resumes = self.ckpt is not None and self.ckpt.resume_step is not None
-        if problem := nothing_to_clean(self.clean, self.recover, self.ckpt):
-            return problem
-        if self.recover and resumes:
-            message = "recover goes on from the newest state, ckpt.resume_step from a checkpoint: give one of them"
-            return Problem(message, "recover", "ckpt.resume_step")
-        return None
