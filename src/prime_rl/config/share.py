@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from prime_rl.config.base import Problem, Section, check, conflict
-from prime_rl.config.loader import SECTIONS_OF_RL, Origins, spell
+from prime_rl.config.mistakes import SECTIONS_OF_RL, Origins, spell
 from prime_rl.config.shared import CkptConfig, WandbConfig
 
 Tree = dict[str, Any]

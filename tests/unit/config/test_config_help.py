@@ -17,7 +17,7 @@ from prime_rl.config import (
     load,
 )
 from prime_rl.config.help import SHELLS, help_text
-from prime_rl.config.loader import spell
+from prime_rl.config.mistakes import spell
 from prime_rl.config.schema import every_setting
 
 CLASSES = [RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig]
