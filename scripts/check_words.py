@@ -5,13 +5,12 @@
     python scripts/check_words.py --list     # every finding with file and line
     python scripts/check_words.py --limit 0  # exit status 1 if there are more findings than this in total
 
-Names are those of classes, functions, arguments, variables, attributes and modules. Each is split at underscores and
-capitals; the parts are compared with WORDS. LIMITS only fall: lower one when its count has fallen.
+Names of classes, functions, arguments, variables, attributes and modules are split at underscores and capitals, and
+the parts are looked up in WORDS. LIMITS only fall: lower one when its count has fallen.
 
-Not counted although DESIGN lists them, because they have an ordinary technical meaning here: `history` (of a
-conversation), `record` (of a log, a verb), `account` (a verb), `again`, `host` (a machine), `share` and `part` (a
-fraction, a part of a checkpoint or of a message), `stretch`, `ends`, `found`, `how`, `there` and `given` inside a
-longer name (only the bare name counts), `confine` (a sandbox does), `refused` (a connection is), `fall`, `proven`.
+Left out, because they also have an ordinary technical meaning: history (of a conversation), record and account (verbs),
+host (a machine), share and part (a fraction, a part of a checkpoint), stretch, confine (a sandbox does), refused (a
+connection is), fall, proven. Words in BARE count only where they are the whole name.
 """
 
 import argparse
@@ -46,9 +45,8 @@ VOCABULARY = {
     "advantage, reward": "worth",
 }
 WORDS = {word: instead for instead, words in VOCABULARY.items() for word in words.split()}
-# Participles and adverbs that are no name for a value when they stand alone.
-BARE = {"given", "there", "ends", "found", "how", "lost", "again"}
-# Folders whose modules are named after the entrypoints, and the two loops that `torchrun` is given by their paths.
+BARE = {"given", "there", "ends", "found", "how", "lost", "again"}  # no names for values
+# Modules named after the entrypoints, and the two loops whose paths `torchrun` is given.
 NAMED_BY_ENTRYPOINT = ("config/", "entrypoints/", "rl/train.py", "sft/train.py", "__init__.py", "__main__.py")
 LIMITS = {"word": 667, "class defined twice": 35, "file name used twice": 18, "import cycle": 8}
 
@@ -104,16 +102,15 @@ def imports(tree: ast.AST, modules: Iterable[str]) -> Iterator[str]:
             yield from imports(node, modules)
 
 
-def cycles(graph: dict[str, set[str]], paths: dict[str, str]) -> Iterator[Finding]:
+def cycles(graph: dict[str, list[str]], paths: dict[str, str]) -> Iterator[Finding]:
     """Yield one finding a cycle; an edge of each is removed to find the next."""
-    while True:
-        try:
-            TopologicalSorter(graph).prepare()
-            return
-        except CycleError as error:
-            circle = error.args[1]
-            yield Finding("import cycle", paths[circle[0]], 1, " <- ".join(circle))
-            graph[circle[1]].discard(circle[0])
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        circle = error.args[1]
+        yield Finding("import cycle", paths[circle[0]], 1, " <- ".join(circle))
+        graph[circle[1]].remove(circle[0])
+        yield from cycles(graph, paths)
 
 
 def check(root: Path) -> list[Finding]:
@@ -121,14 +118,14 @@ def check(root: Path) -> list[Finding]:
     files = sorted(root.rglob("*.py"))
     trees = {file.relative_to(root).as_posix(): ast.parse(file.read_text(encoding="utf-8")) for file in files}
     findings = [finding for path, tree in trees.items() for finding in word_findings(path, tree)]
-    nodes = [(path, node) for path, tree in trees.items() for node in ast.walk(tree)]
-    classes = [(node.name, path, node.lineno) for path, node in nodes if isinstance(node, ast.ClassDef)]
+    nodes = ((path, node) for path, tree in trees.items() for node in ast.walk(tree))
+    classes = ((node.name, path, node.lineno) for path, node in nodes if isinstance(node, ast.ClassDef))
     findings += repeated("class defined twice", classes)
     named = [(Path(path).name, path, 1) for path in trees if not any(part in path for part in NAMED_BY_ENTRYPOINT)]
     findings += repeated("file name used twice", named)
     paths = {f"{root.name}/{path}"[:-3].removesuffix("/__init__").replace("/", "."): path for path in trees}
-    graph = {name: set(imports(trees[path], paths)) & paths.keys() - {name} for name, path in paths.items()}
-    return findings + list(cycles(graph, paths))
+    graph = {name: sorted({*imports(trees[path], paths)} & paths.keys() - {name}) for name, path in paths.items()}
+    return [*findings, *cycles(graph, paths)]
 
 
 def main() -> None:
@@ -143,8 +140,7 @@ def main() -> None:
         if arguments.list or finding.kind in over:
             print(f"src/prime_rl/{finding.path}:{finding.line}: {finding.kind}: {finding.what}")
     words = Counter(finding.what.partition(":")[0] for finding in findings if finding.kind == "word")
-    for word, count in words.most_common():
-        print(f"{count:5d}  {word}")
+    print("\n".join(f"{count:5d}  {word}" for word, count in words.most_common()))
     for kind, limit in LIMITS.items():
         print(f"{counts[kind]:5d}  {kind} (limit {limit})")
     sys.exit(bool(over) if arguments.limit is None else len(findings) > arguments.limit)
