@@ -48,7 +48,7 @@ WORDS = {word: instead for instead, words in VOCABULARY.items() for word in word
 BARE = {"given", "there", "ends", "found", "how", "lost", "again"}  # no names for values
 # Modules named after the entrypoints, and the two loops whose paths `torchrun` is given.
 NAMED_BY_ENTRYPOINT = ("config/", "entrypoints/", "rl/train.py", "sft/train.py", "__init__.py", "__main__.py")
-LIMITS = {"word": 667, "class defined twice": 35, "file name used twice": 18, "import cycle": 8}
+LIMITS = {"word": 634, "class defined twice": 35, "file name used twice": 17, "import cycle": 7}
 
 
 class Finding(NamedTuple):
@@ -142,7 +142,8 @@ def main() -> None:
     words = Counter(finding.what.partition(":")[0] for finding in findings if finding.kind == "word")
     print("\n".join(f"{count:5d}  {word}" for word, count in words.most_common()))
     for kind, limit in LIMITS.items():
-        print(f"{counts[kind]:5d}  {kind} (limit {limit})")
+        advice = f"; lower its limit in {Path(__file__).name}" if counts[kind] < limit else ""
+        print(f"{counts[kind]:5d}  {kind} (limit {limit}{advice})")
     sys.exit(bool(over) if arguments.limit is None else len(findings) > arguments.limit)
 
 
