@@ -17,11 +17,10 @@ from prime_rl.inference.arguments import guarded_host
 from prime_rl.inference.checks import model_size
 from prime_rl.launcher import checks, doctor, rundir
 from prime_rl.launcher.bench import run_apart
-from prime_rl.launcher.console import Console
+from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.gpus import memory_gib, visible_gpus
 from prime_rl.launcher.layout import Machine
 from prime_rl.launcher.plan import Plan, describe, make_plan
-from prime_rl.launcher.progress import bench_table, minutes, summary
 from prime_rl.launcher.supervise import Outcome, Policy, Restart, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
@@ -196,7 +195,7 @@ def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
 
 def _sum_up(output_dir: Path, began: float, outcome: Outcome, console: Console, bench: bool) -> None:
     words = {Outcome.SUCCESS: "done", Outcome.FAILURE: "failed", Outcome.INTERRUPTED: "interrupted"}[outcome]
-    steps, whole = console.progress.steps, len(read_metrics(metrics_path(output_dir, "trainer")))
+    steps, whole = console.steps.count, len(read_metrics(metrics_path(output_dir, "trainer")))
     earlier = f" ({whole} of the whole run)" if whole > steps and not bench else ""
     console.say(
         f"{words}: {steps} steps{earlier} in {minutes(console.seconds)}, peak memory {console.peak_memory / 2**30:.1f} GiB"

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.launcher.diagnosis import Diagnosis, Facts, ProcessFacts, State, Verdict
-from prime_rl.launcher.doctor import examination
-from prime_rl.launcher.progress import Progress, limit_line, summary
+from prime_rl.launcher.console import StepLines, limit_line, summary
+from prime_rl.launcher.doctor import Diagnosis, Facts, ProcessFacts, ProcessState, RunState, examination
 from prime_rl.monitor.limits import FULL, NOTABLE, LimitName, LimitWatch, Shares, Steps, limit_of, shares_of
 from prime_rl.monitor.monitor import metrics_path
 
@@ -160,14 +159,14 @@ def write(root: Path, steps: int, **seconds: float) -> None:
 
 def test_console_metrics_and_doctor_name_the_same(tmp_path: Path) -> None:
     """Contract: one rule, one window, whoever asks."""
-    progress, watch = Progress(tmp_path, 3), LimitWatch(tmp_path)
+    steps, watch = StepLines(tmp_path, 3), LimitWatch(tmp_path)
     write(tmp_path, 3, wait_for_batch=7.0, idle=1.0, read_batch=0.5)
     words = "limited by generation (trainer waits 70%)"
     assert str(watch.look([])) == limit_line(tmp_path) == words
-    assert progress.lines()[-1].endswith("| limited by generation | ETA 0:00")
+    assert steps.new_lines()[-1].endswith("| limited by generation | ETA 0:00")
     assert summary(tmp_path, since=0.0)[-1] == words
-    facts = Facts(2.0, ProcessFacts(State.ABSENT), {})
-    told = examination(tmp_path, facts, Diagnosis(Verdict.FINISHED, "the run has finished"))
+    facts = Facts(2.0, ProcessFacts(ProcessState.ABSENT), {})
+    told = examination(tmp_path, facts, Diagnosis(RunState.FINISHED, "the run has finished"))
     assert f"{'speed':<15}{words}" in told
     assert LimitName.GENERATION.metric == "limit/generation"
 

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prime_rl.launcher.console import Console
-from prime_rl.launcher.progress import Progress, bench_table, minutes, step_line, summary
+from prime_rl.launcher.console import Console, StepLines, bench_table, minutes, step_line, summary
 from prime_rl.monitor import Status
 from prime_rl.monitor.limits import Limit, LimitName
 from prime_rl.monitor.monitor import Tail
@@ -33,28 +32,28 @@ def add(root: Path, process: str, step: int, time: float, **metrics: float) -> N
 
 def test_a_step_is_told_once_both_sides_have_it(tmp_path: Path) -> None:
     """Joined by step, with the remaining time from the pace of the steps so far."""
-    progress = Progress(tmp_path, max_steps=20)
+    steps = StepLines(tmp_path, max_steps=20)
     add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
-    assert progress.lines() == []
+    assert steps.new_lines() == []
     add(tmp_path, "trainer", 0, 101.0, **TRAINER)
-    assert progress.lines() == [
+    assert steps.new_lines() == [
         "Step 0 [1/20] | reward 0.2500 | loss 0.0123 | entropy 2.5000 | KL 1.25e-04 | 12,346 tokens/s | 3.21 s"
     ]
-    assert progress.lines() == []
+    assert steps.new_lines() == []
     add(tmp_path, "trainer", 1, 111.0, **TRAINER)
     add(tmp_path, "orchestrator", 1, 105.0, **{"reward/mean": 0.5})
-    assert progress.lines()[0].endswith("ETA 3:00")
-    assert progress.steps == 2
+    assert steps.new_lines()[0].endswith("ETA 3:00")
+    assert steps.count == 2
 
 
 def test_evals_are_told_and_are_no_steps(tmp_path: Path) -> None:
     """An eval at step n neither hides step n nor counts as it."""
-    progress = Progress(tmp_path, max_steps=None)
+    steps = StepLines(tmp_path, max_steps=None)
     add(tmp_path, "orchestrator", 0, 99.0, **{"eval/reverse-text/reward/mean": 0.125, "eval/reverse-text/n": 8})
     add(tmp_path, "trainer", 0, 101.0, **TRAINER)
-    assert progress.lines() == ["Eval reverse-text at step 0 | reward 0.1250"]
+    assert steps.new_lines() == ["Eval reverse-text at step 0 | reward 0.1250"]
     add(tmp_path, "orchestrator", 0, 100.0, **{"reward/mean": 0.25})
-    assert progress.lines()[0].startswith("Step 0 [1] | reward 0.2500")
+    assert steps.new_lines()[0].startswith("Step 0 [1] | reward 0.2500")
 
 
 def test_missing_values_are_left_out() -> None:
@@ -94,66 +93,66 @@ def test_a_usual_line_keeps_the_mismatch() -> None:
 
 def test_a_step_that_is_trained_again_is_told_again(tmp_path: Path) -> None:
     """A trainer that recovers repeats the steps since its recovery checkpoint, from the batches that stand."""
-    progress = Progress(tmp_path, None)
+    steps = StepLines(tmp_path, None)
     for process, step in (("orchestrator", 0), ("orchestrator", 1), ("trainer", 0), ("trainer", 1)):
         add(tmp_path, process, step, 1.0, **{"reward/mean": 0.5, "loss/mean": 0.1})
-    assert [line.split(" |")[0] for line in progress.lines()] == ["Step 0 [1]", "Step 1 [2]"]
+    assert [line.split(" |")[0] for line in steps.new_lines()] == ["Step 0 [1]", "Step 1 [2]"]
     add(tmp_path, "trainer", 1, 9.0, **{"loss/mean": 0.2})
-    assert [line.split(" |")[:3] for line in progress.lines()] == [["Step 1 [2]", " reward 0.5000", " loss 0.2000"]]
+    assert [line.split(" |")[:3] for line in steps.new_lines()] == [["Step 1 [2]", " reward 0.5000", " loss 0.2000"]]
 
 
 def test_where_a_trainer_goes_on_from_is_told(tmp_path: Path) -> None:
     """One that was started again may go far back; steps made again count once."""
     (tmp_path / "incarnations").mkdir()
-    progress = Progress(tmp_path, max_steps=4)
+    steps = StepLines(tmp_path, max_steps=4)
     (tmp_path / "incarnations" / "0.json").write_text('{"step": 0}')
     for step in range(3):
         add(tmp_path, "orchestrator", step, 100.0 + step, **{"reward/mean": 0.25})
         add(tmp_path, "trainer", step, 101.0 + step, **TRAINER)
-    assert len(progress.lines()) == 3, "the first life is a matter of course"
+    assert len(steps.new_lines()) == 3, "the first life is a matter of course"
     (tmp_path / "incarnations" / "1.json").write_text('{"step": 1}')
-    assert progress.lines() == ["trainer goes on from step 1: 2 steps are made again"]
+    assert steps.new_lines() == ["trainer goes on from step 1: 2 steps are made again"]
     add(tmp_path, "trainer", 1, 110.0, **TRAINER)
-    (line,) = progress.lines()
+    (line,) = steps.new_lines()
     assert "ETA" not in line, "the time until it was back tells nothing"
     add(tmp_path, "trainer", 2, 112.0, **TRAINER)
-    assert progress.lines()[0].endswith("ETA 0:02")
-    assert progress.steps == 3
+    assert steps.new_lines()[0].endswith("ETA 0:02")
+    assert steps.count == 3
 
 
 def test_numbers_that_come_late_make_no_line(tmp_path: Path) -> None:
     """The trainer adds the time to save: it is in the line if it comes in time, and else it is not told."""
-    progress = Progress(tmp_path, None)
+    steps = StepLines(tmp_path, None)
     for step in range(2):
         add(tmp_path, "orchestrator", step, 1.0, **{"reward/mean": 0.5})
         add(tmp_path, "trainer", step, 1.0, **{"loss/mean": 0.1, "time/step": 1.0})
     add(tmp_path, "trainer", 1, 1.1, **{"time/save_ckpt": 1.0, "time/step": 2.0})
-    first, second = progress.lines()
+    first, second = steps.new_lines()
     assert "loss 0.1000 | 1.00 s" in first
     assert "loss 0.1000 | 2.00 s" in second
     add(tmp_path, "trainer", 1, 1.2, **{"time/step": 3.0})
-    assert progress.lines() == []
+    assert steps.new_lines() == []
 
 
 def test_the_processes_of_a_benchmark_are_told_apart(tmp_path: Path) -> None:
     """They share no step and make different numbers of them: the brackets and the remaining time are each one's own."""
-    progress = Progress(tmp_path, max_steps=30, apart={"trainer": 8, "orchestrator": 4})
+    steps = StepLines(tmp_path, max_steps=30, bench_steps={"trainer": 8, "orchestrator": 4})
     for step in range(8):
         add(tmp_path, "trainer", step, 100.0 + 2 * step, **{"loss/mean": 0.1, "time/step": 2.0})
         add(tmp_path, "trainer", step, 100.5 + 2 * step, **{"time/export": 0.5})  # late: no line
-    told = progress.lines()
+    told = steps.new_lines()
     assert told[0] == "trainer: Step 0 [1/8] | loss 0.1000 | 2.00 s"
     assert told[1] == "trainer: Step 1 [2/8] | loss 0.1000 | 2.00 s | ETA 0:12"
     assert told[7] == "trainer: Step 7 [8/8] | loss 0.1000 | 2.00 s | ETA 0:00"
     assert len(told) == 8
-    assert not progress.begun, "the orchestrator is still starting"
+    assert not steps.begun, "the orchestrator is still starting"
     for step in range(4):
         add(tmp_path, "orchestrator", step, 200.0 + 10 * step, **{"reward/mean": 0.5, "time/step": 10.0})
-    told = progress.lines()
+    told = steps.new_lines()
     assert told[1] == "orchestrator: Step 1 [2/4] | reward 0.5000 | 10.00 s | ETA 0:20"
     assert len(told) == 4
-    assert progress.begun
-    assert progress.steps == 8
+    assert steps.begun
+    assert steps.count == 8
 
 
 def test_tail_reads_whole_lines_that_are_new(tmp_path: Path) -> None:
