@@ -47,7 +47,7 @@ def main() -> None:
     directory = Path(tempfile.mkdtemp(prefix="prime-rl-idle-"))
     write_base_version(directory / "weights", MODEL)
     (directory / "incarnations").mkdir()
-    (directory / "incarnations" / "0.json").write_text('{"step": 0}')  # as a trainer would begin its life
+    (directory / "incarnations" / "0.json").write_text('{"step": 0}')  # as a trainer would begin its incarnation
     server = start("inference", directory, "--server.port", PORT, "--cpu.fork-engine")
     orchestrator = start(
         "orchestrator", directory, "--environment.id", "reverse-text", "--batch-size", 16, "--rollouts-per-example", 8,

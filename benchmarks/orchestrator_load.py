@@ -133,7 +133,7 @@ class Run:
         self.directory = directory
         write_base_version(directory / "weights", MODEL)
         (directory / "incarnations").mkdir()
-        (directory / "incarnations" / "0.json").write_text('{"step": 0}')  # as a trainer would begin its life
+        (directory / "incarnations" / "0.json").write_text('{"step": 0}')  # as a trainer would begin its incarnation
         cores = sorted(os.sched_getaffinity(0))
         self.core, self.others = cores[0], set(cores[1:]) or {cores[0]}
         me = [sys.executable, str(Path(__file__).resolve())]

@@ -227,7 +227,7 @@ def table(store: Store) -> str:
             lines.append(f"| {cell.do} | {cell.process} | `{cell.point}` | not run | | | | |")
             continue
         outcome = row["outcome"] if not row["problems"] else f"**{row['outcome']}**: {_plain(row['problems'][0])}"
-        starts = ", ".join(f"{name} {count}" for name, count in row["lives"].items() if count > 1)
+        starts = ", ".join(f"{name} {count}" for name, count in row["incarnations"].items() if count > 1)
         shared = row.get("together", 1)
         seconds = f"{row['seconds']:.0f}" + (f" / {shared}" if shared > 1 else "")
         lines.append(

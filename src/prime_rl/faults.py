@@ -1,7 +1,7 @@
 """Named fault points: where a test makes this process die, stall, lose a disk or tear a file, to prove that the run survives it.
 
 A point stands at every durable boundary and is named `boundary:subject`, for instance `rename:weights/step_3`. Without a plan a point costs one
-comparison. With `PRIMERL_FAULTS=plan.json` the faults of that plan fire, each a stated number of times over all lives of all processes (a file
+comparison. With `PRIMERL_FAULTS=plan.json` the faults of that plan fire, each a stated number of times over all incarnations of all processes (a file
 beside the plan counts). Standard library only: environment workers import this from their own virtual environments.
 """
 
@@ -30,7 +30,7 @@ class Fault:
         process: The process it happens in: trainer, orchestrator, inference, environment.
         do: `kill` (SIGKILL to itself), `stop` (SIGSTOP), `enospc` (the error of a full disk), `tear` (the file at hand is cut in half, then
             SIGKILL), `delay` (sleep); `drop`, `duplicate` and `error` are carried out by the caller.
-        nth: It fires from the nth match on (1-based, counted over all lives).
+        nth: It fires from the nth match on (1-based, counted over all incarnations).
         times: How often it fires.
         seconds: Length of a delay.
     """
@@ -84,7 +84,7 @@ def point(name: str, file: Path | None = None) -> Kind | None:
 
 
 def _due(number: int, fault: Fault) -> bool:
-    """Count this match, durably and atomically: the next life must know that it happened."""
+    """Count this match, durably and atomically: the next incarnation must know that it happened."""
     assert _path is not None
     seen = _path.with_name(f"{_path.stem}.{_process}.{number}.seen")
     descriptor = os.open(seen, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -74,7 +74,9 @@ def _weights(run: Path, max_steps: int, served: dict[str, Any]) -> Iterator[str]
     if not steps or steps[-1] != max_steps:
         yield f"the versions {steps} stand there"
         return
-    lives = {int(path.stem): json.loads(path.read_text())["step"] for path in (run / "incarnations").glob("*.json")}
+    incarnations = {
+        int(path.stem): json.loads(path.read_text())["step"] for path in (run / "incarnations").glob("*.json")
+    }
     for version in steps:
         directory = run / "weights" / f"step_{version}"
         try:
@@ -84,8 +86,8 @@ def _weights(run: Path, max_steps: int, served: dict[str, Any]) -> Iterator[str]
         except CommitError as error:
             yield str(error)
             continue
-        if not protocol.valid(version, manifest.incarnation, lives):
-            yield f"version {version} of life {manifest.incarnation} was given up and still stands there"
+        if not protocol.valid(version, manifest.incarnation, incarnations):
+            yield f"version {version} of incarnation {manifest.incarnation} was given up and still stands there"
     final = weights_manifest(run / "weights" / f"step_{max_steps}")
     if (served["version"], served["hash"]) != (max_steps, final.hash):
         yield f"the engine serves version {served['version']} ({served['hash'][:12]}), not {max_steps} ({final.hash[:12]})"

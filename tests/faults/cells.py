@@ -17,7 +17,7 @@ APPLICABLE: dict[str, tuple[Kind, ...]] = {
     "renamed": ("kill", "stop", "delay"),
     "prune": ("kill", "stop", "delay"),
     "pruned": ("kill", "stop"),
-    "life": ("kill", "stop"),
+    "incarnation": ("kill", "stop"),
     "lasting": ("kill", "stop", "enospc"),
     "lasts": ("kill", "stop"),
     "saved-copy": ("kill", "stop"),
@@ -74,7 +74,7 @@ def points() -> list[Point]:
         "trainer": {"weights": {"keep": 2, "tmpfs": "/dev/shm"}},
     }
     return [
-        Point("trainer", "life:*"),
+        Point("trainer", "incarnation:*"),
         *(Point("trainer", f"{boundary}:incarnations/0.json") for boundary in ("rename", "renamed")),
         *(Point("trainer", f"{boundary}:weights/step_0") for boundary in COMMIT),
         *(Point("trainer", f"{boundary}:weights/step_2") for boundary in COMMIT),
@@ -205,7 +205,7 @@ def _launcher() -> Iterator[Cell]:
 def _resumed() -> Iterator[Cell]:
     """A finished run is gone on with from an earlier checkpoint; what lies beyond it is given up. The end must be the same once more."""
     for process, name in (
-        ("trainer", "life:*"),
+        ("trainer", "incarnation:*"),
         ("trainer", "renamed:incarnations/1.json"),
         ("trainer", "set-aside:weights/step_4"),
         ("trainer", "pruned:weights/step_3"),

@@ -86,14 +86,14 @@ class Result:
     outcome: str
     problems: list[str]
     seconds: float
-    lives: dict[str, int]
+    incarnations: dict[str, int]
 
 
 class EngineKeeper:
     """The supervisor of an engine that does not belong to the run: starts it, and starts it again when it dies or stops."""
 
     def __init__(self, directory: Path, port: int, env: Mapping[str, str], delay: float = 0.02) -> None:
-        self.port, self.lives = port, 0
+        self.port, self.incarnations = port, 0
         self._log = directory / f"engine-{port}.log"
         self._command = [
             sys.executable, REPOSITORY / "tests" / "support" / "fake_engine.py",
@@ -106,7 +106,7 @@ class EngineKeeper:
         self._thread = threading.Thread(target=self._watch, name="engine keeper", daemon=True)
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        self.lives += 1
+        self.incarnations += 1
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 [str(part) for part in self._command],
@@ -217,14 +217,16 @@ def run_cell(cell: Cell, directory: Path, reference: Path | None = None) -> Resu
             # One that was killed late may not be back before the run is over: the last version was the others' then.
             last = max((watcher.last for watcher in watchers), key=lambda served: served["version"] or 0)
             found += [wrong for watcher in watchers if (wrong := audit.never_committed(run, watcher.last))]
-            if len(ports) > 1 and (lives := sum(keeper.lives for keeper in keepers)) != len(ports) + len(cell.faults):
-                found.append(f"{lives} lives of {len(ports)} engines, with {len(cell.faults)} faults")
+            if len(ports) > 1 and (incarnations := sum(keeper.incarnations for keeper in keepers)) != len(ports) + len(
+                cell.faults
+            ):
+                found.append(f"{incarnations} incarnations of {len(ports)} engines, with {len(cell.faults)} faults")
             found += audit.problems(run, MAX_STEPS, _kept(cell), last, interrupted=ended)
             if reference is not None and not found:
                 found += audit.differences(run, reference, attempts=cell.exact == "all")
     found += survivors(run)
     outcome = ("ended, then recovered" if ended else "went on") if not found else "FAILED"
-    return Result(outcome, found, time.monotonic() - began, _lives(run, keepers))
+    return Result(outcome, found, time.monotonic() - began, _incarnations(run, keepers))
 
 
 def environment() -> dict[str, str]:
@@ -429,12 +431,12 @@ def _mentioning(text: str) -> list[str]:
     return lines
 
 
-def _lives(run: Path, keepers: Sequence[EngineKeeper]) -> dict[str, int]:
+def _incarnations(run: Path, keepers: Sequence[EngineKeeper]) -> dict[str, int]:
     """How often each process was started, by what its log says."""
-    lives = {
+    incarnations = {
         name: _count(run / "logs" / f"{name}.log", "fault injection is on") for name in ("trainer", "orchestrator")
     }
-    return {**lives, "engine": sum(keeper.lives for keeper in keepers)} if keepers else lives
+    return {**incarnations, "engine": sum(keeper.incarnations for keeper in keepers)} if keepers else incarnations
 
 
 def _count(log: Path, text: str) -> int:

@@ -39,10 +39,10 @@ def live(tmp_path: Path) -> Callable[..., int]:
     """Run a writer in a forked process under planned faults; its exit status: 0, 3 for a `UserError`, -9 where it was killed."""
     plans = tmp_path / "plans"
     plans.mkdir()
-    lives = iter(range(1000))
+    incarnations = iter(range(1000))
 
     def run(write: Callable[[], None], *planned: Fault) -> int:
-        plan = plans / f"{next(lives)}.json"
+        plan = plans / f"{next(incarnations)}.json"
         plan.write_text(json.dumps([vars(fault) for fault in planned]))
         child = multiprocessing.get_context("fork").Process(target=_write, args=(write, plan))
         child.start()
@@ -97,7 +97,7 @@ def test_a_commit_is_all_or_nothing(tmp_path, live, point, do):
 
 
 @pytest.mark.parametrize("point", COMMIT)
-def test_the_next_life_commits_the_same_step(tmp_path, live, point):
+def test_the_next_incarnation_commits_the_same_step(tmp_path, live, point):
     """A writer that died at any point is followed by one that commits, or finds it committed."""
     final = tmp_path / "out" / "step_3"
 
@@ -179,7 +179,7 @@ JOIN = (
 
 @pytest.mark.parametrize("point", JOIN)
 def test_a_checkpoint_is_complete_or_never_chosen(tmp_path, live, point):
-    """Parts and joint manifest: -1 never resumes from half of them, and the next life completes what the dead one began."""
+    """Parts and joint manifest: -1 never resumes from half of them, and the next incarnation completes what the dead one began."""
     root = tmp_path / "checkpoints"
 
     def save() -> None:

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from chat_api import ChatApi, refusal
 
 from prime_rl.transport.commit import list_steps, stage
-from prime_rl.transport.lives import leases
+from prime_rl.transport.incarnations import leases
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, write_base_version
 
 SUPPORT = Path(__file__).parents[1] / "support"

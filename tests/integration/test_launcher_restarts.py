@@ -1,4 +1,4 @@
-"""A process of a run that dies, halts or gets nowhere is started again alone; how often is bounded; nothing of its old life is left."""
+"""A process of a run that dies, halts or gets nowhere is started again alone; how often is bounded; nothing of its old incarnation is left."""
 
 import json
 import os
@@ -22,22 +22,22 @@ __all__ = ["launch"]  # a fixture
 Start = Callable[..., Launch]
 
 
-def lives(run: Launch, name: str) -> list[str]:
-    """What `name` said at the start of each life: its number and the options it was given on top."""
+def incarnations(run: Launch, name: str) -> list[str]:
+    """What `name` said at the start of each incarnation: its number and the options it was given on top."""
     file = run.base / "events"
     events = file.read_text().splitlines() if file.exists() else []
-    return [line.removeprefix(f"{name} life ") for line in events if line.startswith(f"{name} life ")]
+    return [line.removeprefix(f"{name} incarnation ") for line in events if line.startswith(f"{name} incarnation ")]
 
 
 def test_a_killed_process_is_started_again_alone_with_recover(launch: Start) -> None:
-    """It had been ready: it goes on from what is committed. Nothing of its old life is left, not even a stopped grandchild
+    """It had been ready: it goes on from what is committed. Nothing of its old incarnation is left, not even a stopped grandchild
     in a session of its own; the others are not touched. Said in one line, counted in the summary and in a file."""
     run = launch("trainer=mends:killed-with-family", "orchestrator=after", policy=PATIENT)
     family = [run.pid("session"), run.pid("group")]
     status, out = run.wait()
     assert status == 0, out
-    assert lives(run, "trainer") == ["1", "2 --recover"]
-    assert (run.base / "orchestrator.lives").read_text() == "x"
+    assert incarnations(run, "trainer") == ["1", "2 --recover"]
+    assert (run.base / "orchestrator.incarnations").read_text() == "x"
     assert (
         "trainer was killed by SIGKILL: starting it again in 0.2 s (restart 1 of at most 2 an hour, recovering)" in out
     )
@@ -62,7 +62,7 @@ def test_each_kind_of_failure_after_ready_is_mended(launch: Start, fault: str, w
     run = launch(f"orchestrator=mends:{fault}", "trainer=after", policy=PATIENT)
     status, out = run.wait()
     assert status == 0, out
-    assert lives(run, "orchestrator") == ["1", "2 --recover"]
+    assert incarnations(run, "orchestrator") == ["1", "2 --recover"]
     assert why in out
 
 
@@ -72,7 +72,7 @@ def test_a_process_that_gets_nowhere_is_started_again(launch: Start) -> None:
     status, out = run.wait()
     assert status == 0, out
     assert "trainer has stalled for" in out
-    assert lives(run, "trainer") == ["1", "2 --recover"]
+    assert incarnations(run, "trainer") == ["1", "2 --recover"]
 
 
 def test_a_process_that_waits_for_another_is_left_in_peace(launch: Start) -> None:
@@ -80,7 +80,7 @@ def test_a_process_that_waits_for_another_is_left_in_peace(launch: Start) -> Non
     run = launch("trainer=mends:patient", policy=QUICK)
     status, out = run.wait()
     assert status == 0, out
-    assert lives(run, "trainer") == ["1"]
+    assert incarnations(run, "trainer") == ["1"]
 
 
 def test_a_halted_rank_takes_its_whole_group_along(launch: Start) -> None:
@@ -94,11 +94,11 @@ def test_a_halted_rank_takes_its_whole_group_along(launch: Start) -> None:
 
 
 def test_before_ready_a_crash_is_tried_again_as_it_was_started(launch: Start) -> None:
-    """Nothing of this life was committed in order: no --recover."""
+    """Nothing of this incarnation was committed in order: no --recover."""
     run = launch("trainer=mends:early-raises", policy=PATIENT)
     status, out = run.wait()
     assert status == 0, out
-    assert lives(run, "trainer") == ["1", "2"]
+    assert incarnations(run, "trainer") == ["1", "2"]
 
 
 @pytest.mark.parametrize(
@@ -122,11 +122,11 @@ def test_restarts_are_bounded(launch: Start) -> None:
     run = launch("trainer=always-raises", "orchestrator=waits", policy=PATIENT)
     status, out = run.wait()
     assert status == 1, out
-    assert (run.base / "trainer.lives").read_text() == "xxx"
+    assert (run.base / "trainer.incarnations").read_text() == "xxx"
     assert "starting it again in 0.2 s (restart 1 of" in out
     assert "starting it again in 0.4 s (restart 2 of" in out
     assert "trainer was started again 2 times within an hour: giving up" in out
-    assert "RuntimeError: life 3" in out
+    assert "RuntimeError: incarnation 3" in out
     all_gone(run.pids())
 
 
@@ -139,7 +139,7 @@ def test_ctrl_c_during_backoff_drains_the_others(launch: Start) -> None:
     status, out = run.wait()
     assert status == 130, out
     assert "orchestrator finished after SIGINT" in (run.base / "events").read_text()
-    assert (run.base / "trainer.lives").read_text() == "x"
+    assert (run.base / "trainer.incarnations").read_text() == "x"
     assert read_status(run.base / "run")["trainer"].outcome == "stopped", "nobody waits for its last word"
     all_gone(run.pids())
 
@@ -151,12 +151,12 @@ def test_an_own_server_is_started_again_and_nobody_else(launch: Start, number: s
     run.up("inference")
     first = run.pid("inference")
     os.kill(first, number)
-    until(lambda: "serves in life 2" in (run.base / "events").read_text(), "second life of the server")
+    until(lambda: "serves in incarnation 2" in (run.base / "events").read_text(), "second incarnation of the server")
     (run.base / "end").touch()
     status, out = run.wait()
     assert status == 0, out
     assert "restarts of inference: 1" in out
-    assert (run.base / "trainer.lives").read_text() == "x"
+    assert (run.base / "trainer.incarnations").read_text() == "x"
     assert identify(first) is None
 
 
@@ -165,18 +165,21 @@ def test_one_of_several_servers_is_started_again_alone(launch: Start) -> None:
     run = launch("inference=serves", "inference-1=serves", "trainer=after", port=PORT + 20, policy=PATIENT)
     run.up("inference", "inference-1")
     os.kill(run.pid("inference-1"), signal.SIGKILL)
-    until(lambda: "inference-1 serves in life 2" in (run.base / "events").read_text(), "second life of the server")
+    until(
+        lambda: "inference-1 serves in incarnation 2" in (run.base / "events").read_text(),
+        "second incarnation of the server",
+    )
     (run.base / "end").touch()
     status, out = run.wait()
     assert status == 0, out
-    assert (run.base / "inference.lives").read_text() == "x"
+    assert (run.base / "inference.incarnations").read_text() == "x"
 
 
 def test_a_run_goes_on_without_a_server_that_cannot_be_started(launch: Start) -> None:
     """One of several that fails again and again is given up alone; the last one is not."""
     run = launch("inference=serves", "inference-1=always-raises", "trainer=after", port=PORT + 22, policy=PATIENT)
-    file = run.base / "inference-1.lives"
-    until(lambda: file.exists() and file.read_text() == "xxx", "the last life of the server")
+    file = run.base / "inference-1.incarnations"
+    until(lambda: file.exists() and file.read_text() == "xxx", "the last incarnation of the server")
     time.sleep(1.0)  # the launcher gives it up meanwhile
     (run.base / "end").touch()
     status, out = run.wait()
@@ -189,7 +192,7 @@ def test_a_launcher_that_was_halted_blames_nobody(launch: Start) -> None:
     """Suspended together with its children for longer than any timeout: afterwards all go on."""
     run = launch("trainer=mends:patient", "orchestrator=after", policy=PATIENT)
     family = [run.popen.pid, run.pid("trainer"), run.pid("orchestrator")]
-    until(lambda: lives(run, "trainer") == ["1"], "trainer at work")
+    until(lambda: incarnations(run, "trainer") == ["1"], "trainer at work")
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in family:
             os.kill(pid, number)
@@ -204,7 +207,7 @@ def test_a_halted_child_does_not_outlive_a_killed_launcher(launch: Start) -> Non
     """A stopped process cannot watch its lifeline: the kernel wakes it."""
     run = launch("trainer=mends:stopped")
     pid = run.pid("trainer")
-    until(lambda: lives(run, "trainer") == ["1"], "trainer at work")
+    until(lambda: incarnations(run, "trainer") == ["1"], "trainer at work")
     time.sleep(1.0)
     run.popen.kill()
     run.popen.wait()

@@ -24,7 +24,7 @@ from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer.parallel import init_world
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, verify
-from prime_rl.transport.lives import read_lives
+from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from support import trainer as support
@@ -194,14 +194,14 @@ def test_ranks_that_cannot_be_divided() -> None:
 def test_killed_again_and_again(
     run_training: Callable[[TrainerConfig], None], tied_model: Path, tmp_path: Path
 ) -> None:
-    """SIGKILL while a life is opened and while each kind of directory is committed: started again each time with --recover, the trainer ends
+    """SIGKILL while an incarnation is opened and while each kind of directory is committed: started again each time with --recover, the trainer ends
     with the very bytes of one that was never killed."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings: dict[str, Any] = {"max_steps": 3, "weights": {"keep": "None"}}
     for directory in (whole, killed):
         support.write_rollouts(directory, 3)
     run_training(support.make_config(whole, tied_model, max_steps=3, weights={"keep": None}))
-    points = ("rename:weights/step_1", "renamed:recovery/step_1", "rename:checkpoints/step_2/trainer", "life:3")
+    points = ("rename:weights/step_1", "renamed:recovery/step_1", "rename:checkpoints/step_2/trainer", "incarnation:3")
     plan = tmp_path / "plan.json"
     plan.write_text(json.dumps([{"point": point, "process": "trainer", "do": "kill"} for point in points]))
     config = write_config(killed, tied_model, ckpt={"interval": 2, "save_async": True}, recovery_interval=1, **settings)
@@ -211,7 +211,7 @@ def test_killed_again_and_again(
         with Command("trainer", "@", config, *recover, log=killed / "log", env=env) as command:
             status = command.wait(SECONDS)
         assert status == (0 if number == len(points) else -signal.SIGKILL), command.tail()
-    assert read_lives(killed) == {0: 0, 1: 0, 2: 1, 3: 1}
+    assert read_incarnations(killed) == {0: 0, 1: 0, 2: 1, 3: 1}
     for version in (1, 2, 3):
         hashes = [weights_manifest(run / "weights" / f"step_{version}").hash for run in (whole, killed)]
         assert hashes[0] == hashes[1], version
@@ -242,7 +242,7 @@ def test_two_ranks_save_in_the_background(tied_model: Path, tmp_path: Path) -> N
     config = write_config(tmp_path, tied_model, max_steps=4, **settings)
     with Command("trainer", "@", config, "--recover", log=tmp_path / "log") as command:
         command.succeed(SECONDS)
-    assert read_lives(tmp_path) == {0: 0, 1: 3}
+    assert read_incarnations(tmp_path) == {0: 0, 1: 3}
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4]
     assert [int(row["step"]) for row in read_metrics(metrics_path(tmp_path, "trainer"))] == [0, 1, 2, 3]
     assert read_status(tmp_path).keys() == {"trainer"}
@@ -262,7 +262,7 @@ def test_two_ranks_save_by_the_clock(tied_model: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tied_model, max_steps=4)
     with Command("trainer", "@", config, "--recover", log=tmp_path / "log") as command:
         command.succeed(SECONDS)
-    assert read_lives(tmp_path) == {0: 0, 1: 3}
+    assert read_incarnations(tmp_path) == {0: 0, 1: 3}
     assert list_steps(tmp_path / "weights")[-1] == 4
 
 

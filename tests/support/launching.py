@@ -55,9 +55,9 @@ from prime_rl import lifeline
 lifeline.watch()
 kind, root, name, port, options = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), sys.argv[5:]
 (root.parent / f"{name}.pid").write_text(str(os.getpid()))
-lives = root.parent / f"{name}.lives"
-lives.open("a").write("x")
-life = len(lives.read_text())  # 1-based
+incarnations = root.parent / f"{name}.incarnations"
+incarnations.open("a").write("x")
+incarnation = len(incarnations.read_text())  # 1-based
 
 def say_up():
     (root.parent / f"{name}.up").touch()
@@ -117,7 +117,7 @@ elif kind in ("serves", "crashes-with-server"):
     from prime_rl.monitor import Status
     Status(root, name).ready()
     say_up()
-    note(f"serves in life {life}")
+    note(f"serves in incarnation {incarnation}")
     signal.signal(signal.SIGTERM, finish)
     server.serve_forever()
 elif kind == "fails":
@@ -136,11 +136,11 @@ elif kind == "late":
 elif kind == "after":  # ends well once the file is there
     while not (root.parent / "end").exists():
         time.sleep(0.05)
-elif kind.startswith("mends:"):  # the first life goes wrong as told, the second ends well
+elif kind.startswith("mends:"):  # the first incarnation goes wrong as told, the second ends well
     from prime_rl.monitor import Status
     fault = kind.partition(":")[2]
-    note(f"life {life} {' '.join(options)}".strip())
-    if life == 2:
+    note(f"incarnation {incarnation} {' '.join(options)}".strip())
+    if incarnation == 2:
         (root.parent / "end").touch()
         sys.exit(0)
     status = Status(root, name)
@@ -186,7 +186,7 @@ elif kind.startswith("mends:"):  # the first life goes wrong as told, the second
 elif kind == "always-raises":
     from prime_rl.monitor import Status
     Status(root, name).ready()
-    raise RuntimeError(f"life {life}")
+    raise RuntimeError(f"incarnation {incarnation}")
 else:
     sleep_forever()
 """

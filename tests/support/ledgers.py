@@ -20,7 +20,7 @@ def result(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> EpisodeRes
 
 
 def open_group(ledger: Ledger, number: int, size: int = 2, env: str = "reverse-text") -> list[str]:
-    """A group with all its episodes in flight, on version 0 of life 0."""
+    """A group with all its episodes in flight, on version 0 of incarnation 0."""
     ledger.opened(number, env, number + 100, f"task-{number}")
     names = [episode_id(number, i, 0) for i in range(size)]
     for name in names:

@@ -28,7 +28,7 @@ SECONDS = 150.0
 
 
 def live(kind: str, model: str, root: str, replicas: int, device: str = "cpu") -> None:
-    """A life of a rank. After each version rank 0 compares it with what the ranks write by themselves, tensor by tensor."""
+    """An incarnation of a rank. After each version rank 0 compares it with what the ranks write by themselves, tensor by tensor."""
     torch.set_num_threads(1)
     weight_files.FILE_BYTES = 60_000  # several files
     world, source, run = init_world(device, 60, replicas), find_model(model), Path(root)

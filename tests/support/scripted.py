@@ -15,42 +15,42 @@ from prime_rl.orchestrator.ckpt import JointCheckpoints, State
 from prime_rl.orchestrator.engine import Served
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
-from prime_rl.transport.lives import read_lives, read_versions
+from prime_rl.transport.incarnations import read_incarnations, read_versions
 from prime_rl.transport.protocol import to_set_aside
 from prime_rl.transport.rollouts import open_batch
 from prime_rl.transport.weights import TensorEntry, manifest_extra, version_hash
 
 
 class ScriptedTrainer:
-    """Commits versions and lives as the trainer does."""
+    """Commits versions and incarnations as the trainer does."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def live(self, number: int, start: int) -> None:
-        """Open a life, then set aside what it gives up."""
+        """Open an incarnation, then set aside what it gives up."""
         (self.directory / "incarnations").mkdir(exist_ok=True)
         write_atomically(self.directory / "incarnations" / f"{number}.json", json.dumps({"step": start}).encode())
-        for version in to_set_aside(read_versions(self.directory / "weights"), read_lives(self.directory)):
+        for version in to_set_aside(read_versions(self.directory / "weights"), read_incarnations(self.directory)):
             prune(self.directory / "weights" / f"step_{version}")
 
-    def commit(self, version: int, life: int = 0, **more: dict) -> None:
+    def commit(self, version: int, incarnation: int = 0, **more: dict) -> None:
         """`more`: where its tensors are, if not on the disk, as the manifest says it."""
-        extra = {**manifest_extra(version, life, self.tensors(version, life)), **more}
+        extra = {**manifest_extra(version, incarnation, self.tensors(version, incarnation)), **more}
         with stage(self.directory / "weights" / f"step_{version}", step=version, producer="trainer", extra=extra):
             pass
 
     @staticmethod
-    def tensors(version: int, life: int) -> dict[str, TensorEntry]:
-        return {"w": TensorEntry("model.safetensors", "F32", [1], f"{version}-{life}")}
+    def tensors(version: int, incarnation: int) -> dict[str, TensorEntry]:
+        return {"w": TensorEntry("model.safetensors", "F32", [1], f"{version}-{incarnation}")}
 
-    def checkpoint(self, step: int, life: int = 0) -> None:
+    def checkpoint(self, step: int, incarnation: int = 0) -> None:
         place = self.directory / "checkpoints" / f"step_{step}" / "trainer"
-        with stage(place, step=step, producer="trainer", extra={"life": life}):
+        with stage(place, step=step, producer="trainer", extra={"incarnation": incarnation}):
             pass
 
     def batch(self, step: int, groups_opened: int) -> None:
-        """A committed batch as an earlier life of the orchestrator left it: group `step`, both of its episodes trained."""
+        """A committed batch as an earlier incarnation of the orchestrator left it: group `step`, both of its episodes trained."""
         commit_batch(self.directory, step, groups_opened)
 
 
@@ -61,7 +61,7 @@ class ScriptedEngine:
 
     def __init__(self) -> None:
         self.update_seconds: dict[str, float] = {}  # what it says an update took
-        self.updates: list[tuple[int, int]] = []  # (version, life)
+        self.updates: list[tuple[int, int]] = []  # (version, incarnation)
         self.boots = 0
         self.base()
 

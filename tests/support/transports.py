@@ -1,4 +1,4 @@
-"""Runs whose versions come by each of the transports, and lives of their trainers that die under faults.
+"""Runs whose versions come by each of the transports, and incarnations of their trainers that die under faults.
 
 As a program (`python -m support.transports`): reads jobs, one JSON object a line, forks for each a process that lives it, and answers its exit
 status. A process that has run torch's threads cannot be forked safely; this one never has.
@@ -28,7 +28,7 @@ from prime_rl.trainer.weight_publisher import MemoryTransport, Tmpfs, WeightPubl
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.weights import weights_manifest
 
-LIFE_SECONDS = 120
+INCARNATION_SECONDS = 120
 
 TRANSPORTS: dict[str, dict[str, Any]] = {
     "filesystem": {},
@@ -44,7 +44,7 @@ class Run:
     root: Path
     policy: Policy
     make: Callable[..., WeightPublisher]
-    lives: list[WeightPublisher] = field(default_factory=list)
+    incarnations: list[WeightPublisher] = field(default_factory=list)
 
     @property
     def weights(self) -> Path:
@@ -54,9 +54,9 @@ class Run:
     def tmpfs(self) -> Path:
         return self.root / "tmpfs"
 
-    def life(self, start: int = 0) -> WeightPublisher:
+    def incarnation(self, start: int = 0) -> WeightPublisher:
         made = self.make()
-        self.lives.append(made)
+        self.incarnations.append(made)
         made.open(start)
         return made
 
@@ -66,12 +66,12 @@ class Run:
             for parameter in self.policy.parameters():
                 parameter.to_local().view(-1)[::7].add_(0.01)
 
-    def train(self, life: WeightPublisher, versions: range, durable: tuple[int, ...] = ()) -> dict[int, str]:
+    def train(self, incarnation: WeightPublisher, versions: range, durable: tuple[int, ...] = ()) -> dict[int, str]:
         """The hashes of what was committed."""
         for version in versions:
             self.step()
-            life.publish(version, durable=version in durable)
-            life.settle()
+            incarnation.publish(version, durable=version in durable)
+            incarnation.settle()
         return {version: weights_manifest(self.weights / f"step_{version}").hash for version in versions}
 
     def held(self) -> list[str]:
@@ -81,7 +81,7 @@ class Run:
 
 @contextmanager
 def open_run(transport: str, world: World, policy: Policy, model: Path, root: Path) -> Iterator[Run]:
-    """In `root`; its lives are closed in the end."""
+    """In `root`; its incarnations are closed in the end."""
     source, options = find_model(str(model)), dict(TRANSPORTS[transport])
     (root / "tmpfs").mkdir(exist_ok=True)
     if "tmpfs" in options:
@@ -94,39 +94,41 @@ def open_run(transport: str, world: World, policy: Policy, model: Path, root: Pa
     try:
         yield made
     finally:
-        for life in made.lives:
-            life.close()
+        for incarnation in made.incarnations:
+            incarnation.close()
 
 
-# ---- lives
+# ---- incarnations
 
 
-def whole_life(run: Run) -> None:
+def whole_incarnation(run: Run) -> None:
     """What trainers do: versions of both kinds, removing, an end."""
-    life = run.life()
-    run.train(life, range(1, 5), durable=(2,))
-    life.prune(0, 0, lambda: [2])
-    life.settle()
-    life.ensure(4, durable=True)
-    life.leave_tmpfs(0, 0, lambda: [2])
+    incarnation = run.incarnation()
+    run.train(incarnation, range(1, 5), durable=(2,))
+    incarnation.prune(0, 0, lambda: [2])
+    incarnation.settle()
+    incarnation.ensure(4, durable=True)
+    incarnation.leave_tmpfs(0, 0, lambda: [2])
 
 
 def go_on(run: Run, start: int) -> None:
-    """A further life."""
-    run.train(run.life(start), range(start + 1, start + 3))
+    """A further incarnation."""
+    run.train(run.incarnation(start), range(start + 1, start + 3))
 
 
 def through_a_full_disk(run: Run) -> None:
     """The second version finds no room."""
-    life = run.life()
-    run.train(life, range(1, 2))
+    incarnation = run.incarnation()
+    run.train(incarnation, range(1, 2))
     with suppress(UserError):
-        run.train(life, range(2, 3))
+        run.train(incarnation, range(2, 3))
     assert 2 not in list_steps(run.weights)
-    run.train(life, range(3, 4))
+    run.train(incarnation, range(3, 4))
 
 
-LIVES: dict[str, Callable[..., None]] = {each.__name__: each for each in (whole_life, go_on, through_a_full_disk)}
+INCARNATIONS: dict[str, Callable[..., None]] = {
+    each.__name__: each for each in (whole_incarnation, go_on, through_a_full_disk)
+}
 
 
 @contextmanager
@@ -139,7 +141,7 @@ def fork_server() -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-class Lives:
+class Incarnations:
     """Processes that work on one run."""
 
     def __init__(self, forks: "subprocess.Popen[str]", transport: str, model: Path, root: Path) -> None:
@@ -147,15 +149,17 @@ class Lives:
         self._root, self.in_tmpfs = root, "tmpfs" in TRANSPORTS[transport]
         self._process = forks
 
-    def live(self, life: str, *args: int, fault: Fault | None = None) -> int:
-        """Exit status of one of `LIVES`: 0, 3 for a `UserError`, -9 where it was killed. Each planned fault must have fired."""
+    def live(self, incarnation: str, *args: int, fault: Fault | None = None) -> int:
+        """Exit status of one of `INCARNATIONS`: 0, 3 for a `UserError`, -9 where it was killed. Each planned fault must have fired."""
         plan = self._root / "plan.json"
         plan.write_text(json.dumps([] if fault is None else [vars(fault)]))
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({**self._job, "plan": str(plan), "life": life, "args": args}) + "\n")
+        self._process.stdin.write(
+            json.dumps({**self._job, "plan": str(plan), "incarnation": incarnation, "args": args}) + "\n"
+        )
         self._process.stdin.flush()
-        status = int(self._process.stdout.readline())  # bounded: by LIFE_SECONDS
+        status = int(self._process.stdout.readline())  # bounded: by INCARNATION_SECONDS
         seen = list(self._root.glob("plan.*.seen"))
         assert len(seen) == (fault is not None), f"a fault never fired; exit status {status}"
         for path in seen:
@@ -170,14 +174,14 @@ def _live(job: dict[str, Any]) -> None:
     world = init_world("cpu", 60)
     policy = build_policy(find_model(job["model"]), TrainerModel(), world)
     with open_run(job["transport"], world, policy, Path(job["model"]), Path(job["root"])) as run:
-        LIVES[job["life"]](run, *job["args"])
+        INCARNATIONS[job["incarnation"]](run, *job["args"])
 
 
 def _serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
-            signal.alarm(LIFE_SECONDS)
+            signal.alarm(INCARNATION_SECONDS)
             os.dup2(2, 1)
             status = 1
             try:

@@ -1,4 +1,4 @@
-"""The seam itself: a plan's faults happen where, when and as often as it says, over all lives of a process; without a plan nothing does."""
+"""The seam itself: a plan's faults happen where, when and as often as it says, over all incarnations of a process; without a plan nothing does."""
 
 import json
 import os
@@ -35,7 +35,7 @@ class Plan:
         self.path = directory / "plan.json"
         self.path.write_text(json.dumps([vars(fault) for fault in planned]))
 
-    def life(self, process: str, *points: str) -> tuple[int, list[str]]:
+    def incarnation(self, process: str, *points: str) -> tuple[int, list[str]]:
         """Exit status of a process that passes the points, and what it saw at each."""
         done = subprocess.run(
             [sys.executable, "-c", PASS, process, str(self.file), *points],
@@ -50,39 +50,39 @@ def test_without_a_plan_a_point_does_nothing(monkeypatch):
     assert faults.point("write:weights/step_1", None) is None
 
 
-def test_a_kill_happens_once_over_all_lives(tmp_path):
-    """The counter lies beside the plan: the life after the killed one passes the same point unharmed."""
+def test_a_kill_happens_once_over_all_incarnations(tmp_path):
+    """The counter lies beside the plan: the incarnation after the killed one passes the same point unharmed."""
     plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"))
-    assert plan.life("trainer", "write:a", "rename:a", "rename:b") == (-signal.SIGKILL, ["write:a None"])
-    assert plan.life("trainer", "rename:a", "rename:b") == (0, ["rename:a None", "rename:b None"])
+    assert plan.incarnation("trainer", "write:a", "rename:a", "rename:b") == (-signal.SIGKILL, ["write:a None"])
+    assert plan.incarnation("trainer", "rename:a", "rename:b") == (0, ["rename:a None", "rename:b None"])
 
 
 def test_a_fault_belongs_to_one_process(tmp_path):
     plan = Plan(tmp_path, Fault("rename:*", "trainer", "kill"))
-    assert plan.life("orchestrator", "rename:a") == (0, ["rename:a None"])
+    assert plan.incarnation("orchestrator", "rename:a") == (0, ["rename:a None"])
 
 
-def test_nth_and_times_count_over_lives(tmp_path):
-    """From the second match on, two times: the third life's first match is not hit any more."""
+def test_nth_and_times_count_over_incarnations(tmp_path):
+    """From the second match on, two times: the third incarnation's first match is not hit any more."""
     plan = Plan(tmp_path, Fault("result:*", "environment", "error", nth=2, times=2))
-    assert plan.life("environment", "result:e", "result:e")[1] == ["result:e None", "result:e error"]
-    assert plan.life("environment", "result:e", "result:e")[1] == ["result:e error", "result:e None"]
+    assert plan.incarnation("environment", "result:e", "result:e")[1] == ["result:e None", "result:e error"]
+    assert plan.incarnation("environment", "result:e", "result:e")[1] == ["result:e error", "result:e None"]
 
 
 @pytest.mark.parametrize("kind", ["drop", "duplicate", "error"])
 def test_what_the_caller_carries_out_is_returned(tmp_path, kind):
     plan = Plan(tmp_path, Fault("result:*", "environment", kind))
-    assert plan.life("environment", "result:e")[1] == [f"result:e {kind}"]
+    assert plan.incarnation("environment", "result:e")[1] == [f"result:e {kind}"]
 
 
 def test_a_full_disk_is_the_systems_error(tmp_path):
     plan = Plan(tmp_path, Fault("write:*", "trainer", "enospc"))
-    assert plan.life("trainer", "write:a", "write:a") == (0, ["write:a 28", "write:a None"])
+    assert plan.incarnation("trainer", "write:a", "write:a") == (0, ["write:a 28", "write:a None"])
 
 
 def test_a_torn_write_leaves_half_of_the_file_and_no_process(tmp_path):
     plan = Plan(tmp_path, Fault("manifest:*", "trainer", "tear"))
-    assert plan.life("trainer", "manifest:a")[0] == -signal.SIGKILL
+    assert plan.incarnation("trainer", "manifest:a")[0] == -signal.SIGKILL
     assert plan.file.read_bytes() == b"01234"
 
 
@@ -113,4 +113,4 @@ def test_a_plan_with_an_unknown_field_is_refused(tmp_path):
     """A misspelt plan must not pass for one under which everything survived."""
     plan = Plan(tmp_path)
     plan.path.write_text('[{"point": "x", "process": "trainer", "do": "kill", "nht": 2}]')
-    assert plan.life("trainer", "x")[0] == 1
+    assert plan.incarnation("trainer", "x")[0] == 1

@@ -393,7 +393,7 @@ class OrchestratorConfig(BaseConfig, Environments[TrainingEnv]):
     )
     recover: bool = option(
         False,
-        "Go on from what is committed in output_dir: batches, finished episodes, the trainer's present life.",
+        "Go on from what is committed in output_dir: batches, finished episodes, the trainer's present incarnation.",
         json_schema_extra={"one_time": True},
     )
     clean: bool = option(

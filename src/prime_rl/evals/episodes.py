@@ -90,7 +90,7 @@ class Round:
         self._servers, self._on_kept = servers, on_kept
         self._todo = deque(attempt for attempt in _by_turns([job.missing() for job in jobs]))
         self._unproven: list[tuple[Attempt, EpisodeResult, int]] = []
-        self._life = 0  # raised when what is in flight is void
+        self._incarnation = 0  # raised when what is in flight is void
         self._voids: Counter[tuple[str, str, int]] = Counter()
         self._proving = asyncio.Lock()  # bounded: held for questions that have deadlines
 
@@ -124,10 +124,10 @@ class Round:
 
     async def _work(self) -> None:
         while self._todo:
-            attempted, life = self._todo.popleft(), self._life
+            attempted, incarnation = self._todo.popleft(), self._incarnation
             result = await self._make(attempted)
             result.output_tokens, result.samples = reply_tokens(result), []
-            self._unproven.append((attempted, result, life))
+            self._unproven.append((attempted, result, incarnation))
             if result.outcome is Outcome.ENGINE_DENIED:
                 raise Denied(result.message)
 
@@ -158,9 +158,9 @@ class Round:
             except BaseException:
                 self._unproven = ended + self._unproven
                 raise
-            self._life += not proven
-            for attempted, result, life in ended:
-                if life == self._life:
+            self._incarnation += not proven
+            for attempted, result, incarnation in ended:
+                if incarnation == self._incarnation:
                     attempted.job.store.add(attempted.number, result, self._version)
                     self._on_kept(attempted.job, result)
                 else:

@@ -26,7 +26,7 @@ from prime_rl.orchestrator.engine import Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
 from prime_rl.orchestrator.fleet import RoutedPool
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.lives import EVAL, drop_lease
+from prime_rl.transport.incarnations import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Evaluation:
         return Job(plan, tasks_of(self._pool, plan), stores.open(place, made_with(config, env, plan, target), clean))
 
     def _replaced(self, place: Path, target: Target) -> bool:
-        """Whether, while versions are followed, another one bore this number, which another life of the trainer has replaced since."""
+        """Whether, while versions are followed, another one bore this number, which another incarnation of the trainer has replaced since."""
         before = setting(place, "weights")
         return self._config.follow and target.version != BASE and before not in (None, target.hash)
 

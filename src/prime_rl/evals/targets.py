@@ -17,8 +17,8 @@ from prime_rl.errors import UserError
 from prime_rl.monitor.status import read_status
 from prime_rl.orchestrator.trainer_watch import GONE_SECONDS, TrainerWatch
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.lives import EVAL, drop_lease, read_lease, read_lives, write_lease
-from prime_rl.transport.protocol import BASE, Lease, current_life
+from prime_rl.transport.incarnations import EVAL, drop_lease, read_incarnations, read_lease, write_lease
+from prime_rl.transport.protocol import BASE, Lease, current_incarnation
 from prime_rl.transport.weights import WeightsManifest, never_written, version_dir, weights_manifest
 
 if TYPE_CHECKING:
@@ -186,20 +186,20 @@ async def _follow(
 
 def _hold(run_dir: Path, version: int) -> None:
     """Tell the run that versions from this one on are still to be evaluated."""
-    lease = Lease(current_life(read_lives(run_dir)).number, version)
+    lease = Lease(current_incarnation(read_incarnations(run_dir)).number, version)
     if read_lease(run_dir, EVAL) != lease:
         write_lease(run_dir, lease, EVAL)
 
 
 def _next_after(versions: Versions, found: list[int], interval: int) -> int:
-    """The version to evaluate after those that were, and that are not given up by a new life of the trainer. The last one of all stays anyway."""
+    """The version to evaluate after those that were, and that are not given up by a new incarnation of the trainer. The last one of all stays anyway."""
     newest = max(found, default=BASE)
     done = max((version for version in versions.given if version <= newest), default=BASE)
     return (done // interval + 1) * interval
 
 
 def _is_new(versions: Versions, version: int) -> bool:
-    """Not looked at yet, or made again since by another life of the trainer, or written to the disk only since."""
+    """Not looked at yet, or made again since by another incarnation of the trainer, or written to the disk only since."""
     if version not in versions.given and version not in versions.skipped:
         return True
     try:

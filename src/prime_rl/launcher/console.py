@@ -16,7 +16,7 @@ from prime_rl.monitor.monitor import Tail, metrics_path, read_metrics
 from prime_rl.monitor.status import ProcessStatus, phase_name
 from prime_rl.processes import memory_bytes
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.lives import read_lives
+from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 if TYPE_CHECKING:
@@ -229,7 +229,7 @@ class StepLines:
 def _incarnations(output_dir: Path) -> dict[int, int]:
     """The first step of each incarnation of the trainer."""
     try:
-        return read_lives(output_dir)
+        return read_incarnations(output_dir)
     except CommitError:  # the trainer says so
         return {}
 

@@ -19,7 +19,7 @@ from prime_rl.monitor.record import build, read_table
 from prime_rl.monitor.status import read_status, unless_full
 from prime_rl.processes import ProcessId, boot_id, identify, is_alive
 from prime_rl.transport.commit import CommitError, list_steps
-from prime_rl.transport.lives import run_id
+from prime_rl.transport.incarnations import run_id
 from prime_rl.transport.settings import at_work, ways_out
 from prime_rl.transport.tmpfs import remove_tmpfs
 from prime_rl.wait import wait
@@ -164,7 +164,7 @@ def _newest(parent: Path) -> int:
 
 
 def recoverable(output_dir: Path) -> bool:
-    """Whether an interrupted run has begun to commit: its trainer had opened a life, or a batch, a state or an episode is there."""
+    """Whether an interrupted run has begun to commit: its trainer had opened an incarnation, or a batch, a state or an episode is there."""
     began = (("incarnations", "*.json"), ("rollouts", "step_*"), ("recovery", "step_*"))
     return any(any((output_dir / name).glob(pattern)) for name, pattern in began) or _holds_episodes(
         output_dir / _LEDGER
@@ -217,7 +217,7 @@ def clean(output_dir: Path, writer: str | None = None) -> None:
     """
     if linked := [name for name in _WRITTEN if (output_dir / name).is_symlink()]:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
-    with suppress(CommitError):  # damaged life files: nobody can tell whose memory it is
+    with suppress(CommitError):  # damaged incarnation files: nobody can tell whose memory it is
         remove_tmpfs(output_dir, run_id(output_dir))
     alive = at_work(output_dir)
     for name, patterns in _WRITTEN.items():

@@ -24,7 +24,7 @@ from prime_rl.launcher.supervise import Child, describe_exit
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
-from prime_rl.transport.lives import EVAL, drop_lease, write_lease
+from prime_rl.transport.incarnations import EVAL, drop_lease, write_lease
 from prime_rl.transport.protocol import first_lease
 
 _POLL_SECONDS = 0.5

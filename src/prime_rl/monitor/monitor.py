@@ -55,7 +55,7 @@ class JsonlWriter:
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         self._warned: set[str] = set()
         size = os.fstat(self._fd).st_size
-        # An earlier life died in its last line: the next one is kept apart from it.
+        # An earlier incarnation died in its last line: the next one is kept apart from it.
         self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def write(self, step: int, metrics: Mapping[str, SupportsFloat]) -> dict[str, float]:

@@ -52,7 +52,7 @@ class ProcessStatus:
         waiting: What it waits for.
         outcome: How it ended, by its own word: `finished`, `stopped`, `failed: …`.
         progress: When it last got on: another phase, step or item of work, or the end of a wait. 0 where it is not known.
-        ready: When it reached its steady state in this life; None before.
+        ready: When it reached its steady state in this incarnation; None before.
         host: Name of the host that it runs on.
         started: Its start time in clock ticks since that host's boot; tells a reused pid from the old one. 0 where it is not known.
     """
@@ -137,7 +137,7 @@ class Status:
             self._changed_or_heartbeat(False)
 
     def ready(self) -> None:
-        """The steady state is reached in this life: what fails from here on is worth starting again."""
+        """The steady state is reached in this incarnation: what fails from here on is worth starting again."""
         with self._lock:
             changed = self._ready is None
             self._ready = self._ready or time.time()

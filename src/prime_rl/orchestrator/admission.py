@@ -76,7 +76,7 @@ class Admission:
         return why
 
     def restore(self, discards: Counter[str], left: Mapping[int, list[float]]) -> None:
-        """Go on with what an earlier life did without since the last batch: why groups left, and their rewards by number."""
+        """Go on with what an earlier incarnation did without since the last batch: why groups left, and their rewards by number."""
         self._discards, self._made = Counter(discards), dict(left)
         self._empty_batches = discards[NO_SIGNAL] // self._groups
 

@@ -76,7 +76,7 @@ class Book:
                 raise ValueError(f"group {group} was opened before")
             self._add_group(GroupRow(group, env, task_index, task_id))
 
-    def issued(self, episode: str, version: int, life: int) -> None:
+    def issued(self, episode: str, version: int, incarnation: int) -> None:
         """An episode of an open group starts. The same one may be issued again if it was in flight when the orchestrator died."""
         with self._recording:
             group = self._group(parse_id(episode)[0])
@@ -89,14 +89,14 @@ class Book:
                 self._add_episode(group, row)
             elif row.state != State.ISSUED:
                 raise ValueError(f"episode {episode} is issued again, but it is {row.state}")
-            row.version, row.life = version, life
+            row.version, row.incarnation = version, incarnation
             self._mark(row)
 
-    def finished(self, episode: str, first: int, last: int, life: int, result: EpisodeResult) -> None:
-        """An episode ended with a result; versions `first` … `last`, as they stood in life `life`, may have sampled it."""
+    def finished(self, episode: str, first: int, last: int, incarnation: int, result: EpisodeResult) -> None:
+        """An episode ended with a result; versions `first` … `last`, as they stood in incarnation `incarnation`, may have sampled it."""
         with self._recording:
             group, row = self._row_of(episode, State.ISSUED)
-            row.first, row.last, row.life = first, last, life
+            row.first, row.last, row.incarnation = first, last, incarnation
             row.reward, row.is_truncated = float(result.reward), bool(result.is_truncated)
             row.tokens = sum(len(sample.input_ids) for sample in result.samples)
             row.output_tokens = output_tokens(result)
@@ -160,7 +160,7 @@ class Book:
                 self._version, self._changed = version, True
 
     def rewound(self, step: int) -> None:
-        """A new life of the trainer began at `step`: batches from there on are trained again, so they are batched, not trained."""
+        """A new incarnation of the trainer began at `step`: batches from there on are trained again, so they are batched, not trained."""
         with self._recording:
             if step < self._version:
                 self._version, self._changed, self._rewound = step, True, True
@@ -312,13 +312,13 @@ class Book:
         reason: str | None = None,
         detail: str = "",
     ) -> None:
-        """Change a row's state and the counts with it. What ends needs neither its tokens nor its life any more."""
+        """Change a row's state and the counts with it. What ends needs neither its tokens nor its incarnation any more."""
         self._count(group.row.env, row, -1)
         if row.state == State.FINISHED and self._results.pop(row.id, None) is None:
             self._forgotten.add(row.id)
         row.state, row.step, row.reason, row.detail, row.retried = state, step, reason, detail, False
         if state in (State.BATCHED, State.DROPPED):
-            row.life = None
+            row.incarnation = None
         self._count(group.row.env, row, +1)
         self._mark(row)
 

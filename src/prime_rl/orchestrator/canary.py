@@ -119,7 +119,7 @@ class Scoring(Protocol):
 
 
 class Canaries:
-    """The bands of all servers of a run, each for one life of the server.
+    """The bands of all servers of a run, each for one incarnation of the server.
 
     Args:
         any_base: Servers may have been started with another base model than the run's: those are checked by hashes alone.

@@ -24,7 +24,7 @@ from prime_rl.transport.commit import (
     read_manifest,
     stage,
 )
-from prime_rl.transport.lives import run_id
+from prime_rl.transport.incarnations import run_id
 from prime_rl.transport.protocol import first_to_collect, joinable
 from prime_rl.transport.settings import ways_out
 
@@ -70,7 +70,7 @@ class State:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where the run goes on: `step` is the next step to collect, `version` the step that the trainer's life starts from.
+    """Where the run goes on: `step` is the next step to collect, `version` the step that the trainer's incarnation starts from.
 
     `resumed`: from a checkpoint, with what was committed after it. `recovered`: from whatever is committed.
     """
@@ -182,12 +182,12 @@ class JointCheckpoints:
         # The trainer may be reading it, while a later one that it is about to give up still stands.
         self._resumed = () if ckpt is None or ckpt.resume_step is None else (ckpt.resume_step,)
         self._hopeless: set[int] = set()
-        # An earlier life may have died before it removed something. In a resumed run what will be given up may still stand: there not before
+        # An earlier incarnation may have died before it removed something. In a resumed run what will be given up may still stand: there not before
         # the next checkpoint.
         self._untidy = not self._resumed
 
     def clean(self) -> None:
-        """Remove what an earlier life left half-done: its staged parts, manifests that were not renamed, checkpoints removed in part."""
+        """Remove what an earlier incarnation left half-done: its staged parts, manifests that were not renamed, checkpoints removed in part."""
         clean_stages(self.root)  # parts are staged inside of their checkpoint
         for step in list_steps(self.root):
             directory = checkpoints.step_dir(self.root, step)
@@ -196,33 +196,33 @@ class JointCheckpoints:
             for path in directory.glob(f".{MANIFEST}.tmp-*"):
                 path.unlink(missing_ok=True)
 
-    def join(self, lives: Mapping[int, int]) -> list[int]:
+    def join(self, incarnations: Mapping[int, int]) -> list[int]:
         """Complete every checkpoint whose trainer part is committed and belongs to the present history. Returns their steps.
 
         Raises:
             UserError: the disk is full.
         """
-        joined = [step for step in self._waiting(lives) if self._join(step)]
+        joined = [step for step in self._waiting(incarnations) if self._join(step)]
         if joined or self._untidy:
             self._untidy = False
             run = run_id(self.rollouts.parent)
             checkpoints.remove_expendable(self.root, self._keep, self._keep_interval, self._resumed, run)
         return joined
 
-    def _waiting(self, lives: Mapping[int, int]) -> list[int]:
+    def _waiting(self, incarnations: Mapping[int, int]) -> list[int]:
         """Steps with a trainer part of the present history and no joint manifest."""
         complete = {*checkpoints.complete_steps(self.root), *self._hopeless}
         parts, run = {}, run_id(self.rollouts.parent)
         for step in checkpoints.steps_with(self.root, "trainer"):
             if step not in complete:
                 try:
-                    extra = read_manifest(checkpoints.part_dir(self.root, step, "trainer")).extra
+                    manifest = read_manifest(checkpoints.part_dir(self.root, step, "trainer"))
                 except CommitError:  # set aside since it was listed
                     continue
-                if extra.get("run", run) != run:  # a run that shares the place
+                if manifest.extra.get("run", run) != run:  # a run that shares the place
                     continue
-                parts[step] = int(extra.get("life", max(lives, default=0)))
-        return joinable(parts, lives)
+                parts[step] = checkpoints.saved_by(manifest, max(incarnations, default=0))
+        return joinable(parts, incarnations)
 
     def _join(self, step: int) -> bool:
         try:

@@ -8,7 +8,7 @@ The orchestrator keeps the engines busy while the trainer works on an older batc
 * *What is a batch?* The first `batch_size / group_size` groups that are complete, in the order in which they were opened. A group that can teach
   nothing may be turned away at the gate: another one is opened in its place (dynamic sampling).
 * *What is too old, or sampled by weights that do not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that
-  sampled one of its tokens; what could only be trained later than that is cancelled or dropped. What a life of the trainer sampled that was given
+  sampled one of its tokens; what could only be trained later than that is cancelled or dropped. What an incarnation of the trainer sampled that was given
   up, or a server that cannot prove what it served, is dropped and made again: the group keeps its place.
 
 The shell (`orchestrator.py`) feeds events in (`finish`, `fail`, `serve`) and does what comes out (`next_start`, `ready_batch`). Every change of an
@@ -51,7 +51,7 @@ class Core(Generic[Result]):
         tasks: Endless iterator over tasks, in the order in which groups are opened.
         step: The first step to collect (0 in a fresh run).
         version: The policy version the engines serve.
-        life: The trainer's present life.
+        incarnation: The trainer's present incarnation.
         groups_opened: Groups opened before, in a resumed run.
         record: Told of everything that happens to an episode.
         gate: Says of a complete group why it should not be trained at a step, or None where it may be. What it turns away leaves room for another
@@ -64,7 +64,7 @@ class Core(Generic[Result]):
         tasks: Iterator[Task],
         step: int = 0,
         version: int = 0,
-        life: int = 0,
+        incarnation: int = 0,
         groups_opened: int = 0,
         record: Record[Result] | None = None,
         gate: Callable[[Group[Result], int], str | None] = lambda group, step: None,
@@ -73,7 +73,7 @@ class Core(Generic[Result]):
         self.step = step
         self.version = version
         self.announced = version
-        self.life = life
+        self.incarnation = incarnation
         self.must_go_back = False  # what the engines serve was given up: nothing starts until `go_back`
         self.opens_at: float | None = (
             None  # when a group may be opened that nothing but the pace held back at the last `next_start`
@@ -97,9 +97,9 @@ class Core(Generic[Result]):
         self._looked_for_stale = False  # among what has finished, since something in it or the step changed
 
     def restore(self, groups: Iterable[Group[Result]], issued: int, trained: int, dropped: Mapping[Drop, int]) -> None:
-        """Go on with what an earlier life of the orchestrator left: its open groups, in the order of opening, and its counts.
+        """Go on with what an earlier incarnation of the orchestrator left: its open groups, in the order of opening, and its counts.
 
-        What is `finished` in them was proven. Call `begin_life` afterwards: versions may have been given up meanwhile.
+        What is `finished` in them was proven. Call `begin_incarnation` afterwards: versions may have been given up meanwhile.
         """
         self.issued, self.trained, self.dropped = issued, trained, Counter(dropped)
         self._looked_for_stale = False
@@ -135,7 +135,7 @@ class Core(Generic[Result]):
         group.flying.add(start.episode)
         self._flying[start.episode] = start
         self._place(group)
-        self._record.issued(start.episode, start.version, self.life)
+        self._record.issued(start.episode, start.version, self.incarnation)
         return start
 
     def may_open(self) -> bool:
@@ -169,7 +169,7 @@ class Core(Generic[Result]):
     def finish(self, episode: str, result: Result) -> None:
         """An episode ended with a result that can be trained, once the engines have proven what they served (`prove`)."""
         start, group = self._land(episode)
-        finished = Finished(start, start.version, self.announced, result, self.life)
+        finished = Finished(start, start.version, self.announced, result, self.incarnation)
         group.finished.append(finished)
         self._unproven[episode] = finished
         self._looked_for_stale = self._looked_for_stale and not self._too_old(finished.first)
@@ -232,31 +232,33 @@ class Core(Generic[Result]):
         """The update that was announced has come to nothing, and nothing is left that it could have reached."""
         self.announced = self.version
 
-    def begin_life(self, life: int, lives: Mapping[int, int]) -> list[Start]:
-        """The trainer's present life is `life`: what versions sampled that it gave up is made again.
+    def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> list[Start]:
+        """The trainer's present incarnation is `incarnation`: what versions sampled that it gave up is made again.
 
         Returns:
             What was in flight and is given up; the shell cancels it. If `must_go_back` is set afterwards, nothing starts before `go_back`.
         """
-        detail = f"version given up in life {life}"
+        detail = f"version given up in incarnation {incarnation}"
         for group in self._groups.values():
             for finished in list(group.finished):
-                if not may_batch(finished.first, finished.last, finished.life, lives):
+                if not may_batch(finished.first, finished.last, finished.incarnation, incarnations):
                     self._give_up(group, finished, detail)
         given_up = self._give_up_flying(
             [
                 start
                 for start in self._flying.values()
-                if not may_batch(start.version, self.announced, self.life, lives)
+                if not may_batch(start.version, self.announced, self.incarnation, incarnations)
             ],
             detail,
         )
-        self.must_go_back = self.must_go_back or not may_batch(self.version, self.announced, self.life, lives)
-        self.life = life
+        self.must_go_back = self.must_go_back or not may_batch(
+            self.version, self.announced, self.incarnation, incarnations
+        )
+        self.incarnation = incarnation
         return given_up
 
     def go_back(self, version: int) -> None:
-        """The engines serve `version` now, of the present life; it may be older than what they served before."""
+        """The engines serve `version` now, of the present incarnation; it may be older than what they served before."""
         if self._flying and version < self.announced:
             raise ValueError(f"{len(self._flying)} episodes in flight were sampled by later versions than {version}")
         self.version = self.announced = version
@@ -353,7 +355,7 @@ class Core(Generic[Result]):
 
     @property
     def owed(self) -> int:
-        """Issued episodes without a proven end: in flight, in flight when the last life ended, or finished and not proven yet."""
+        """Issued episodes without a proven end: in flight, in flight when the last incarnation ended, or finished and not proven yet."""
         return self.in_flight + sum(len(group.again) for group in self._groups.values()) + len(self._unproven)
 
     @property
@@ -466,7 +468,9 @@ class Core(Generic[Result]):
             self._place(self._groups[number])
 
     def _record_finished(self, finished: Finished[Result]) -> None:
-        self._record.finished(finished.start.episode, finished.first, finished.last, finished.life, finished.result)
+        self._record.finished(
+            finished.start.episode, finished.first, finished.last, finished.incarnation, finished.result
+        )
 
     def _remove(self, batch: Batch[Result]) -> None:
         for group in batch.groups:

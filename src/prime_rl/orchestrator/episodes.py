@@ -74,13 +74,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Finished(Generic[Result]):
-    """A finished episode: the versions that may have sampled its tokens are `first` … `last`, as they stood in the trainer's life `life`."""
+    """A finished episode: the versions that may have sampled its tokens are `first` … `last`, as they stood in the trainer's incarnation `incarnation`."""
 
     start: Start
     first: int
     last: int
     result: Result
-    life: int = 0
+    incarnation: int = 0
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Group(Generic[Result]):
     number: int
     task: Task
     waiting: list[tuple[int, int]] = field(default_factory=list)  # (number in the group, attempt), not issued yet
-    again: list[tuple[int, int]] = field(default_factory=list)  # issued, in flight when the last life ended
+    again: list[tuple[int, int]] = field(default_factory=list)  # issued, in flight when the last incarnation ended
     flying: set[str] = field(default_factory=set)
     finished: list[Finished[Result]] = field(default_factory=list)
     lost: int = 0  # episodes that ended without a result
@@ -118,8 +118,8 @@ class Record(Protocol[Recorded]):
     """Who is told what becomes of every episode, in the order of events: `ledger.Ledger`."""
 
     def opened(self, group: int, env: str, task_index: int, task_id: str) -> None: ...
-    def issued(self, episode: str, version: int, life: int) -> None: ...
-    def finished(self, episode: str, first: int, last: int, life: int, result: Recorded) -> None: ...
+    def issued(self, episode: str, version: int, incarnation: int) -> None: ...
+    def finished(self, episode: str, first: int, last: int, incarnation: int, result: Recorded) -> None: ...
     def dropped(self, episode: str, reason: str, detail: str = "", retried: bool = False) -> None: ...
     def discarded(self, groups: Iterable[int], reason: str = "filtered", detail: str = "") -> None: ...
     def batched(
@@ -139,10 +139,10 @@ class Unrecorded:
     def opened(self, group: int, env: str, task_index: int, task_id: str) -> None:
         """See `Record`."""
 
-    def issued(self, episode: str, version: int, life: int) -> None:
+    def issued(self, episode: str, version: int, incarnation: int) -> None:
         """See `Record`."""
 
-    def finished(self, episode: str, first: int, last: int, life: int, result: object) -> None:
+    def finished(self, episode: str, first: int, last: int, incarnation: int, result: object) -> None:
         """See `Record`."""
 
     def dropped(self, episode: str, reason: str, detail: str = "", retried: bool = False) -> None:

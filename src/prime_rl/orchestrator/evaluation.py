@@ -61,7 +61,7 @@ class Evaluations:
         return max((version for _, version in self._logged if self._complete(version)), default=0)
 
     def owed(self, version: int) -> bool:
-        """Whether `version` is to be evaluated before anything else: the base model, or what an earlier life of this process came not to do."""
+        """Whether `version` is to be evaluated before anything else: the base model, or what an earlier incarnation of this process came not to do."""
         at_start = self._section is not None and self._section.at_start and version == 0 and not self._complete(0)
         return at_start or self.due(version)
 
@@ -77,7 +77,7 @@ class Evaluations:
         return self._section is not None and self._section.at_end and not self._complete(version)
 
     async def run(self) -> None:
-        """Evaluate what is served; nothing newer is served until it is done. `stop` ends it, and so does the end of the version's life.
+        """Evaluate what is served; nothing newer is served until it is done. `stop` ends it, and so does the end of the version's incarnation.
 
         Raises:
             UserError: the server was lost again and again meanwhile.
@@ -114,7 +114,7 @@ class Evaluations:
                 reports = await self._run_plans(pool, version)
                 spoilt = await pool.spoilt()
                 async with serving.shipping:
-                    serving.notice_life()
+                    serving.notice_incarnation()
                 if serving.core.must_go_back:
                     return  # the version was given up meanwhile
                 if not spoilt and not pool.turned_away:
@@ -149,10 +149,10 @@ class Evaluations:
         )  # fmt: skip
 
     def _log(self, report: EvalReport) -> None:
-        life = self._serving.core.life
-        metrics = {**report.metrics(), f"eval/{report.env}/policy_life": float(life)}
+        incarnation = self._serving.core.incarnation
+        metrics = {**report.metrics(), f"eval/{report.env}/policy_incarnation": float(incarnation)}
         self._monitor.log(report.version, metrics)
-        self._logged[report.env, report.version] = life
+        self._logged[report.env, report.version] = incarnation
         reward = metrics.get(f"eval/{report.env}/reward/mean")
         logger.info(
             "eval {} on version {} | {:.1f} s | {} | errors {}",
@@ -165,15 +165,16 @@ class Evaluations:
 
     def _is_logged(self, env: str, version: int) -> bool:
         """Whether it is, and the trainer has not gone on from before that version since: what it makes again is another policy."""
-        life = self._logged.get((env, version))
-        return life is not None and valid(version, life, self._serving.history.lives)
+        incarnation = self._logged.get((env, version))
+        return incarnation is not None and valid(version, incarnation, self._serving.history.incarnations)
 
     def _read_logged(self) -> dict[tuple[str, int], int]:
-        """The life of the trainer in which each was evaluated."""
+        """The incarnation of the trainer in which each was evaluated."""
         rows = read_metrics(self.config.output_dir / "metrics" / "orchestrator.jsonl")
         return {
             (plan.env, int(row["step"])): int(row[key])
             for row in rows
             for plan in self._plans
-            if (key := f"eval/{plan.env}/policy_life") in row
+            for key in (f"eval/{plan.env}/policy_incarnation", f"eval/{plan.env}/policy_life")  # the earlier name
+            if key in row
         }

@@ -54,7 +54,7 @@ def why_episode(config: "FilterConfig", result: EpisodeResult, seq_len: int) -> 
 
 def counts_in_baseline(config: "FilterConfig", why: str) -> bool:
     """Whether others of its group are compared with an episode that filter `why` leaves out ("": none does)."""
-    rule = getattr(config, why, None) if why else None  # None: a filter of an earlier life
+    rule = getattr(config, why, None) if why else None  # None: a filter of an earlier incarnation
     return rule is None or not rule.from_baseline
 
 

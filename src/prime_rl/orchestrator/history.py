@@ -2,40 +2,40 @@
 
 from pathlib import Path
 
-from prime_rl.transport.lives import Seen, drop_lease, read_lease, read_lives, read_versions, write_lease
-from prime_rl.transport.protocol import Lease, Life, current_life, newest_version, valid
+from prime_rl.transport.incarnations import Seen, drop_lease, read_incarnations, read_lease, read_versions, write_lease
+from prime_rl.transport.protocol import Incarnation, Lease, current_incarnation, newest_version, valid
 from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
 
 
 class History:
-    """Lives and versions at the last look, and the orchestrator's lease."""
+    """Incarnations and versions at the last look, and the orchestrator's lease."""
 
     def __init__(self, output_dir: Path) -> None:
         self.output_dir = output_dir
         self.weights_dir = output_dir / "weights"
-        self.lives: dict[int, int] = {}
+        self.incarnations: dict[int, int] = {}
         self.versions: dict[int, int] = {}
         self.lease = read_lease(output_dir)
         self._seen: Seen = {}
 
     @property
-    def life(self) -> Life:
-        """The trainer's present life, at the last look."""
-        return current_life(self.lives)
+    def incarnation(self) -> Incarnation:
+        """The trainer's present incarnation, at the last look."""
+        return current_incarnation(self.incarnations)
 
     @property
     def newest(self) -> int | None:
         """The newest version of the present history, at the last look."""
-        return newest_version(self.versions, self.lives)
+        return newest_version(self.versions, self.incarnations)
 
     def look(self) -> None:
-        """Read what stands in the run directory. Versions first: a version is never seen without the life that made it."""
+        """Read what stands in the run directory. Versions first: a version is never seen without the incarnation that made it."""
         self.versions = read_versions(self.weights_dir, self._seen)
-        self.lives = read_lives(self.output_dir)
+        self.incarnations = read_incarnations(self.output_dir)
 
     def valid(self, version: int) -> bool:
         """Whether `version` is committed and belongs to the present history, at the last look."""
-        return version in self.versions and valid(version, self.versions[version], self.lives)
+        return version in self.versions and valid(version, self.versions[version], self.incarnations)
 
     def manifest(self, version: int) -> WeightsManifest:
         """What a version consists of.

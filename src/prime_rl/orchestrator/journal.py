@@ -1,4 +1,4 @@
-"""The ledger in the loop: what an earlier life left is put back into the core, what happens is written at the right moments, and the two accounts
+"""The ledger in the loop: what an earlier incarnation left is put back into the core, what happens is written at the right moments, and the two accounts
 must agree.
 
 A finished episode is written only after the engines have proven what they serve: whatever the ledger holds as finished may be trained.
@@ -40,7 +40,7 @@ class Journal:
         self.left: dict[int, list[float]] = {}  # rewards of groups that left without a batch since the last one
         self.discards: Counter[str] = (
             Counter()
-        )  # groups that left without a batch since the last one, in an earlier life
+        )  # groups that left without a batch since the last one, in an earlier incarnation
         self._flushed = time.monotonic()
         issued = self.ledger.account().total.issued
         if progress.fresh and issued:
@@ -59,7 +59,7 @@ class Journal:
     def restore(
         self, core: Core[EpisodeResult], state: State, stream: Iterator[Task], version: int, curriculum: Curriculum
     ) -> Tally:
-        """Put into `core` what an earlier life left, and draw `stream` to where it was.
+        """Put into `core` what an earlier incarnation left, and draw `stream` to where it was.
 
         Args:
             stream: The task stream from its beginning.
@@ -122,7 +122,7 @@ class Journal:
                 one.first,
                 one.last,
                 one.result,
-                one.life,
+                one.incarnation,
             )
             for one in found.finished
         ]

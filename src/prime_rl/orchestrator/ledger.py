@@ -36,12 +36,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Stored:
-    """A finished episode that is in no batch: issued on `version`, sampled by `first` … `last` as they stood in life `life`."""
+    """A finished episode that is in no batch: issued on `version`, sampled by `first` … `last` as they stood in incarnation `incarnation`."""
 
     number: int
     attempt: int
     version: int
-    life: int
+    incarnation: int
     first: int
     last: int
     result: EpisodeResult
@@ -285,7 +285,7 @@ class Ledger(Book):
         return found
 
     def _stored(self, row: EpisodeRow) -> Stored:
-        assert None not in (row.version, row.life, row.first, row.last)
+        assert None not in (row.version, row.incarnation, row.first, row.last)
         result = self._results.get(row.id)
         if result is None:
             with ledger_file.file_errors(self.path):
@@ -293,7 +293,7 @@ class Ledger(Book):
             if data is None:
                 raise UserError(ledger_file.damaged(self.path, f"the tokens of episode {row.id} are missing"))
             result = ledger_file.unpack_result(data[0])
-        return Stored(row.number, row.attempt, row.version, row.life, row.first, row.last, result)  # type: ignore[arg-type]
+        return Stored(row.number, row.attempt, row.version, row.incarnation, row.first, row.last, result)  # type: ignore[arg-type]
 
     # -- private: reconciling ----------------------------------------------------------------------------------------------------
 

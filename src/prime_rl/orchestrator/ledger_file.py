@@ -72,7 +72,7 @@ class State(StrEnum):
 
 @dataclass(slots=True)
 class EpisodeRow:
-    """One row of `episodes`; the fields are its columns, in their order. `life` matters, and is kept, only until the episode is in a batch."""
+    """One row of `episodes`; the fields are its columns, in their order. `incarnation` matters, and is kept, only until the episode is in a batch."""
 
     group: int
     number: int
@@ -83,7 +83,7 @@ class EpisodeRow:
     retried: bool = False
     step: int | None = None
     version: int | None = None
-    life: int | None = None
+    incarnation: int | None = None
     first: int | None = None
     last: int | None = None
     reward: float | None = None
@@ -108,7 +108,8 @@ class GroupRow:
     step: int | None = None
 
 
-_EPISODE_COLUMNS = ", ".join("group_number" if f.name == "group" else f.name for f in fields(EpisodeRow))
+_RENAMED = {"group": "group_number", "incarnation": "life"}  # columns whose name is not the field's
+_EPISODE_COLUMNS = ", ".join(_RENAMED.get(f.name, f.name) for f in fields(EpisodeRow))
 SELECT_EPISODES = f"SELECT {_EPISODE_COLUMNS} FROM episodes "
 _UPSERT_EPISODE = (
     f"INSERT OR REPLACE INTO episodes ({_EPISODE_COLUMNS}) VALUES ({', '.join('?' * len(fields(EpisodeRow)))})"
@@ -139,7 +140,7 @@ class Changes:
 def episode_values(row: EpisodeRow) -> tuple[Any, ...]:
     """A row's values in the order of its columns. Not `astuple`: that copies recursively, which costs milliseconds for a batch."""
     return (
-        row.group, row.number, row.attempt, row.state, row.reason, row.detail, row.retried, row.step, row.version, row.life,
+        row.group, row.number, row.attempt, row.state, row.reason, row.detail, row.retried, row.step, row.version, row.incarnation,
         row.first, row.last, row.reward, row.tokens, row.output_tokens, row.is_truncated,
     )  # fmt: skip
 

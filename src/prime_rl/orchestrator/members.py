@@ -63,7 +63,7 @@ class Roster:
 
         Args:
             fleet: Addresses of the fleet.
-            left: Addresses that have left, and which life of each it was: a later one is welcome.
+            left: Addresses that have left, and which incarnation of each it was: a later one is welcome.
         """
         members = self._members.values()
         joining = [
@@ -81,7 +81,7 @@ class Roster:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`joining`: registered and not of the fleet. `leaving`: lives that ask to, by address. `silent`: gone for good unless they answer."""
+    """`joining`: registered and not of the fleet. `leaving`: incarnations that ask to, by address. `silent`: gone for good unless they answer."""
 
     joining: list[Member]
     leaving: Mapping[str, str]
@@ -181,7 +181,7 @@ class Members:
         self._fleet, self._recovery = fleet, recovery
         self._connect, self._on_end = connect, on_end
         self._registry: Registry | None = None
-        self._left: dict[str, str] = {}  # the life of each server that has left
+        self._left: dict[str, str] = {}  # the incarnation of each server that has left
         self._clients: dict[str, EngineClient] = {replica.name: replica.engine for replica in fleet.replicas}
         self._drains: dict[Replica, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
@@ -301,7 +301,7 @@ class Members:
 
 
 async def _wishes(engines: Mapping[str, EngineClient]) -> list[tuple[str, str]]:
-    """Which of them are to leave, and which life of each."""
+    """Which of them are to leave, and which incarnation of each."""
     answers = await asyncio.gather(*(engine.served() for engine in engines.values()), return_exceptions=True)
     wishes = []
     for address, answer in zip(engines, answers, strict=True):

@@ -26,7 +26,7 @@ class Tally:
     def since(before: EnvAccount, now: EnvAccount) -> "Tally":
         """The counts that the ledger still tells of, between two states of its account with no batch committed in between.
 
-        Tokens and seconds of an earlier life are not known.
+        Tokens and seconds of an earlier incarnation are not known.
         """
 
         def more(reason: Drop) -> int:

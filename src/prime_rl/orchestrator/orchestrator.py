@@ -1,7 +1,7 @@
 """The orchestrator's loop: keep the fleet full within the staleness bound, cut batches, commit them, follow new weights, run evals.
 
 `core.py` decides what may start, what is a batch and what is too old; `serving.py` follows the trainer; `recovery.py` brings servers back; `journal.py` keeps the ledger. Whatever is
-killed at whatever moment: a new life goes on from what stands in the run directory.
+killed at whatever moment: a new incarnation goes on from what stands in the run directory.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from prime_rl.orchestrator.tasks import count, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers, listed
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.transport.commit import clean_stages
-from prime_rl.transport.protocol import Life
+from prime_rl.transport.protocol import Incarnation
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.wait import WaitTimeout, wait_async
 
@@ -58,7 +58,7 @@ _RETRIED = {Outcome.WORKER_DIED, Outcome.ENGINE_UNAVAILABLE, Outcome.TEACHER_UNA
 
 
 class Orchestrator:
-    """One life of a run's orchestrator. `run()` is all of it."""
+    """One incarnation of a run's orchestrator. `run()` is all of it."""
 
     def __init__(
         self,
@@ -217,7 +217,7 @@ class Orchestrator:
             stream if journal is None else journal.drawing(stream),
             step=self.progress.step,
             version=version,
-            life=history.life.number,
+            incarnation=history.incarnation.number,
             record=None if journal is None else journal.ledger,
             gate=self.admission.gate,
         )
@@ -227,11 +227,11 @@ class Orchestrator:
             newest = version if history.newest is None else history.newest
             self.tally = journal.restore(self.core, self.progress.state, stream, newest, self.admission.curriculum)
             self.admission.restore(journal.discards, journal.left)
-            self.core.begin_life(history.life.number, history.lives)
+            self.core.begin_incarnation(history.incarnation.number, history.incarnations)
             journal.check(self.core)
 
     def _log_missing(self) -> None:
-        """Metrics that an earlier life committed with a batch and did not come to log."""
+        """Metrics that an earlier incarnation committed with a batch and did not come to log."""
         rows = read_metrics(self.config.output_dir / "metrics" / "orchestrator.jsonl")
         for step, metrics in missing_rows(self.rollouts_dir, {int(row["step"]): row for row in rows}).items():
             self.monitor.log(step, metrics)
@@ -324,10 +324,10 @@ class Orchestrator:
             if start.episode in self._running:  # else the run ends, and has cancelled it
                 self._running.pop(start.episode).cancel()
 
-    def began_life(self, life: Life) -> None:
-        """The trainer began a new life: batches from its start on are trained again."""
+    def began_incarnation(self, incarnation: Incarnation) -> None:
+        """The trainer began a new incarnation: batches from its start on are trained again."""
         if self.journal is not None:
-            self.journal.ledger.rewound(life.start)
+            self.journal.ledger.rewound(incarnation.start)
 
     async def serves(self, version: int) -> None:
         """A newer version is served."""
@@ -412,7 +412,7 @@ class Orchestrator:
             if self.core.ready_batch() is None:
                 return False
             if self.journal is not None:
-                self.serving.notice_life()
+                self.serving.notice_incarnation()
             batch = self.core.ready_batch()
             if batch is None:
                 return False
@@ -472,7 +472,7 @@ class Orchestrator:
             several=len(self.config.environments) > 1,
         )
         metrics |= self.admission.take(batch) | {"workers/cpu": self.pool.busiest}
-        if (limit := self.limits.look(self.serving.history.lives.values())) is not None:
+        if (limit := self.limits.look(self.serving.history.incarnations.values())) is not None:
             metrics[limit.name.metric] = limit.share
         self._step_began, self.tally = now, Tally(stale_before=stale)
         return metrics
@@ -505,7 +505,7 @@ class Orchestrator:
                     if self.core.unproven() and not self.serving.recovering:
                         await self.serving.prove()
                     await journal.flush()
-            await asyncio.to_thread(self.checkpoints.join, dict(history.lives))
+            await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
@@ -530,7 +530,7 @@ class Orchestrator:
                 logger.info("no trainer: {} batches committed on the base model (version 0)", self.core.step)
                 break
             await self._trainer_end()
-            ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new life meanwhile
+            ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new incarnation meanwhile
         await self._write_books(last=True)
         self.journal.check(self.core)
         await self.members.close()

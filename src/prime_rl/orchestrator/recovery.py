@@ -232,7 +232,7 @@ class Recovery:
         if self._config.bench or serving.core.must_go_back:
             self._admit(replica)  # there is nothing to prove, or `follow` loads what counts now
             return True
-        version, life = serving.core.version, serving.core.life
+        version, incarnation = serving.core.version, serving.core.incarnation
         if replica.given is None:
             await serving.check_base(replica, 0)
         proven = replica.given is not None and await replica.proven()
@@ -240,14 +240,18 @@ class Recovery:
             await self._take_back(replica)
         if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
             await serving.load_again(replica)
-        if serving.moving or (version, life) != (serving.core.version, serving.core.life) or replica.tainted:
+        if (
+            serving.moving
+            or (version, incarnation) != (serving.core.version, serving.core.incarnation)
+            or replica.tainted
+        ):
             return False
         self._admit(replica)
         return True
 
     async def _take_back(self, replica: Replica) -> None:
         async with self._serving.shipping:
-            self._serving.notice_life()
+            self._serving.notice_incarnation()
             if replica.given is not None:
                 version = replica.given.version
                 if self._doubted.get(replica) != version:  # each attempt finds it so

@@ -80,7 +80,7 @@ class Routed:
         return all(await asyncio.gather(*(each.answers() for each in (*self._parts, self._router))))
 
     async def served(self) -> Served:
-        """What all parts serve, in lives of which each counts; `NO_VERSION` where they serve different weights, which an update ends.
+        """What all parts serve, in incarnations of which each counts; `NO_VERSION` where they serve different weights, which an update ends.
 
         Raises:
             Misrouted: the router leads to somebody else, too.
@@ -191,7 +191,7 @@ def _weights(answers: Sequence[Served]) -> set[tuple[int, str]]:
 
 
 def _joined(answers: Sequence[Served]) -> Served:
-    """One answer for all that serve the same; its life ends with that of any of them, its times are the slowest's."""
+    """One answer for all that serve the same; its incarnation ends with that of any of them, its times are the slowest's."""
     first = answers[0]
     parts = {part for one in answers for part in one.seconds}
     return Served(

@@ -1,6 +1,6 @@
 """Keeping the servers on the newest version of the trainer's present history.
 
-The trainer says what there is by committing lives and versions; here they are followed. What was sampled by weights that do not count, because
+The trainer says what there is by committing incarnations and versions; here they are followed. What was sampled by weights that do not count, because
 the trainer gave them up or a server cannot prove them, is taken back in the core and made again. A server that does not load what the others load,
 or cannot prove what it serves, is lost: `recovery.py` brings it back.
 """
@@ -24,8 +24,8 @@ from prime_rl.orchestrator.engine import EngineTrouble, NotSent, Unusable
 from prime_rl.orchestrator.fleet import Fleet, Replica
 from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.lives import ask_for_files, call_for_files
-from prime_rl.transport.protocol import BASE, Life, first_lease, goes_on_from, lease_to_hold, lease_to_load
+from prime_rl.transport.incarnations import ask_for_files, call_for_files
+from prime_rl.transport.protocol import BASE, Incarnation, first_lease, goes_on_from, lease_to_hold, lease_to_load
 from prime_rl.transport.weights import UNREACHABLE
 from prime_rl.wait import wait_async
 
@@ -46,8 +46,8 @@ class Shell(Protocol):
     def forget(self, starts: Sequence[Start]) -> None:
         """These were in flight, and the core has given them up: cancel them."""
 
-    def began_life(self, life: Life) -> None:
-        """The trainer began a new life."""
+    def began_incarnation(self, incarnation: Incarnation) -> None:
+        """The trainer began a new incarnation."""
 
     async def serves(self, version: int) -> None:
         """A newer version is served."""
@@ -141,8 +141,8 @@ class Serving:
         owed = owes
         while True:  # `_may_retry` raises after a few failures
             ready = await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
-            version, life = self._choose(owed), self.history.life.number
-            self._lease_to_load(life, version)
+            version, incarnation = self._choose(owed), self.history.incarnation.number
+            self._lease_to_load(incarnation, version)
             try:
                 failures = await self._check_bases(ready, version)
                 # Even a server that has this version already is given it: one that cannot reach the directory is found now.
@@ -161,7 +161,7 @@ class Serving:
                     self.fleet.admit(replica)
             for replica, failure in failures.items():
                 logger.warning("the run begins without {}: {}", replica.name, failure)
-            self.history.hold(lease_to_hold(life, version))
+            self.history.hold(lease_to_hold(incarnation, version))
             return version
 
     def begin(self, core: Core[EpisodeResult]) -> None:
@@ -205,7 +205,7 @@ class Serving:
         served.check_name(replica.name, self.config.model.name)
 
     async def _await_history(self, progress: Progress) -> None:
-        """Until the trainer has begun the life that the run goes on with. A resumed run must not follow the life that it gives up."""
+        """Until the trainer has begun the incarnation that the run goes on with. A resumed run must not follow the incarnation that it gives up."""
 
         def begun() -> bool:
             self.history.look()
@@ -213,12 +213,12 @@ class Serving:
             if newest is None or progress.recovered:
                 return newest is not None
             return newest >= progress.version and (
-                not progress.resumed or goes_on_from(progress.version, self.history.lives)
+                not progress.resumed or goes_on_from(progress.version, self.history.incarnations)
             )
 
         subject = f"weights/step_{progress.version}"
         if progress.resumed:
-            subject += f", of a life that goes on from step {progress.version},"
+            subject += f", of an incarnation that goes on from step {progress.version},"
         await self._until(begun, "version of the weights" if progress.recovered else subject)
 
     def _choose(self, owes: Callable[[int], bool]) -> int:
@@ -244,7 +244,7 @@ class Serving:
         """Serve every newer version as soon as the trainer commits it, until it is cancelled."""
         while True:  # bounded: the run cancels it at its end
             async with self.shipping:
-                self.notice_life()
+                self.notice_incarnation()
             newest = self.history.newest
             if newest is not None and self._is_superseded(newest):  # none serves
                 await self._go_on_with(newest)
@@ -255,38 +255,38 @@ class Serving:
                     await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 
-    def notice_life(self) -> None:
-        """Look, and if the trainer has begun a new life take back what it gave up. Call it with `shipping` held."""
+    def notice_incarnation(self) -> None:
+        """Look, and if the trainer has begun a new incarnation take back what it gave up. Call it with `shipping` held."""
         self.history.look()
-        life = self.history.life
-        if life.number <= self.core.life:
+        incarnation = self.history.incarnation
+        if incarnation.number <= self.core.incarnation:
             return
         served = self.core.version
-        self._give_up(self.core.begin_life(life.number, self.history.lives))
+        self._give_up(self.core.begin_incarnation(incarnation.number, self.history.incarnations))
         back = f": back from version {served}" if self.core.must_go_back else ""
-        logger.warning("the trainer began life {} at step {}{}", life.number, life.start, back)
+        logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.core.must_go_back:
-            self._hold(life.number, served)
-        self._shell.began_life(life)
+            self._hold(incarnation.number, served)
+        self._shell.began_incarnation(incarnation)
 
     async def _go_back(self) -> None:
         """The trainer went on from an earlier step: what is served was given up."""
         async with self.lock:
-            life = self.history.life
+            incarnation = self.history.incarnation
 
             def there() -> bool:
                 self.history.look()
-                return self.history.newest is not None and self.history.newest >= self.history.life.start
+                return self.history.newest is not None and self.history.newest >= self.history.incarnation.start
 
-            await self._until(there, f"weights/step_{life.start}")
+            await self._until(there, f"weights/step_{incarnation.start}")
             version = self.history.newest
             assert version is not None
-            if self.history.life != life:
+            if self.history.incarnation != incarnation:
                 return  # it began again meanwhile
-            self._lease_to_load(life.number, version)
-            if await self._move(version) and self.core.life == life.number:
+            self._lease_to_load(incarnation.number, version)
+            if await self._move(version) and self.core.incarnation == incarnation.number:
                 self.core.go_back(version)
-                self._hold(life.number, version)
+                self._hold(incarnation.number, version)
         self._shell.wake()
         if not self.core.must_go_back:
             await self._shell.serves(self.core.version)  # it may be one that was made again meanwhile
@@ -301,7 +301,7 @@ class Serving:
                 "version {} cannot be had any more: the run goes on with version {}", self.core.version, version
             )
             self.core.announce(version)
-            self._lease_to_load(self.core.life, version)
+            self._lease_to_load(self.core.incarnation, version)
             self._note_served(version)
         await self._shell.serves(version)
 
@@ -315,7 +315,7 @@ class Serving:
                 return  # found while this waited for the lock
             began = time.monotonic()
             self.core.announce(version)
-            self._lease_to_load(self.core.life, version)
+            self._lease_to_load(self.core.incarnation, version)
             if not await self._move(version) or self.core.must_go_back:
                 return
             self._count(time.monotonic() - began)
@@ -326,7 +326,7 @@ class Serving:
 
     def _note_served(self, version: int) -> None:
         self.core.serve(version)
-        self._hold(self.core.life, version)
+        self._hold(self.core.incarnation, version)
         self.status.progress()
         stale = self.core.stale()
         for start in stale:
@@ -448,7 +448,7 @@ class Serving:
         finally:
             del self._reading[replica]
             if not (self._moving or self.core.must_go_back):
-                self._hold(self.core.life, self.core.version)
+                self._hold(self.core.incarnation, self.core.version)
 
     async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[None]]") -> None:
         """Until all have ended, but for those of servers that stop serving meanwhile, while others serve."""
@@ -472,7 +472,7 @@ class Serving:
         await asyncio.sleep(_RETRY_SECONDS * self._failures)
 
     async def await_sender(self, error: NotSent, version: int) -> None:
-        """Servers go on as they are while the trainer owes them this version, a newer one or its next life: for at most `weights_timeout`."""
+        """Servers go on as they are while the trainer owes them this version, a newer one or its next incarnation: for at most `weights_timeout`."""
         self.history.look()
         seconds = self.config.weights_timeout
         if time.monotonic() - self._note_unsent(version, error) > seconds:
@@ -481,12 +481,16 @@ class Serving:
         await asyncio.sleep(_RETRY_SECONDS)
 
     def _ask_for_files(self, error: NotSent, version: int) -> None:
-        """Under `weights.transport = "auto"`, once for every life of the trainer: it goes on with files."""
-        life = self.history.life.number
+        """Under `weights.transport = "auto"`, once for every incarnation of the trainer: it goes on with files."""
+        incarnation = self.history.incarnation.number
         with suppress(CommitError):  # removed meanwhile
             publisher = self.history.manifest(version).publisher
-            if publisher is not None and publisher.fallback and call_for_files(self.config.output_dir, life) is None:
-                ask_for_files(self.config.output_dir, life, str(error))
+            if (
+                publisher is not None
+                and publisher.fallback
+                and call_for_files(self.config.output_dir, incarnation) is None
+            ):
+                ask_for_files(self.config.output_dir, incarnation, str(error))
 
     def _note_unsent(self, version: int, error: NotSent) -> float:
         """Returns since when."""
@@ -498,13 +502,13 @@ class Serving:
         self._unsent = (max(before, version), since)
         return since
 
-    def _lease_to_load(self, life: int, version: int) -> None:
+    def _lease_to_load(self, incarnation: int, version: int) -> None:
         assert self.history.lease is not None  # `start` has taken one
-        self.history.hold(lease_to_load(self.history.lease, life, version))
+        self.history.hold(lease_to_load(self.history.lease, incarnation, version))
 
-    def _hold(self, life: int, version: int) -> None:
+    def _hold(self, incarnation: int, version: int) -> None:
         """`version` is served: nothing older is read, but by servers that come back."""
-        self.history.hold(lease_to_hold(life, version, self._reading.values()))
+        self.history.hold(lease_to_hold(incarnation, version, self._reading.values()))
 
     # -- what counts -----------------------------------------------------------------------------------------------------------
 

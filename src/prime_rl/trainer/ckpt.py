@@ -1,4 +1,4 @@
-"""The training state on disk over a run: where the run goes on from, what is saved when, and what later lives still need.
+"""The training state on disk over a run: where the run goes on from, what is saved when, and what later incarnations still need.
 
 `checkpoints/step_N/trainer` and `recovery/step_N` hold the state after N updates (model, optimizer, progress and random state; the learning rate
 is a function of the step), committed by rename. Either can be loaded by another number of ranks.
@@ -36,8 +36,15 @@ from prime_rl.transport.commit import (
     read_manifest,
     subject_of,
 )
-from prime_rl.transport.lives import lost_versions, read_lives, read_versions, refuse_outlived, run_id, sparing_lives
-from prime_rl.transport.protocol import current_life, spared
+from prime_rl.transport.incarnations import (
+    lost_versions,
+    read_incarnations,
+    read_versions,
+    refuse_outlived,
+    run_id,
+    sparing_incarnations,
+)
+from prime_rl.transport.protocol import current_incarnation, spared
 from prime_rl.transport.settings import ways_out
 from prime_rl.transport.weights import hash_directory, version_dir, version_hash, weights_manifest
 from prime_rl.wait import LEAST_POLL_SECONDS, wait
@@ -101,7 +108,7 @@ class Checkpoints:
         self.recovery = config.output_dir / "recovery"
         self.found: Path | None = None  # the state that this run goes on from
         self.base: str | None = None  # hash of the base model
-        self.life = 0
+        self.incarnation = 0
         self.run: str | None = None  # tells this run's states from those of others
         self._timeout = config.dist_timeout
         self._pending: tuple[Path, Future[None]] | None = None
@@ -144,9 +151,9 @@ class Checkpoints:
         return Progress() if self.found is None else load(self.found, policy, optimizer, self.world)
 
     def begin(self, versions: WeightPublisher, start: int) -> None:
-        """Open a life that goes on from step `start`, and set aside what it gives up."""
+        """Open an incarnation that goes on from step `start`, and set aside what it gives up."""
         by_hand = not self.recover and self.found is not None
-        self.life, self.base = versions.open(
+        self.incarnation, self.base = versions.open(
             start, spares=by_hand or self.found is None, saved_by=on_main(self.world, self._saved_by)
         )
         self.run = on_main(self.world, lambda: run_id(self.output_dir))
@@ -304,11 +311,15 @@ class Checkpoints:
 
     def _recover_decides(self, resume: int) -> bool:
         """Of --recover and ckpt.resume_step, given both. The launcher adds --recover when it starts a trainer again that was told to resume."""
-        lives, versions = read_lives(self.output_dir), list_steps(self.output_dir / "weights")
-        if lives or list_steps(self.recovery) or max(versions, default=0) > 0:
-            now = current_life(lives)
-            life = f"life {now.number}, from step {now.start}" if lives else "its life files are lost"
-            logger.info("--recover decides, not ckpt.resume_step {}: this run has begun already ({})", resume, life)
+        incarnations, versions = read_incarnations(self.output_dir), list_steps(self.output_dir / "weights")
+        if incarnations or list_steps(self.recovery) or max(versions, default=0) > 0:
+            now = current_incarnation(incarnations)
+            incarnation = (
+                f"incarnation {now.number}, from step {now.start}" if incarnations else "its incarnation files are lost"
+            )
+            logger.info(
+                "--recover decides, not ckpt.resume_step {}: this run has begun already ({})", resume, incarnation
+            )
             return True
         logger.warning(
             "ckpt.resume_step {} decides, not --recover: no run has begun in {} that could be recovered",
@@ -318,9 +329,9 @@ class Checkpoints:
         return False
 
     def _newest_whole(self) -> str | None:
-        lives, damaged = read_lives(self.output_dir), []
+        incarnations, damaged = read_incarnations(self.output_dir), []
         for step, directory, problem in checkpoints.recoverable(
-            self.root, self.recovery, lives, run_id(self.output_dir)
+            self.root, self.recovery, incarnations, run_id(self.output_dir)
         ):
             if problem is None:
                 logger.info("recovering from {}, after {} updates", subject_of(directory), step)
@@ -332,7 +343,7 @@ class Checkpoints:
                 f"cannot recover: no state is whole, {'; '.join(damaged)}: put back a copy, or move these out of the run directory to "
                 "start over from the base model"
             )
-        start = current_life(lives).start
+        start = current_incarnation(incarnations).start
         if start > 0:
             raise UserError(
                 f"cannot recover: the run went on from step {start}, and neither that state nor a later one stands in {self.root}: put "
@@ -364,7 +375,7 @@ class Checkpoints:
 
     def _give_up_after(self, start: int) -> None:
         checkpoints.clean(self.root, PART)
-        for path in checkpoints.set_aside_after(self.root, start, self.life, self.run):
+        for path in checkpoints.set_aside_after(self.root, start, self.incarnation, self.run):
             logger.warning("a checkpoint beyond step {} is given up; it lies in {} now", start, path)
         clean_stages(self.recovery)
         self._spare_recovery(start)
@@ -376,16 +387,16 @@ class Checkpoints:
             )  # where a crash came between part and joint manifest
 
     def _saved_by(self) -> list[int]:
-        """The lives that saved what stands there."""
+        """The incarnations that saved what stands there."""
         places = [checkpoints.part_dir(self.root, step, PART) for step in self._own()]
         places += [checkpoints.step_dir(self.recovery, step) for step in list_steps(self.recovery)]
-        lives = set()
+        incarnations = set()
         for place in places:
             try:
-                lives.add(int(read_manifest(place).extra.get("life", 0)))
+                incarnations.add(checkpoints.saved_by(read_manifest(place)))
             except CommitError:  # damaged: nobody goes on from it
                 continue
-        return sorted(lives)
+        return sorted(incarnations)
 
     def _spare_recovery(self, start: int) -> None:
         """Keep the newest recovery checkpoint beyond `start` aside, where somebody asked for `start`: it may have been a mistake."""
@@ -393,11 +404,12 @@ class Checkpoints:
         for step in list_steps(self.recovery):
             if step > start:
                 try:
-                    given_up[step] = int(read_manifest(checkpoints.step_dir(self.recovery, step)).extra.get("life", 0))
+                    manifest = read_manifest(checkpoints.step_dir(self.recovery, step))
+                    given_up[step] = checkpoints.saved_by(manifest)
                 except CommitError:  # damaged: not worth keeping
                     continue
-        newest = spared(given_up, sparing_lives(self.output_dir))
-        if newest is not None and (aside := give_up(checkpoints.step_dir(self.recovery, newest), self.life)):
+        newest = spared(given_up, sparing_incarnations(self.output_dir))
+        if newest is not None and (aside := give_up(checkpoints.step_dir(self.recovery, newest), self.incarnation)):
             logger.warning("the recovery checkpoint of step {} is given up; it lies in {} now", newest, aside)
 
     def _use_device(self) -> None:
@@ -447,14 +459,14 @@ class Checkpoints:
         extra = {
             "progress": asdict(progress),
             "ranks": world.size,
-            "life": self.life,
+            "incarnation": self.incarnation,
             "base": self.base,
             "run": self.run,
         }
         try:
             dcp.save(state, stage.path / _STATE, world.group)
             on_main(world, lambda: self._await_record(progress.step, final, recorded))
-            on_main(world, lambda: refuse_outlived(self.output_dir, self.life))
+            on_main(world, lambda: refuse_outlived(self.output_dir, self.incarnation))
             on_main(world, lambda: stage.commit(step=progress.step, producer=PART, extra=extra).step)
         except BaseException:
             stage.abort()

@@ -72,7 +72,7 @@ class Report:
             for path in status_path(self.config.output_dir, self.process).parent.glob(f"{self.process}.*.json"):
                 rank = path.name.split(".")[1]
                 if rank.isdigit() and int(rank) >= self.ranks:
-                    path.unlink(missing_ok=True)  # of an earlier life with more ranks
+                    path.unlink(missing_ok=True)  # of an earlier incarnation with more ranks
 
     def _begin(self) -> None:
         config = self.config

@@ -31,7 +31,7 @@ from prime_rl.trainer.parallel import World, agree, background_world, broadcast,
 from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies
 from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
-from prime_rl.transport import lives
+from prime_rl.transport import incarnations
 from prime_rl.transport.addresses import own_address
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.checksum import checksums
@@ -188,7 +188,7 @@ class WeightPublisher:
     ) -> None:
         self.output_dir, self.root = output_dir, output_dir / "weights"
         self.source, self.world, self.dtype = source, world, dtype
-        self.life, self._start = 0, 0
+        self.incarnation, self._start = 0, 0
         self._timeout, self._on_committed, self._canary = timeout, on_committed, canary
         self._memory, self._tmpfs, self._save_interval = memory, tmpfs, save_interval
         self._copies: RowCopies | GatheredCopy
@@ -199,7 +199,7 @@ class WeightPublisher:
         self._closed = threading.Event()
         self._tmpfs_dir: Path | None = None  # of this run
         self._had_tmpfs = True  # it may hold files of some version
-        self._seen: lives.Seen = {}
+        self._seen: incarnations.Seen = {}
         self._background = background_world(world, timeout)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="durable")
@@ -218,7 +218,7 @@ class WeightPublisher:
         removed next.
 
         Args:
-            spares: Keep the newest of them as `given_up_<life>_step_v`.
+            spares: Keep the newest of them as `given_up_<incarnation>_step_v`.
             saved_by: The incarnations that saved the training states. Rank 0's counts.
 
         Returns the incarnation's number, and the base model's hash (None: random weights).
@@ -229,13 +229,13 @@ class WeightPublisher:
         base_canary = None if scored is None else agree(self.world, scored.read)
         if self._tmpfs is not None and (hosts := len(set(gather(self.world, boot_id())))) > 1:
             raise UserError(f"weights.tmpfs is the memory of one host, and the trainer's ranks are on {hosts}")
-        self.life, base, place = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
+        self.incarnation, base, place = on_main(self.world, lambda: self._open(start, spares, saved_by, base_canary))
         self._tmpfs_dir = None if place is None else Path(place)
         preparing = self._thread.submit(self._prepare)
         self._commits.append(_Task("memory for the weights", "the thread that makes it ready", preparing))
         if start > 0:
             self.ensure(start)
-        return self.life, base
+        return self.incarnation, base
 
     def ensure(self, version: int, *, durable: bool = False) -> None:
         """Commit the policy's weights as `version`, unless this history has files of it already, and wait for it."""
@@ -356,7 +356,7 @@ class WeightPublisher:
         try:
             agree(world, check)
             canary = None if scored is None else agree(world, scored.read)
-            on_main(world, lambda: lives.refuse_outlived(self.output_dir, self.life))
+            on_main(world, lambda: incarnations.refuse_outlived(self.output_dir, self.incarnation))
         finally:
             copy_seconds = copied.finish()
         if isinstance(copies, GatheredCopy):
@@ -367,7 +367,7 @@ class WeightPublisher:
             on_main(world, lambda: self._make_room(place or final, copies.file_bytes, prunes))
             times = write_version(
                 copies, copied, self.source, world, final,
-                version=version, incarnation=self.life, canary=canary, tmpfs=place,
+                version=version, incarnation=self.incarnation, canary=canary, tmpfs=place,
             )  # fmt: skip
         return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
 
@@ -383,10 +383,10 @@ class WeightPublisher:
         summed = time.perf_counter()
         tensors = {name: replace(entry, checksum=sums[name]) for name, entry in copies.tensors.items()}
         address = publisher.address(fallback=memory.fallback)
-        extra = manifest_extra(version, self.life, tensors, canary=canary, publisher=address)
+        extra = manifest_extra(version, self.incarnation, tensors, canary=canary, publisher=address)
         stage = Stage(version_dir(self.root, version))
         try:
-            publisher.offer(version, self.life, extra["hash"], copies.size)
+            publisher.offer(version, self.incarnation, extra["hash"], copies.size)
             stage.commit(step=version, producer="trainer", extra=extra)
         except BaseException:
             stage.abort()
@@ -425,7 +425,7 @@ class WeightPublisher:
     def _await_call_for_files(self, copies: GatheredCopy) -> None:
         """Write versions to files once servers ask for it, from the present one on (`transport = "auto"`)."""
         while not self._closed.wait(_FILES_POLL_SECONDS):  # bounded: it ends with `close`
-            reason = lives.call_for_files(self.output_dir, self.life)
+            reason = incarnations.call_for_files(self.output_dir, self.incarnation)
             if reason is None:
                 continue
             logger.warning("weights are written to files from now on: {}", reason)
@@ -452,8 +452,11 @@ class WeightPublisher:
                 raise UserError(f"{directory} cannot be removed ({error.strerror}); nothing is lost by it") from error
 
     def _prunable(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> list[int]:
-        versions, starts = lives.read_versions(self.root, self._seen), lives.read_lives(self.output_dir)
-        lease, needed = lives.strictest_lease(self.output_dir), checkpoints()
+        versions, starts = (
+            incarnations.read_versions(self.root, self._seen),
+            incarnations.read_incarnations(self.output_dir),
+        )
+        lease, needed = incarnations.strictest_lease(self.output_dir), checkpoints()
         found = prunable(versions, starts, lease=lease, async_level=async_level, keep=keep, checkpoints=needed)
         return [version for version in found if not self._is_saved(version)]
 
@@ -466,26 +469,26 @@ class WeightPublisher:
         self.root.mkdir(parents=True, exist_ok=True)
         if (place := self._tmpfs) is not None:
             assert isinstance(self._copies, RowCopies)
-            root = tmpfs_dir(place.root, self.output_dir, lives.run_id(self.output_dir) or "none")
+            root = tmpfs_dir(place.root, self.output_dir, incarnations.run_id(self.output_dir) or "none")
             check_room(root, place.versions, self._copies.file_bytes, place.arithmetic, available_bytes())
         clean_stages(self.root)
         directory = self.source.directory
         base = None if directory is None else write_base_version(self.root, directory, canary).hash
-        faults.point(f"life:{lives.next_life(self.output_dir, saved_by)}")
-        life = lives.open_life(self.output_dir, start, spares=spares, saved_by=saved_by)
-        for version in lives.lost_versions(self.root):  # the host was started again
+        faults.point(f"incarnation:{incarnations.next_incarnation(self.output_dir, saved_by)}")
+        incarnation = incarnations.open_incarnation(self.output_dir, start, spares=spares, saved_by=saved_by)
+        for version in incarnations.lost_versions(self.root):  # the host was started again
             prune(version_dir(self.root, version))
-        self._set_aside(life)
+        self._set_aside(incarnation)
         places = (tmpfs_of(version_dir(self.root, version)) for version in list_steps(self.root))
         used = {place.directory for place in places if place is not None}
         self._had_tmpfs = self._tmpfs is not None or bool(used)
         if self._tmpfs is None:
-            return life, base, None
-        run = lives.run_id(self.output_dir)
-        assert run is not None, "each life file holds it"
+            return incarnation, base, None
+        run = incarnations.run_id(self.output_dir)
+        assert run is not None, "each incarnation file holds it"
         root = tmpfs_dir(self._tmpfs.root, self.output_dir, run)
         open_tmpfs(root, self.output_dir, used)
-        return life, base, str(root)
+        return incarnation, base, str(root)
 
     def _has_files(self, version: int) -> bool:
         """Whether the disk holds a version, after bringing it there from tmpfs.
@@ -515,7 +518,7 @@ class WeightPublisher:
         except (CommitError, FileNotFoundError) as error:
             logger.warning("version {} cannot be brought to the disk: {}", version, error)
             return False
-        remove_in_tmpfs(manifest.tmpfs, self.output_dir, lives.run_id(self.output_dir))
+        remove_in_tmpfs(manifest.tmpfs, self.output_dir, incarnations.run_id(self.output_dir))
         return True
 
     def _leave_tmpfs(self, async_level: int, keep: int, checkpoints: Callable[[], Collection[int]]) -> None:
@@ -531,22 +534,22 @@ class WeightPublisher:
         """Remove a version, its tensors first: without them it does not count."""
         directory = version_dir(self.root, version)
         if self._had_tmpfs:  # reading a manifest of many tensors takes the interpreter from the loop
-            remove_in_tmpfs(tmpfs_of(directory), self.output_dir, lives.run_id(self.output_dir))
+            remove_in_tmpfs(tmpfs_of(directory), self.output_dir, incarnations.run_id(self.output_dir))
         prune(directory)
 
-    def _set_aside(self, life: int) -> None:
-        """Remove the versions that the new life gives up, or keep the newest under another name."""
-        versions = lives.read_versions(self.root)
-        superseded = to_set_aside(versions, lives.read_lives(self.output_dir))
+    def _set_aside(self, incarnation: int) -> None:
+        """Remove the versions that the new incarnation gives up, or keep the newest under another name."""
+        versions = incarnations.read_versions(self.root)
+        superseded = to_set_aside(versions, incarnations.read_incarnations(self.output_dir))
         manifests = {version: weights_manifest(version_dir(self.root, version)) for version in superseded}
         on_disk = {version: versions[version] for version in superseded if manifests[version].publisher is None}
-        kept = spared(on_disk, lives.sparing_lives(self.output_dir))
+        kept = spared(on_disk, incarnations.sparing_incarnations(self.output_dir))
         if kept is not None and not self._bring_to_disk(kept):
             kept = None
         for version in superseded:  # ascending, so that after a crash the newest is still there to be kept
             if version != kept:
                 self._remove(version)
-            elif (aside := give_up(version_dir(self.root, version), life)) is not None:
+            elif (aside := give_up(version_dir(self.root, version), incarnation)) is not None:
                 logger.warning("version {} is given up; it lies in {} now", version, aside)
 
 

@@ -27,7 +27,7 @@ from prime_rl.transport.commit import (
     verify,
     write_atomically,
 )
-from prime_rl.transport.protocol import current_life, expendable_checkpoints, resume_step, valid
+from prime_rl.transport.protocol import current_incarnation, expendable_checkpoints, resume_step, valid
 
 Part = Literal["trainer", "orchestrator"]
 ALONE: tuple[Part, ...] = ("trainer",)  # sft, fake data, a trainer without an orchestrator
@@ -50,12 +50,17 @@ def steps_with(root: Path, part: Part) -> list[int]:
 
 
 def run_of(directory: Path) -> str | None:
-    """The run that saved a state (`lives.run_id`); None where that cannot be told."""
+    """The run that saved a state (`incarnations.run_id`); None where that cannot be told."""
     try:
         run = read_manifest(directory).extra.get("run")
     except CommitError:
         return None
     return run if isinstance(run, str) else None
+
+
+def saved_by(state: Manifest, default: int = 0) -> int:
+    """The trainer's incarnation that saved a state, by its manifest; `default` where that does not tell."""
+    return int(state.extra.get("incarnation", state.extra.get("life", default)))  # the earlier name
 
 
 def belongs(root: Path, step: int, run: str | None) -> bool:
@@ -87,7 +92,7 @@ def join(root: Path, step: int, parts: Sequence[Part], producer: str) -> None:
         path = part_dir(root, step, part) / MANIFEST
         read_manifest(path.parent)
         files[f"{part}/{MANIFEST}"] = {"size": path.stat().st_size, "xxh3": hash_file(path)}
-    for left in directory.glob(f".{MANIFEST}.tmp-*"):  # by an earlier life of the owner
+    for left in directory.glob(f".{MANIFEST}.tmp-*"):  # by an earlier incarnation of the owner
         left.unlink(missing_ok=True)
     faults.point(f"join:checkpoints/step_{step}", directory / MANIFEST)
     joint = Manifest(step, producer, files[f"{parts[0]}/{MANIFEST}"]["xxh3"][:16], files, {"parts": list(parts)})
@@ -181,8 +186,8 @@ def clean(root: Path, part: Part) -> None:
     clean_stages(root)
 
 
-def set_aside_after(root: Path, step: int, life: int, run: str | None = None) -> list[Path]:
-    """Rename the checkpoints of `run` beyond `step` out of the way, which life `life` gives up by going on from `step`.
+def set_aside_after(root: Path, step: int, incarnation: int, run: str | None = None) -> list[Path]:
+    """Rename the checkpoints of `run` beyond `step` out of the way, which incarnation `incarnation` gives up by going on from `step`.
 
     They are not deleted, for they may have been given up by mistake. Whoever resumes may call it, and any number of times.
 
@@ -192,7 +197,7 @@ def set_aside_after(root: Path, step: int, life: int, run: str | None = None) ->
     moved = []
     for later in list_steps(root):
         if later > step and not _foreign(root, later) and belongs(root, later, run):
-            aside = give_up(step_dir(root, later), life)
+            aside = give_up(step_dir(root, later), incarnation)
             if aside is not None:  # else the other process was first
                 moved.append(aside)
     return moved
@@ -208,16 +213,16 @@ def foreign(root: Path) -> list[Path]:
 
 
 def recoverable(
-    root: Path, recovery: Path, lives: Mapping[int, int], run: str | None = None
+    root: Path, recovery: Path, incarnations: Mapping[int, int], run: str | None = None
 ) -> Iterator[tuple[int, Path, str | None]]:
     """Committed states that a trainer may recover from, newest first: its parts of checkpoints, joined or not, and recovery checkpoints.
 
-    States that a later life gave up are left out, and those of other runs, but for the one that the present history went on from.
+    States that a later incarnation gave up are left out, and those of other runs, but for the one that the present history went on from.
 
     Args:
         run: The run that recovers.
         recovery: The directory of the recovery checkpoints.
-        lives: The trainer's lives and the steps they started from.
+        incarnations: The trainer's incarnations and the steps they started from.
 
     Returns:
         Step, directory, and what is wrong with it (None: its bytes are the ones that were committed).
@@ -227,15 +232,15 @@ def recoverable(
     """
     found = [(step, part_dir(root, step, "trainer")) for step in steps_with(root, "trainer")]
     found += [(step, step_dir(recovery, step)) for step in list_steps(recovery)]
-    start = current_life(lives).start
+    start = current_incarnation(incarnations).start
     for step, directory in sorted(found, reverse=True):
         if run is not None and run_of(directory) not in (None, run):
             if step == start > 0:
                 yield step, directory, _damage(directory)
             continue
         try:
-            made_by = read_manifest(directory).extra.get("life", max(lives, default=0))
-            if valid(step, made_by, lives):
+            made_by = saved_by(read_manifest(directory), max(incarnations, default=0))
+            if valid(step, made_by, incarnations):
                 verify(directory)
                 yield step, directory, None
         except FormatError as error:

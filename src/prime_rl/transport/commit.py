@@ -334,15 +334,15 @@ def prune(directory: Path) -> None:
     _remove(aside)
 
 
-def give_up(directory: Path, life: int) -> Path | None:
-    """Rename a committed directory to `given_up_<life>_<its name>`: nobody counts it any more, and it can be put back by hand.
+def give_up(directory: Path, incarnation: int) -> Path | None:
+    """Rename a committed directory to `given_up_<incarnation>_<its name>`: nobody counts it any more, and it can be put back by hand.
 
     Returns:
         Where it lies now, under a name that was free; None where it was gone already.
     """
-    name, count = f"given_up_{life}_{directory.name}", 1
+    name, count = f"given_up_{incarnation}_{directory.name}", 1
     aside = directory.parent / name
-    while aside.exists():  # an earlier history had a life of this number, too
+    while aside.exists():  # an earlier history had an incarnation of this number, too
         count += 1
         aside = directory.parent / f"{name}.{count}"
     faults.point(f"set-aside:{subject_of(directory)}")

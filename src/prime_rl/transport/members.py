@@ -1,6 +1,6 @@
 """Servers that make themselves known: a directory that all hosts see, with one small file in it for each server, replaced atomically.
 
-A file says where its server is reached, which life of it wrote the file, and a number that the server keeps raising. No clock is in it: hosts
+A file says where its server is reached, which incarnation of it wrote the file, and a number that the server keeps raising. No clock is in it: hosts
 disagree about the time. Who reads judges by how long the number has not changed before its own eyes (`orchestrator/members.py`).
 """
 
@@ -27,7 +27,7 @@ class Member:
 
     Attributes:
         address: Where others reach it, without /v1 and without a slash at the end.
-        boot: The life of the server: that of `GET /weights`.
+        boot: The incarnation of the server: that of `GET /weights`.
         model: The name that it serves its model under.
         host: The name of its host, by which a loopback address is understood.
         beat: Raised with every renewal.
@@ -59,7 +59,7 @@ def publish(directory: Path, member: Member) -> None:
 
 
 def withdraw(directory: Path, address: str, boot: str) -> None:
-    """Remove a server's file, unless a later life of it has written that.
+    """Remove a server's file, unless a later incarnation of it has written that.
 
     Raises:
         OSError: it cannot be removed.

@@ -3,19 +3,19 @@
 The processes share no memory and no lock; each looks at the committed names and decides by these functions. The model checker in
 `tests/unit/protocol` drives the very same ones through all interleavings of commits, updates, prunes, crashes and resumes.
 
-Words: a *life* (incarnation) is one run of the trainer from a start step. `versions` maps the number of a committed version to the life that made
-it; `lives` maps each life to its start step, i.e. to the number of updates it found done.
+Words: an *incarnation* is one life of the trainer, from a start step on. `versions` maps the number of a committed version to the incarnation that made
+it; `incarnations` maps each incarnation to its start step, i.e. to the number of updates it found done.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-BASE = 0  # the version that is the base model: made by no life, never pruned
+BASE = 0  # the version that is the base model: made by no incarnation, never pruned
 
 
 @dataclass(frozen=True)
-class Life:
-    """One life of the trainer: its number, and the step it started from. -1 before the first."""
+class Incarnation:
+    """One incarnation of the trainer: its number, and the step it started from. -1 before the first."""
 
     number: int = -1
     start: int = 0
@@ -23,60 +23,62 @@ class Life:
 
 @dataclass(frozen=True)
 class Lease:
-    """What the orchestrator and its engines may still read: no version from `version` on, of the lives up to `life`, may be removed."""
+    """What the orchestrator and its engines may still read: no version from `version` on, of the incarnations up to `incarnation`, may be removed."""
 
-    life: int
+    incarnation: int
     version: int
 
 
-def current_life(lives: Mapping[int, int]) -> Life:
-    """The newest life."""
-    return Life(max(lives), lives[max(lives)]) if lives else Life()
+def current_incarnation(incarnations: Mapping[int, int]) -> Incarnation:
+    """The newest incarnation."""
+    return Incarnation(max(incarnations), incarnations[max(incarnations)]) if incarnations else Incarnation()
 
 
-def valid(version: int, made_by: int, lives: Mapping[int, int]) -> bool:
-    """Whether a version made by life `made_by` belongs to the history that is being continued: no later life began before it."""
-    return version == BASE or all(version <= start for life, start in lives.items() if life > made_by)
-
-
-def valid_versions(versions: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
-    """The versions that may be served, ascending."""
-    return sorted(version for version, life in versions.items() if valid(version, life, lives))
-
-
-def newest_version(versions: Mapping[int, int], lives: Mapping[int, int]) -> int | None:
-    """What the engines should serve: the newest version of the present history; None before the trainer has begun a life."""
-    if not lives:
-        return None
-    return max(valid_versions(versions, lives), default=None)
-
-
-def goes_on_from(step: int, lives: Mapping[int, int]) -> bool:
-    """Whether the present history goes on from `step`: a life began there, and none since began before it."""
-    return any(
-        start == step and all(later >= step for other, later in lives.items() if other > life)
-        for life, start in lives.items()
+def valid(version: int, made_by: int, incarnations: Mapping[int, int]) -> bool:
+    """Whether a version made by incarnation `made_by` belongs to the history that is being continued: no later incarnation began before it."""
+    return version == BASE or all(
+        version <= start for incarnation, start in incarnations.items() if incarnation > made_by
     )
 
 
-def to_set_aside(versions: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
-    """Versions that a new life gives up; the trainer renames them aside after it has committed its life and before its first version."""
-    return sorted(version for version, life in versions.items() if not valid(version, life, lives))
+def valid_versions(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
+    """The versions that may be served, ascending."""
+    return sorted(version for version, incarnation in versions.items() if valid(version, incarnation, incarnations))
+
+
+def newest_version(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> int | None:
+    """What the engines should serve: the newest version of the present history; None before the trainer has begun an incarnation."""
+    if not incarnations:
+        return None
+    return max(valid_versions(versions, incarnations), default=None)
+
+
+def goes_on_from(step: int, incarnations: Mapping[int, int]) -> bool:
+    """Whether the present history goes on from `step`: an incarnation began there, and none since began before it."""
+    return any(
+        start == step and all(later >= step for other, later in incarnations.items() if other > incarnation)
+        for incarnation, start in incarnations.items()
+    )
+
+
+def to_set_aside(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
+    """Versions that a new incarnation gives up; the trainer renames them aside after it has committed its incarnation and before its first version."""
+    return sorted(version for version, incarnation in versions.items() if not valid(version, incarnation, incarnations))
 
 
 def spared(given_up: Mapping[int, int], sparing: Mapping[int, int]) -> int | None:
-    """The newest of the given-up steps (and the lives that made them), if a life that spares its likes gave it up; None: nothing is spared.
+    """The newest of the given-up steps (and the incarnations that made them), if an incarnation that spares its likes gave it up; None: nothing is spared.
 
     Args:
-        sparing: Lives that were opened by hand or without any state, and their start steps.
+        sparing: Incarnations that were opened by hand or without any state, and their start steps.
     """
     newest = max(given_up, default=None)
     return None if newest is None or valid(newest, given_up[newest], sparing) else newest
 
 
-def may_batch(first: int, last: int, life: int, lives: Mapping[int, int]) -> bool:
-    """Whether an episode that the versions `first` … `last` sampled, as they stood in life `life`, may still go into a batch."""
-    return first <= last and valid(last, life, lives)
+def may_batch(first: int, last: int, incarnation: int, incarnations: Mapping[int, int]) -> bool:
+    """Whether an episode that the versions `first` … `last` sampled, as they stood in incarnation `incarnation`, may still go into a batch."""
+    return first <= last and valid(last, incarnation, incarnations)
 
 
 def first_to_collect(batches: Collection[int], start: int) -> int:
@@ -109,7 +111,7 @@ def too_old(step: int, first: int, max_off_policy_steps: int) -> bool:
 
 def prunable(
     versions: Mapping[int, int],
-    lives: Mapping[int, int],
+    incarnations: Mapping[int, int],
     *,
     lease: Lease | None,
     async_level: int,
@@ -126,14 +128,14 @@ def prunable(
 
     Returns:
         Never the base, never the newest, never a version that a reader holds or that a kept checkpoint needs. While the orchestrator has not
-        acknowledged the newest life nothing is pruned: it may still have to go back to that life's start.
+        acknowledged the newest incarnation nothing is pruned: it may still have to go back to that incarnation's start.
     """
-    life, valid_now = current_life(lives), valid_versions(versions, lives)
+    incarnation, valid_now = current_incarnation(incarnations), valid_versions(versions, incarnations)
     if keep is None or not valid_now:
         return []
     floor = valid_now[-1] - async_level - keep
     if lease is not None:
-        if lease.life < life.number:
+        if lease.incarnation < incarnation.number:
             return []
         floor = min(floor, lease.version)
     needed = {version for step in checkpoints for version in range(serve_floor(step, async_level), step + 1)}
@@ -148,19 +150,19 @@ def first_lease(held: Lease | None) -> Lease:
     return held or Lease(-1, BASE)
 
 
-def lease_to_load(held: Lease, life: int, version: int) -> Lease:
-    """What is committed before any engine reads `version` of `life`: an engine whose load fails reads again what it served before."""
-    return Lease(life, min(held.version, version))
+def lease_to_load(held: Lease, incarnation: int, version: int) -> Lease:
+    """What is committed before any engine reads `version` of `incarnation`: an engine whose load fails reads again what it served before."""
+    return Lease(incarnation, min(held.version, version))
 
 
-def lease_to_hold(life: int, served: int, reading: Collection[int] = ()) -> Lease:
+def lease_to_hold(incarnation: int, served: int, reading: Collection[int] = ()) -> Lease:
     """What is committed once all engines that are given work serve `served`. Engines that come back meanwhile may still be `reading` older ones."""
-    return Lease(life, min([served, *reading]))
+    return Lease(incarnation, min([served, *reading]))
 
 
-def joinable(parts: Mapping[int, int], lives: Mapping[int, int]) -> list[int]:
-    """Trainer parts (step: life that saved it) that may become joint checkpoints, ascending: those of the present history."""
-    return sorted(step for step, life in parts.items() if valid(step, life, lives))
+def joinable(parts: Mapping[int, int], incarnations: Mapping[int, int]) -> list[int]:
+    """Trainer parts (step: incarnation that saved it) that may become joint checkpoints, ascending: those of the present history."""
+    return sorted(step for step, incarnation in parts.items() if valid(step, incarnation, incarnations))
 
 
 def resume_step(complete: Collection[int], asked: int) -> int | None:

@@ -69,7 +69,7 @@ def tmpfs_dir(tmpfs: Path, output_dir: Path, run: str) -> Path:
     """The place of a run's versions under `tmpfs`. Neither another run in the same directory, nor a copy of this one, has the same.
 
     Args:
-        run: What tells the run from others (`lives.run_id`).
+        run: What tells the run from others (`incarnations.run_id`).
     """
     return tmpfs.expanduser().resolve() / _name(output_dir, run)
 

@@ -49,7 +49,7 @@ class TensorEntry:
 
 
 UNREACHABLE = "does not reach the trainer's publisher"
-"""Part of a server's error when it cannot connect: files may help then (`lives.ask_for_files`)."""
+"""Part of a server's error when it cannot connect: files may help then (`incarnations.ask_for_files`)."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals import servers
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.status import read_status
-from prime_rl.transport.lives import leases
+from prime_rl.transport.incarnations import leases
 from support.evaluating import World
 
 TWO = [{"id": "one"}, {"id": "two", "rollouts_per_example": 3, "num_examples": 2, "sampling": {"temperature": 0.5}}]

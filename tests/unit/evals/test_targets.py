@@ -13,7 +13,7 @@ from prime_rl.errors import UserError
 from prime_rl.evals.targets import Writer, check_versions, environments_of_run
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import status_path
-from prime_rl.transport.lives import EVAL, read_lease
+from prime_rl.transport.incarnations import EVAL, read_lease
 from prime_rl.transport.tmpfs import in_tmpfs
 from support.evaluating import World
 
@@ -29,9 +29,9 @@ def names(found):
     return [target for _, target in found]
 
 
-def commit(world, *versions, life=0):
+def commit(world, *versions, incarnation=0):
     for version in versions:
-        world.trainer.commit(version, life)
+        world.trainer.commit(version, incarnation)
 
 
 async def test_all_or_the_named_with_or_without_the_base(world):
@@ -161,7 +161,7 @@ async def test_following_evaluates_each_version_until_the_run_has_ended(world):
     assert "* 15" not in report
 
 
-async def test_following_evaluates_again_what_another_life_of_the_trainer_made(world):
+async def test_following_evaluates_again_what_another_incarnation_of_the_trainer_made(world):
     """Contract: a number is not a policy: what replaced it is evaluated, and the results of the one before are not mixed with it."""
     commit(world, 0, 5)
     trainer = Status(world.directory / "run", "trainer")
@@ -171,7 +171,7 @@ async def test_following_evaluates_again_what_another_life_of_the_trainer_made(w
         seen.append(world.server.now.hash)
         if len(seen) == 8:  # the last of version 5
             shutil.rmtree(world.weights / "step_5")
-            commit(world, 5, life=1)
+            commit(world, 5, incarnation=1)
         if len(seen) == 12:
             trainer.done("stopped")
 
@@ -206,7 +206,7 @@ async def test_following_again_reports_what_was_evaluated_before_and_removed_sin
 
 
 async def test_following_a_run_that_goes_on_from_before_evaluates_what_it_makes_again(world):
-    """Contract: an earlier follower's results of a number that another life of the trainer makes again are replaced: complete, or given up as removed."""
+    """Contract: an earlier follower's results of a number that another incarnation of the trainer makes again are replaced: complete, or given up as removed."""
     commit(world, 0, 5, 10)
     run = Status(world.directory / "run", "sft")
 
@@ -219,13 +219,13 @@ async def test_following_a_run_that_goes_on_from_before_evaluates_what_it_makes_
     await asyncio.wait([command], timeout=30)
     shutil.rmtree(
         world.weights / "step_10"
-    )  # the new life began before the follower, and has come to 5 when that looks
+    )  # the new incarnation began before the follower, and has come to 5 when that looks
     made = len(world.pool.made)
 
     def before(env, task, number):
         if number == made + 1:
             shutil.rmtree(world.weights / "step_5")
-            commit(world, 5, 10, life=1)
+            commit(world, 5, 10, incarnation=1)
             run.done("finished")
 
     world.pool.before = before

@@ -260,7 +260,7 @@ async def test_fixed_weights_are_never_touched(base: Path, tmp_path: Path) -> No
 async def test_a_directory_that_is_replaced_while_it_is_loaded_is_not_served(
     base: Path, tmp_path: Path, anew: bool
 ) -> None:
-    """Contract: what was hashed is what was loaded, even where a new life of the trainer sets the version aside or commits it anew."""
+    """Contract: what was hashed is what was loaded, even where a new incarnation of the trainer sets the version aside or commits it anew."""
     engine, root = FakeEngine(), tmp_path / "weights"
     service = make(engine, base, root)
     before, directory = await service.served(), commit(root, 1)

@@ -109,7 +109,7 @@ def test_where_a_trainer_goes_on_from_is_told(tmp_path: Path) -> None:
     for step in range(3):
         add(tmp_path, "orchestrator", step, 100.0 + step, **{"reward/mean": 0.25})
         add(tmp_path, "trainer", step, 101.0 + step, **TRAINER)
-    assert len(steps.new_lines()) == 3, "the first life is a matter of course"
+    assert len(steps.new_lines()) == 3, "the first incarnation is a matter of course"
     (tmp_path / "incarnations" / "1.json").write_text('{"step": 1}')
     assert steps.new_lines() == ["trainer goes on from step 1: 2 steps are made again"]
     add(tmp_path, "trainer", 1, 110.0, **TRAINER)

@@ -27,7 +27,7 @@ from prime_rl.launcher.rundir import (
 from prime_rl.monitor import Status, read_status
 from prime_rl.orchestrator.ledger import Ledger
 from prime_rl.processes import ProcessId, boot_id, identify, is_alive
-from prime_rl.transport.lives import open_life, run_id
+from prime_rl.transport.incarnations import open_incarnation, run_id
 from prime_rl.transport.settings import agree
 from prime_rl.transport.tmpfs import note_tmpfs, tmpfs_dir
 from support import partners
@@ -143,7 +143,7 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
 def test_clean_empties_the_memory_that_no_version_names(tmp_path: Path, whose: str) -> None:
     """A trainer that was killed before its first version has left no more than a note of where in memory its place is; another run's stays."""
     output_dir, tmpfs = tmp_path / "run", tmp_path / "tmpfs"
-    open_life(output_dir, 0, spares=False, saved_by=())
+    open_incarnation(output_dir, 0, spares=False, saved_by=())
     own = run_id(output_dir)
     assert own is not None
     root = tmpfs_dir(tmpfs, output_dir, own if whose == "its own" else "0123456789abcdef")

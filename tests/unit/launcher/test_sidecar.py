@@ -9,7 +9,7 @@ from prime_rl.entrypoints import sft
 from prime_rl.errors import UserError
 from prime_rl.launcher import sidecar
 from prime_rl.launcher.sidecar import EvalSidecar, eval_config, server_config
-from prime_rl.transport import lives
+from prime_rl.transport import incarnations
 from prime_rl.transport.protocol import Lease
 
 EVAL = {"environment": {"id": "reverse-text"}, "interval": 5}
@@ -87,10 +87,10 @@ def test_torchruns_variables_are_not_inherited() -> None:
 
 def test_what_a_killed_evaluation_held_is_let_go(tmp_path: Path) -> None:
     """Contract: a run that goes on without evaluating removes its versions as if there had been none."""
-    lives.write_lease(tmp_path, Lease(0, 5), lives.EVAL)
+    incarnations.write_lease(tmp_path, Lease(0, 5), incarnations.EVAL)
     with EvalSidecar(config(eval=None, output_dir=tmp_path), {}) as nothing:
         nothing.finish()
-        assert lives.leases(tmp_path) == []
+        assert incarnations.leases(tmp_path) == []
 
 
 def test_ctrl_c_while_the_last_version_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,7 +200,7 @@ def test_resume_appends_and_the_last_line_wins(tmp_path: Path) -> None:
 
 
 def test_a_short_write_is_completed_and_a_full_disk_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The disk fills up in the middle of a line: the row after it, in the same life, is whole; the half one is passed over."""
+    """The disk fills up in the middle of a line: the row after it, in the same incarnation, is whole; the half one is passed over."""
     path = metrics_path(tmp_path, "trainer")
     monitor = Monitor(tmp_path, "trainer", MonitorConfig(), {})
     real, room = os.write, [10]

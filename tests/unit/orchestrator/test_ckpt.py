@@ -18,9 +18,9 @@ from prime_rl.transport.commit import stage
 from support.scripted import commit_batch
 
 
-def commit_trainer_part(output_dir, step, life=0):
+def commit_trainer_part(output_dir, step, incarnation=0):
     place = output_dir / "checkpoints" / f"step_{step}" / "trainer"
-    with stage(place, step=step, producer="trainer", extra={"life": life}):
+    with stage(place, step=step, producer="trainer", extra={"incarnation": incarnation}):
         pass
 
 
@@ -148,9 +148,9 @@ def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):
 
 
 def test_only_checkpoints_of_the_present_history_are_joined(tmp_path):
-    """A part that a later life gave up stays single: joined, it would be resumed from."""
+    """A part that a later incarnation gave up stays single: joined, it would be resumed from."""
     commit_batch(tmp_path, 3, 40)
-    commit_trainer_part(tmp_path, 4, life=0)
+    commit_trainer_part(tmp_path, 4, incarnation=0)
     joint = JointCheckpoints(tmp_path, None)
     assert joint.join({0: 0, 1: 2}) == []
     assert joint.join({0: 0, 1: 4}) == [4]
@@ -199,7 +199,7 @@ def test_metrics_that_a_crash_kept_from_being_logged_are_found(tmp_path):
 
 
 def test_the_checkpoint_that_is_resumed_from_is_not_removed(tmp_path):
-    """A part of a life that is about to be given up may be joined before the trainer has begun its new one."""
+    """A part of an incarnation that is about to be given up may be joined before the trainer has begun its new one."""
     for step in (0, 1):
         commit_batch(tmp_path, step, step + 1)
     commit_checkpoint(tmp_path, 1)
@@ -208,7 +208,7 @@ def test_the_checkpoint_that_is_resumed_from_is_not_removed(tmp_path):
     assert checkpoints.complete_steps(tmp_path / "checkpoints") == [1, 2]
 
 
-def test_what_a_crash_kept_from_being_removed_is_removed_by_the_next_life(tmp_path):
+def test_what_a_crash_kept_from_being_removed_is_removed_by_the_next_incarnation(tmp_path):
     """It died after it had completed a checkpoint: before it removed the one that is not kept any more, or in the middle of that."""
     for step in range(4):
         commit_batch(tmp_path, step, step + 1)

@@ -355,14 +355,14 @@ def test_tokens_sampled_during_an_update_are_stamped_with_the_coming_version_too
     assert core.version == 0
 
 
-def test_what_a_life_sampled_that_was_given_up_is_made_again_in_its_place():
+def test_what_an_incarnation_sampled_that_was_given_up_is_made_again_in_its_place():
     """The trainer went on from version 1 while 3 was served: finished and flying episodes are dropped and tried again, on a version that the
     gate allows; nothing starts before the engines have gone back."""
     core = make_core(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
     starts = [core.next_start() for _ in range(6)]
     for start in starts[:3]:
         core.finish(start.episode, 1.0)
-    flying = core.begin_life(1, {0: 0, 1: 1})
+    flying = core.begin_incarnation(1, {0: 0, 1: 1})
     assert [start.episode for start in flying] == [start.episode for start in starts[3:]]
     assert core.dropped[Drop.STALE] == 6
     assert core.must_go_back
@@ -375,18 +375,18 @@ def test_what_a_life_sampled_that_was_given_up_is_made_again_in_its_place():
     core.check_conservation()
 
 
-def test_what_counts_in_the_new_life_too_is_kept():
-    """A life that begins at the version that is served gives up nothing: what was sampled is of the same history."""
+def test_what_counts_in_the_new_incarnation_too_is_kept():
+    """An incarnation that begins at the version that is served gives up nothing: what was sampled is of the same history."""
     core = make_core(Limits(4, 2, 1, 8, 100, 10), step=3, version=3)
     starts = [core.next_start() for _ in range(4)]
     core.finish(starts[0].episode, 1.0)
-    assert core.begin_life(1, {0: 0, 1: 3}) == []
+    assert core.begin_incarnation(1, {0: 0, 1: 3}) == []
     assert not core.must_go_back
     assert core.dropped.total() == 0
-    assert core.life == 1
+    assert core.incarnation == 1
     core.serve(4)
-    core.finish(starts[1].episode, 1.0)  # in flight over the change: its last version is of the new life
-    assert core.begin_life(2, {0: 0, 1: 3, 2: 3}) == starts[2:]
+    core.finish(starts[1].episode, 1.0)  # in flight over the change: its last version is of the new incarnation
+    assert core.begin_incarnation(2, {0: 0, 1: 3, 2: 3}) == starts[2:]
     assert core.dropped[Drop.STALE] == 3
     core.check_conservation()
 

@@ -10,7 +10,7 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.orchestrator import serving
 from prime_rl.orchestrator.engine import EngineTrouble, Served
-from prime_rl.transport.lives import read_lease
+from prime_rl.transport.incarnations import read_lease
 from support.scripted import World, has_batch, until
 from unit.orchestrator.test_fleet import FleetWorld, run
 
@@ -175,7 +175,7 @@ async def test_nobody_answers_the_second_time(tmp_path):
 
 @pytest.mark.parametrize("servers", [1, 2])
 async def test_a_version_that_goes_away_between_look_and_load(tmp_path, servers):
-    """The trainer has begun a new life: what it commits is served."""
+    """The trainer has begun a new incarnation: what it commits is served."""
     world = FleetWorld(tmp_path, servers=servers, max_steps=3)
     orchestrator = world.orchestrator()
     history = orchestrator.serving.history

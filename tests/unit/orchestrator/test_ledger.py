@@ -36,7 +36,7 @@ def rollouts(tmp_path):
 
 
 def reopened(ledger: Ledger) -> Ledger:
-    """The ledger as the next life finds it; what was not flushed is lost."""
+    """The ledger as the next incarnation finds it; what was not flushed is lost."""
     ledger.close()
     return Ledger(ledger.path)
 
@@ -206,7 +206,7 @@ def test_what_the_core_needs_to_go_on(path):
     ledger.dropped(names[1], "timeout", retried=True)
     ledger.dropped(names[2], "errored")
     ledger.flush()
-    ledger.finished(names[3], 0, 0, 0, result())  # never flushed: in flight, for the next life
+    ledger.finished(names[3], 0, 0, 0, result())  # never flushed: in flight, for the next incarnation
     ledger = reopened(ledger)
     (group,) = ledger.open_groups(6)
     assert (group.number, group.env, group.task_index, group.task_id) == (3, "reverse-text", 103, "task-3")
@@ -214,7 +214,14 @@ def test_what_the_core_needs_to_go_on(path):
     assert group.again == [(3, 0)]
     assert group.lost == 1
     (finished,) = group.finished
-    assert (finished.number, finished.attempt, finished.version, finished.life, finished.first, finished.last) == (
+    assert (
+        finished.number,
+        finished.attempt,
+        finished.version,
+        finished.incarnation,
+        finished.first,
+        finished.last,
+    ) == (
         0,
         0,
         0,
@@ -238,20 +245,20 @@ def test_tokens_survive_exactly():
 
 
 def test_an_interrupted_run_has_the_ledger_of_an_uninterrupted_one(tmp_path):
-    """Synchronous and seeded: what a crash interrupts is issued again by name, in another life, and leaves no trace."""
+    """Synchronous and seeded: what a crash interrupts is issued again by name, in another incarnation, and leaves no trace."""
     ledgers = []
     for crash in (False, True):
         path = tmp_path / f"{crash}.sqlite"
         ledger = Ledger(path)
         names = open_group(ledger, 0)
         ledger.flush()
-        life = 0
+        incarnation = 0
         if crash:
-            ledger, life = reopened(ledger), 1
+            ledger, incarnation = reopened(ledger), 1
             for name in names:
-                ledger.issued(name, 0, life)
+                ledger.issued(name, 0, incarnation)
         for name in names:
-            ledger.finished(name, 0, 0, life, result())
+            ledger.finished(name, 0, 0, incarnation, result())
         ledger.flush()
         ledger.batched(0, names, [], [], [0])
         ledger.trained_through(1)
@@ -261,7 +268,7 @@ def test_an_interrupted_run_has_the_ledger_of_an_uninterrupted_one(tmp_path):
     assert ledgers[0] == ledgers[1]
 
 
-_LIFE = """
+_INCARNATION = """
 import sys
 from pathlib import Path
 from support.ledgers import finish_group
@@ -285,7 +292,7 @@ def test_killed_at_any_point_the_flush_is_there_or_not(tmp_path, path, point, wh
     plan.write_text(json.dumps([{"point": f"ledger:{point}", "process": "orchestrator", "do": do, "nth": 2}]))
     search = os.pathsep.join([str(TESTS), *sys.path])
     done = subprocess.run(
-        [sys.executable, "-c", _LIFE, path],
+        [sys.executable, "-c", _INCARNATION, path],
         env={**os.environ, "PRIMERL_FAULTS": str(plan), "PYTHONPATH": search},
         timeout=60,
     )
@@ -526,7 +533,7 @@ def test_a_batch_that_is_gone_before_it_was_trained(path, rollouts):
     assert ledger.account().total == EnvAccount(issued=2, dropped={"cancelled": 2})
 
 
-def test_a_new_life_trains_again_what_is_committed(path):
+def test_a_new_incarnation_trains_again_what_is_committed(path):
     """From the step it starts at, batches are batched again; a later version trains them again, once."""
     ledger = Ledger(path)
     for step in range(4):

@@ -49,7 +49,7 @@ def test_who_beats_again_joins_as_new():
     assert joining(roster, 1000) == ["http://a"]
 
 
-def test_who_has_left_comes_back_only_in_another_life():
+def test_who_has_left_comes_back_only_in_another_incarnation():
     roster = Roster()
     roster.look([member("http://a", boot="1", beat=5)], 0)
     assert joining(roster, 0, left={"http://a": "1"}) == []
@@ -338,7 +338,7 @@ async def test_a_server_that_dies_while_it_drains_takes_only_its_own_with_it(tmp
 
 
 @pytest.mark.parametrize("discover", [True, False])
-async def test_when_the_last_one_leaves_the_run_waits_and_a_later_life_of_it_joins(tmp_path, discover):
+async def test_when_the_last_one_leaves_the_run_waits_and_a_later_incarnation_of_it_joins(tmp_path, discover):
     world = MovingWorld(tmp_path, servers=1, max_steps=5, discover=discover)
     server = world.servers[0]
     seen = []
@@ -352,7 +352,7 @@ async def test_when_the_last_one_leaves_the_run_waits_and_a_later_life_of_it_joi
             world.register(server)
         await until(lambda: not orchestrator.fleet.replicas, run=running)
         await asyncio.sleep(0.3)
-        assert not orchestrator.fleet.replicas  # the life that has left does not come back
+        assert not orchestrator.fleet.replicas  # the incarnation that has left does not come back
         server.leaving = False
         server.base()  # started again
         if discover:

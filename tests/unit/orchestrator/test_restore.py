@@ -30,23 +30,23 @@ class World:
 
     def __init__(self, directory: Path, limits: Limits, seed: int) -> None:
         self.directory, self.limits, self.random = directory, limits, random.Random(seed)
-        self.lives = {0: 0}
+        self.incarnations = {0: 0}
         self.versions = {0: 0}
         self.batches: list[set[str]] = []
         self.crashes = 0
         self.start()
 
     def start(self) -> None:
-        """A new life of the orchestrator."""
+        """A new incarnation of the orchestrator."""
         progress = resume_progress(self.directory, None, recover=self.crashes > 0)
         self.journal = Journal(self.directory, 0, progress)
         stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0)
-        newest = newest_version(self.versions, self.lives)
+        newest = newest_version(self.versions, self.incarnations)
         self.core: Core[EpisodeResult] = Core(
-            self.limits, self.journal.drawing(stream), step=progress.step, version=newest, life=max(self.lives), record=self.journal.ledger
+            self.limits, self.journal.drawing(stream), step=progress.step, version=newest, incarnation=max(self.incarnations), record=self.journal.ledger
         )  # fmt: skip
         self.journal.restore(self.core, progress.state, stream, newest, Curriculum({}, {}, 0))
-        self.core.begin_life(max(self.lives), self.lives)
+        self.core.begin_incarnation(max(self.incarnations), self.incarnations)
         self.journal.check(self.core)
         self.flying: dict[str, Start] = {}
 
@@ -83,12 +83,12 @@ class World:
 
     def train(self) -> None:
         """The trainer commits a version, if there is a batch for it."""
-        newest = newest_version(self.versions, self.lives)
+        newest = newest_version(self.versions, self.incarnations)
         if newest < len(self.batches):
-            self.versions[newest + 1] = max(self.lives)
+            self.versions[newest + 1] = max(self.incarnations)
 
     def serve(self) -> None:
-        newest = newest_version(self.versions, self.lives)
+        newest = newest_version(self.versions, self.incarnations)
         self.journal.ledger.trained_through(newest)
         if newest > self.core.version and not self.core.must_go_back:
             self.core.serve(newest)
@@ -99,10 +99,10 @@ class World:
 
     def rewind(self) -> None:
         """The trainer dies and goes on from an earlier version; the orchestrator notices."""
-        life, back_to = max(self.lives) + 1, self.random.choice(sorted(self.versions))
-        self.lives[life] = back_to
+        incarnation, back_to = max(self.incarnations) + 1, self.random.choice(sorted(self.versions))
+        self.incarnations[incarnation] = back_to
         self.versions = {version: made for version, made in self.versions.items() if version <= back_to}
-        self.forget(self.core.begin_life(life, self.lives))
+        self.forget(self.core.begin_incarnation(incarnation, self.incarnations))
         self.journal.ledger.rewound(back_to)
         if self.core.must_go_back:
             self.core.go_back(back_to)
@@ -134,8 +134,8 @@ class World:
         self.crashes += 1
         self.journal.close()
         if self.random.random() < 0.3:  # both died
-            life, back_to = max(self.lives) + 1, self.random.choice(sorted(self.versions))
-            self.lives[life] = back_to
+            incarnation, back_to = max(self.incarnations) + 1, self.random.choice(sorted(self.versions))
+            self.incarnations[incarnation] = back_to
             self.versions = {version: made for version, made in self.versions.items() if version <= back_to}
         self.start()
 

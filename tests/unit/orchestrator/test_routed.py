@@ -90,7 +90,7 @@ class Weights:
     version, hash, incarnation = 3, "h" * 32, 0
 
 
-async def test_all_parts_are_one_life(servers, routed):
+async def test_all_parts_are_one_incarnation(servers, routed):
     """Contract: a part that was started again changes the identity of all; a part that leaves takes the others along."""
     before = await routed.served()
     assert before.boot == "1+1"

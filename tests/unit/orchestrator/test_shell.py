@@ -1,4 +1,4 @@
-"""The loop around the core, against a scripted engine and pool: restarts, new lives of the trainer, evaluations, deadlines, stopping."""
+"""The loop around the core, against a scripted engine and pool: restarts, new incarnations of the trainer, evaluations, deadlines, stopping."""
 
 import asyncio
 import json
@@ -65,7 +65,7 @@ async def test_a_silent_restart_is_noticed_before_the_batch_is_committed(tmp_pat
 
 
 async def test_a_server_that_was_started_again_just_before_an_update_is_found_out(tmp_path):
-    """It serves the newer version as asked, but what finished before was its base model's: the life that it names tells."""
+    """It serves the newer version as asked, but what finished before was its base model's: the incarnation that it names tells."""
     world = World(tmp_path, async_level=1, max_concurrent=1)
     restarted = []
 
@@ -92,10 +92,10 @@ async def test_a_server_that_was_started_again_just_before_an_update_is_found_ou
 
 
 async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_are_forgotten(tmp_path):
-    """A resumed run, the orchestrator up first: versions of the life that was given up are not served, or given up as soon as it ends."""
+    """A resumed run, the orchestrator up first: versions of the incarnation that was given up are not served, or given up as soon as it ends."""
     world = World(tmp_path, max_steps=9, async_level=1, ckpt={"resume_step": 2})
     for version in range(6):
-        world.trainer.commit(version, life=0)
+        world.trainer.commit(version, incarnation=0)
     world.trainer.live(0, 0)
     for step in range(6):
         world.trainer.batch(step, groups_opened=step + 1)
@@ -108,12 +108,12 @@ async def test_when_the_trainer_goes_on_from_an_earlier_step_its_later_versions_
         await until(
             lambda version=version: world.engine.updates[-1:] == [(version - 1, 1 if version > 3 else 0)], run=run
         )
-        world.trainer.commit(version, life=1)
+        world.trainer.commit(version, incarnation=1)
     await until(lambda: world.engine.updates[-1] == (8, 1), run=run)
     orchestrator.stop()
     await run
     later = [update for update in world.engine.updates if update[0] > 2]
-    assert [life for _, life in later] == [1] * len(later)
+    assert [incarnation for _, incarnation in later] == [1] * len(later)
     assert all(max(world.versions(step)) <= step for step in list_steps(tmp_path / "rollouts") if step >= 6)
 
 
@@ -131,7 +131,7 @@ async def test_a_trainer_that_is_restarted_alone_is_followed(tmp_path):
     world.trainer.live(1, 1)
     await until(lambda: world.engine.updates[-1] == (1, 0), run=run)
     for version in range(2, 7):
-        world.trainer.commit(version, life=1)
+        world.trainer.commit(version, incarnation=1)
         await until(lambda version=version: world.engine.updates[-1] == (version, 1), run=run)
     await run
     orchestrator.core.check_conservation()
@@ -149,7 +149,7 @@ async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_pa
     run = asyncio.create_task(world.orchestrator().run())
     for version in (3, 4):
         await asyncio.sleep(0.2)
-        world.trainer.commit(version, life=1)
+        world.trainer.commit(version, incarnation=1)
     Status(tmp_path, "trainer").done("finished")  # else its last checkpoint is waited for
     async with asyncio.timeout(60):
         await run
@@ -203,7 +203,7 @@ async def test_evaluations_come_at_every_multiple_even_when_versions_are_skipped
     assert evaluated == set(world.pool.evaluated)
 
 
-async def test_a_version_that_another_life_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
+async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_evaluated_again(tmp_path):
     """Contract: a number is not a policy: what is logged last for it is of the one that the run goes on with, also after a restart of this process."""
     settings = {"interval": 1, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
     world = World(tmp_path, max_steps=2, eval=settings)
@@ -215,13 +215,16 @@ async def test_a_version_that_another_life_of_the_trainer_makes_again_is_evaluat
     await until(has_batch(world, 1), run=run)
     assert world.pool.evaluated == [1]
     world.trainer.live(1, 0)
-    world.trainer.commit(1, life=1)
+    world.trainer.commit(1, incarnation=1)
     await until(lambda: world.pool.evaluated == [1, 1], run=run)
-    world.trainer.commit(2, life=1)
+    world.trainer.commit(2, incarnation=1)
     await run
     assert world.pool.evaluated == [1, 1, 2]
     rows = read_metrics(tmp_path / "metrics" / "orchestrator.jsonl")
-    assert [row["eval/held-out/policy_life"] for row in rows if "eval/held-out/policy_life" in row] == [1, 1]
+    assert [row["eval/held-out/policy_incarnation"] for row in rows if "eval/held-out/policy_incarnation" in row] == [
+        1,
+        1,
+    ]
     evaluations = world.orchestrator().evaluations
     evaluations._serving.history.look()
     assert not evaluations.due_at_end(2)

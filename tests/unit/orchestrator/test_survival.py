@@ -18,7 +18,7 @@ from prime_rl.orchestrator.ckpt import read_state
 from prime_rl.orchestrator.ledger_file import open_copy
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.lives import read_lease
+from prime_rl.transport.incarnations import read_lease
 from prime_rl.transport.protocol import Lease
 from support.scripted import ScriptedPool, World, has_batch, until
 
@@ -65,19 +65,21 @@ def make_world(directory, **settings) -> World:
     return world
 
 
-async def train(world: World, start: int = 0, life: int = 0, until_step: int = STEPS, replaced: bool = False) -> None:
+async def train(
+    world: World, start: int = 0, incarnation: int = 0, until_step: int = STEPS, replaced: bool = False
+) -> None:
     """The trainer's part of a run: a version for every batch, a part of a checkpoint every second step.
 
-    `replaced`: checkpoints beyond `start` are of a life that this one gives up.
+    `replaced`: checkpoints beyond `start` are of an incarnation that this one gives up.
     """
     root = world.directory / "checkpoints"
     if replaced:
-        checkpoints.set_aside_after(root, start, life)
+        checkpoints.set_aside_after(root, start, incarnation)
     for step in range(start, until_step):
         await until(has_batch(world, step), timeout=60)
-        world.trainer.commit(step + 1, life)
+        world.trainer.commit(step + 1, incarnation)
         if (step + 1) % 2 == 0 or step + 1 == STEPS:
-            world.trainer.checkpoint(step + 1, life)
+            world.trainer.checkpoint(step + 1, incarnation)
 
 
 async def finish(world: World, **train_arguments) -> None:
@@ -197,7 +199,7 @@ async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference,
     await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
     await asyncio.sleep(seconds)
     world.trainer.live(1, back_to)
-    await train(world, start=back_to, life=1, replaced=True)
+    await train(world, start=back_to, incarnation=1, replaced=True)
     async with asyncio.timeout(60):
         await run
     assert list(audit._ledger(world.directory, STEPS)) == []
@@ -211,17 +213,17 @@ async def test_a_trainer_that_begins_again_changes_no_batch(tmp_path, reference,
 async def test_an_asynchronous_run_under_kills_of_both_trains_every_sample_once(tmp_path, seed):
     """Level 2, orchestrator killed and trainer thrown back at random: all steps, each sample once, and the ledger accounts for everything."""
     world, chance = make_world(tmp_path / "run", async_level=2, max_off_policy_steps=3), random.Random(seed)
-    threads, life = new_threads(), 0
+    threads, incarnation = new_threads(), 0
     trainer = asyncio.create_task(train(world))
     for _ in range(6):
         run = asyncio.create_task(world.orchestrator().run())
         await asyncio.wait([run], timeout=chance.uniform(0.03, 0.3))
         if chance.random() < 0.5:
             trainer.cancel()
-            life += 1
+            incarnation += 1
             back_to = chance.choice([0, *list_steps(tmp_path / "run" / "weights")])
-            world.trainer.live(life, back_to)
-            trainer = asyncio.create_task(train(world, start=back_to, life=life, replaced=True))
+            world.trainer.live(incarnation, back_to)
+            trainer = asyncio.create_task(train(world, start=back_to, incarnation=incarnation, replaced=True))
             await asyncio.sleep(chance.uniform(0, 0.3))
         threads = await cut_off(run, threads)
         world.config = world.config.model_copy(update={"recover": True})
@@ -262,7 +264,7 @@ async def test_a_trainer_that_begins_again_at_the_very_end_is_followed_to_its_en
     await asyncio.sleep(0.2)
     world.trainer.live(1, 3)
     await until(lambda: world.engine.updates[-1] == (3, 0), run=run)
-    await train(world, start=3, life=1, replaced=True)
+    await train(world, start=3, incarnation=1, replaced=True)
     status.done("finished")
     async with asyncio.timeout(60):
         await run
@@ -271,7 +273,7 @@ async def test_a_trainer_that_begins_again_at_the_very_end_is_followed_to_its_en
 
 
 async def test_the_lease_covers_what_may_be_read(tmp_path):
-    """Taken before the first look, raised once the newer version is served, of the new life before that is read, given back at the end."""
+    """Taken before the first look, raised once the newer version is served, of the new incarnation before that is read, given back at the end."""
     world, seen = make_world(tmp_path / "run", eval=None), []
     update = world.engine.update
 
@@ -286,7 +288,7 @@ async def test_the_lease_covers_what_may_be_read(tmp_path):
     await until(lambda: read_lease(world.directory) == Lease(0, 2), run=run)  # a little after the load has ended
     world.trainer.live(1, 1)
     await until(lambda: world.engine.updates[-1] == (1, 0), run=run)
-    await train(world, start=1, life=1, replaced=True)
+    await train(world, start=1, incarnation=1, replaced=True)
     await run
     assert seen[0] == (0, Lease(0, 0))
     assert seen[1:3] == [(1, Lease(0, 0)), (2, Lease(0, 1))]

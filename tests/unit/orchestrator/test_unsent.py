@@ -107,7 +107,7 @@ async def test_a_server_that_starts_again_after_its_version_is_superseded(world:
 
 
 async def test_a_trainer_that_starts_again_meanwhile(world: World) -> None:
-    """Contract: while a version is waited for, a new life of the trainer is noticed, and its version served."""
+    """Contract: while a version is waited for, a new incarnation of the trainer is noticed, and its version served."""
     orchestrator = world.orchestrator()
     run = asyncio.create_task(orchestrator.run())
     await until(has_batch(world, 0), run=run)
@@ -116,11 +116,11 @@ async def test_a_trainer_that_starts_again_meanwhile(world: World) -> None:
     await until(lambda: bool(world.engine.refused), run=run)
     world.trainer.live(1, 0)  # nothing was saved: it starts over
     world.engine.unsent = set()
-    world.trainer.commit(1, life=1)
+    world.trainer.commit(1, incarnation=1)
     await until(lambda: (1, 1) in world.engine.updates, run=run)
     for step in range(1, 4):
         await until(has_batch(world, step), run=run)
-        world.trainer.commit(step + 1, life=1)
+        world.trainer.commit(step + 1, incarnation=1)
     async with asyncio.timeout(60):
         await run
     check(world)

@@ -97,7 +97,7 @@ def put(o: Orch, index: int, replica: Replica) -> Orch:
 def order(replica: Replica) -> tuple[object, ...]:
     return (
         replica.version,
-        replica.life,
+        replica.incarnation,
         replica.known,
         replica.reading or (NOTHING, NOTHING),
         replica.broken,

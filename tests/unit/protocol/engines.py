@@ -26,12 +26,12 @@ def due(o: Orch, replica: Replica) -> bool:
 
 def begin_read(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
     replica, target = o.replicas[index], o.loading if o.loading != NOTHING else o.served
-    if replica.known == 0 and rules.engine_has_a_life:
+    if replica.known == 0 and rules.engine_has_an_incarnation:
         # The proof before the load tells that this engine is another one than the one that was given the weights.
         return [("orchestrator finds an engine restarted", d, notice(o, [index]))]
-    life = d.weights[target]
-    if life == NOTHING:
-        if len(d.lives) == o.seen:
+    incarnation = d.weights[target]
+    if incarnation == NOTHING:
+        if len(d.incarnations) == o.seen:
             raise Violation(f"weights/step_{target}, which an engine has to load, was pruned")
         if o.phase == "load":
             return [
@@ -41,8 +41,8 @@ def begin_read(d: Dir, o: Orch, index: int, rules: Rules) -> Successors:
                     o._replace(phase="look", loading=NOTHING),
                 )
             ]
-        return []  # the new life, which set it aside, is taken up next
-    changed = replica._replace(reading=(target, life))
+        return []  # the new incarnation, which set it aside, is taken up next
+    changed = replica._replace(reading=(target, incarnation))
     return [(f"an engine begins to read weights/step_{target}", d, put(o, index, changed))]
 
 
@@ -50,21 +50,23 @@ def end_read(d: Dir, o: Orch, index: int, rules: Rules) -> tuple[str, Dir, Orch]
     """The load succeeded if the directory is still the one that was begun with; else the engine goes back to what it served."""
     replica = o.replicas[index]
     assert replica.reading is not None
-    version, life = replica.reading
-    stands = d.weights[version] == life
-    if not stands and not d.given_up(version, life):
+    version, incarnation = replica.reading
+    stands = d.weights[version] == incarnation
+    if not stands and not d.given_up(version, incarnation):
         raise Violation(f"weights/step_{version} was pruned while an engine read it")
     if not rules.read_is_checked_after and not stands and d.weights[version] != NOTHING:
         raise Violation(
-            f"an engine says that it serves version {version} of life {life}, and read that of life {d.weights[version]}"
+            f"an engine says that it serves version {version} of incarnation {incarnation}, and read that of incarnation {d.weights[version]}"
         )
     if stands:
         late = replica.known == 3 or (version < o.served and o.phase != "load")  # what is served has changed meanwhile
-        done = replica._replace(version=version, life=life, known=2 if late else 1, reading=None, broken=False)
+        done = replica._replace(
+            version=version, incarnation=incarnation, known=2 if late else 1, reading=None, broken=False
+        )
         return f"an engine proves that it serves version {version}", d, put(o, index, done)
-    back = replica.version == 0 or d.weights[replica.version] == replica.life
+    back = replica.version == 0 or d.weights[replica.version] == replica.incarnation
     spare = replica.known == 2 and o.phase in ("run", "end")  # it serves nobody: broken, it is given the next version
-    if not back and not spare and not d.given_up(replica.version, replica.life):
+    if not back and not spare and not d.given_up(replica.version, replica.incarnation):
         raise Violation(f"weights/step_{replica.version} was pruned, to which an engine goes back after a failed load")
     done = replica._replace(reading=None, broken=not back, known=2, flying=())
     words = "goes back" if back else "cannot go back and stays paused"
@@ -84,7 +86,7 @@ def prove(o: Orch, rules: Rules) -> list[int]:
     found = []
     for index, replica in enumerate(o.replicas):
         if replica.known == 0 and (
-            rules.engine_has_a_life or (replica.reading is None and replica.version not in wanted)
+            rules.engine_has_an_incarnation or (replica.reading is None and replica.version not in wanted)
         ):
             found.append(index)
     return found

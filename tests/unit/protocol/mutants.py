@@ -21,27 +21,27 @@ class Mutant(NamedTuple):
 
 
 def prune_ignoring_the_lease(
-    versions: Mapping[int, int], lives: Mapping[int, int], *, lease: Lease | None, **others: Any
+    versions: Mapping[int, int], incarnations: Mapping[int, int], *, lease: Lease | None, **others: Any
 ) -> list[int]:
-    return protocol.prunable(versions, lives, lease=None, **others)
+    return protocol.prunable(versions, incarnations, lease=None, **others)
 
 
-def prune_before_the_new_life_is_taken_up(
-    versions: Mapping[int, int], lives: Mapping[int, int], *, lease: Lease | None, **others: Any
+def prune_before_the_new_incarnation_is_taken_up(
+    versions: Mapping[int, int], incarnations: Mapping[int, int], *, lease: Lease | None, **others: Any
 ) -> list[int]:
     if lease is not None:
-        lease = Lease(protocol.current_life(lives).number, lease.version)
-    return protocol.prunable(versions, lives, lease=lease, **others)
+        lease = Lease(protocol.current_incarnation(incarnations).number, lease.version)
+    return protocol.prunable(versions, incarnations, lease=lease, **others)
 
 
 def prune_what_checkpoints_need(
-    versions: Mapping[int, int], lives: Mapping[int, int], *, checkpoints: Collection[int], **others: Any
+    versions: Mapping[int, int], incarnations: Mapping[int, int], *, checkpoints: Collection[int], **others: Any
 ) -> list[int]:
-    return protocol.prunable(versions, lives, checkpoints=[], **others)
+    return protocol.prunable(versions, incarnations, checkpoints=[], **others)
 
 
-def any_version(versions: Mapping[int, int], lives: Mapping[int, int]) -> int | None:
-    return max(versions) if lives else None
+def any_version(versions: Mapping[int, int], incarnations: Mapping[int, int]) -> int | None:
+    return max(versions) if incarnations else None
 
 
 def collect_from_the_trainers_step(batches: Collection[int], start: int) -> int:
@@ -58,8 +58,8 @@ MUTANTS = {
         Rules(lease_after_load=False), Bounds(steps=3, crashes=1, async_level=0, killed="TE"), "pruned",
     ),
     "lease-of-target": Mutant(
-        "the lease of a new life covers what is loaded, not what the engines go back to",
-        Rules(lease_to_load=lambda held, life, version: Lease(life, version)), Bounds(steps=3, async_level=0, crashes=2, killed="TO"), "pruned",
+        "the lease of a new incarnation covers what is loaded, not what the engines go back to",
+        Rules(lease_to_load=lambda held, incarnation, version: Lease(incarnation, version)), Bounds(steps=3, async_level=0, crashes=2, killed="TO"), "pruned",
     ),
     "look-before-lease": Mutant(
         "the orchestrator chooses a version before it holds a lease",
@@ -67,11 +67,11 @@ MUTANTS = {
     ),
     "lease-of-served": Mutant(
         "the lease is raised to what the others serve while an engine that joins reads an older version",
-        Rules(lease_to_hold=lambda life, served, reading: Lease(life, served)), Bounds(replicas=2, steps=3, crashes=0, interval=3, drain=False), "pruned",
+        Rules(lease_to_hold=lambda incarnation, served, reading: Lease(incarnation, served)), Bounds(replicas=2, steps=3, crashes=0, interval=3, drain=False), "pruned",
     ),
-    "prune-in-a-new-life": Mutant(
-        "pruning goes on before the orchestrator has taken the new life up",
-        Rules(prunable=prune_before_the_new_life_is_taken_up), Bounds(steps=3, async_level=0, crashes=2, killed="TO"), "pruned",
+    "prune-in-a-new-incarnation": Mutant(
+        "pruning goes on before the orchestrator has taken the new incarnation up",
+        Rules(prunable=prune_before_the_new_incarnation_is_taken_up), Bounds(steps=3, async_level=0, crashes=2, killed="TO"), "pruned",
     ),
     "kept-weights-pruned": Mutant(
         "the weights of a kept checkpoint are pruned",
@@ -81,36 +81,36 @@ MUTANTS = {
         "the weights of a checkpoint that is being saved are pruned",
         Rules(saving_counts_as_kept=False), Bounds(steps=3, crashes=0, async_level=0), "needs",
     ),
-    "aside-before-life": Mutant(
-        "versions are set aside before the new life is committed",
-        Rules(life_before_aside=False), SMALL, "pruned",
+    "aside-before-incarnation": Mutant(
+        "versions are set aside before the new incarnation is committed",
+        Rules(incarnation_before_aside=False), SMALL, "pruned",
     ),
     "given-up-version-served": Mutant(
-        "the newest version is served, whichever life made it",
+        "the newest version is served, whichever incarnation made it",
         Rules(newest_version=any_version), SMALL, "which an engine has to load",
     ),
     "nothing-set-aside": Mutant(
-        "a new life leaves the versions of given-up lives where they are",
-        Rules(to_set_aside=lambda versions, lives: []), SMALL, "is committed already",
+        "a new incarnation leaves the versions of given-up incarnations where they are",
+        Rules(to_set_aside=lambda versions, incarnations: []), SMALL, "is committed already",
     ),
-    "old-life-goes-on": Mutant(
-        "the orchestrator does not notice the trainer's new life",
-        Rules(follow_new_life=False, lives_read_at_seal=False), SMALL, "given up",
+    "old-incarnation-goes-on": Mutant(
+        "the orchestrator does not notice the trainer's new incarnation",
+        Rules(follow_new_incarnation=False, incarnations_read_at_seal=False), SMALL, "given up",
     ),
-    "old-life-batched": Mutant(
-        "finished episodes of a given-up life are kept",
-        Rules(may_batch=lambda first, last, life, lives: True), SMALL, "given up",
+    "old-incarnation-batched": Mutant(
+        "finished episodes of a given-up incarnation are kept",
+        Rules(may_batch=lambda first, last, incarnation, incarnations: True), SMALL, "given up",
     ),
     "old-version-kept": Mutant(
-        "what is served is gone on with, though the new life gave it up",
-        Rules(may_stay=lambda first, last, life, lives: True), SMALL, "which an engine has to load",
+        "what is served is gone on with, though the new incarnation gave it up",
+        Rules(may_stay=lambda first, last, incarnation, incarnations: True), SMALL, "which an engine has to load",
     ),
-    "lives-not-read-at-cut": Mutant(
-        "a batch is cut by the lives that were read before",
-        Rules(lives_read_at_seal=False), SMALL, "given up",
+    "incarnations-not-read-at-cut": Mutant(
+        "a batch is cut by the incarnations that were read before",
+        Rules(incarnations_read_at_seal=False), SMALL, "given up",
     ),
     "same-number-not-loaded": Mutant(
-        "a version of the new life is not loaded where one of that number is served",
+        "a version of the new incarnation is not loaded where one of that number is served",
         Rules(load_anew=False), SMALL, "given up",
     ),
     "gate-off-by-one": Mutant(
@@ -129,16 +129,16 @@ MUTANTS = {
         "episodes that are issued again do not ask the gate",
         Rules(gate_reissued=False), Bounds(steps=2, async_level=0, crashes=2, killed="TO"), "async level",
     ),
-    "engine-without-life": Mutant(
+    "engine-without-incarnation": Mutant(
         "the proof compares versions only, so that a restarted engine passes once it was given the next version",
-        Rules(engine_has_a_life=False), Bounds(steps=3, killed="R", async_level=1, max_off_policy=2), "something else",
+        Rules(engine_has_an_incarnation=False), Bounds(steps=3, killed="R", async_level=1, max_off_policy=2), "something else",
     ),
     "unproven-batch": Mutant(
         "a batch is cut without a proof of what the engines serve",
         Rules(prove_before_batch=False), Bounds(steps=2, killed="R"), "something else",
     ),
     "unproven-load": Mutant(
-        "an engine is given a new life's version without a proof of what it served before",
+        "an engine is given a new incarnation's version without a proof of what it served before",
         Rules(prove_before_load=False), Bounds(steps=3, crashes=2, concurrent=1, drain=False, killed="TR"), "something else",
     ),
     "announced-late": Mutant(
@@ -147,7 +147,7 @@ MUTANTS = {
     ),
     "read-not-checked": Mutant(
         "an engine does not look again whether the directory is the one it verified",
-        Rules(read_is_checked_after=False), SMALL, "read that of life",
+        Rules(read_is_checked_after=False), SMALL, "read that of incarnation",
     ),
     "leaver-given-work": Mutant(
         "an engine that is to leave, and stays on its version, is given new episodes",

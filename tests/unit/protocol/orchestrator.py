@@ -8,7 +8,7 @@ from .members import members
 from .state import NOTHING, Bounds, Dir, Episode, Orch, Rules, Successors, Violation
 from .trainer import kept_newest, without_checkpoint
 
-# -- start and new lives -------------------------------------------------------------------------------------------------------
+# -- start and new incarnations -------------------------------------------------------------------------------------------------------
 
 
 def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
@@ -33,26 +33,34 @@ def dead(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 def start(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     lease = rules.first_lease(d.held)
-    return [(f"orchestrator commits {lease}", d._replace(lease=(lease.life, lease.version)), o._replace(phase="look"))]
+    return [
+        (
+            f"orchestrator commits {lease}",
+            d._replace(lease=(lease.incarnation, lease.version)),
+            o._replace(phase="look"),
+        )
+    ]
 
 
 def look(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
-    """Take up the trainer's newest life once the version it began from stands; what is not of its history any more is dropped."""
-    if not d.lives or (o.waits and not rules.goes_on_from(o.resumed, d.history)):
+    """Take up the trainer's newest incarnation once the version it began from stands; what is not of its history any more is dropped."""
+    if not d.incarnations or (o.waits and not rules.goes_on_from(o.resumed, d.history)):
         return []
     if rules.prove_before_load and (wrong := prove(o, rules)):
         return [("orchestrator finds an engine that serves something else", d, notice(o, wrong))]
     o = proven(o)
     target = rules.newest_version(d.versions, d.history)
     gone = [
-        episode for episode in o.finished if not rules.may_batch(episode.first, episode.last, episode.life, d.history)
+        episode
+        for episode in o.finished
+        if not rules.may_batch(episode.first, episode.last, episode.incarnation, d.history)
     ]
-    taken = drop(o, gone)._replace(phase="lease", seen=len(d.lives), loading=target)
-    return [(f"orchestrator takes up life {len(d.lives) - 1} and chooses version {target}", d, taken)]
+    taken = drop(o, gone)._replace(phase="lease", seen=len(d.incarnations), loading=target)
+    return [(f"orchestrator takes up incarnation {len(d.incarnations) - 1} and chooses version {target}", d, taken)]
 
 
 def lease(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
-    """Before a load; then every engine is given the version anew, for what it calls by this number may be of another life."""
+    """Before a load; then every engine is given the version anew, for what it calls by this number may be of another incarnation."""
     taken = rules.lease_to_load(rules.first_lease(d.held), o.seen - 1, o.loading)
     replicas = tuple(
         r._replace(known=2) if r.known < 2 and (rules.load_anew or r.version != o.loading) else r for r in o.replicas
@@ -60,7 +68,7 @@ def lease(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     return [
         (
             f"orchestrator commits {taken}",
-            d._replace(lease=(taken.life, taken.version)),
+            d._replace(lease=(taken.incarnation, taken.version)),
             o._replace(phase="load", replicas=replicas),
         )
     ]
@@ -111,42 +119,51 @@ def end(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
 
 
 def take_up(d: Dir, o: Orch, rules: Rules) -> tuple[str, Dir, Orch]:
-    """A newer life: what it gave up is dropped or cancelled. If what is served still belongs to the history it is gone on with, else one goes back."""
-    life, lives = o.seen - 1, d.history
-    gone = [episode for episode in o.finished if not rules.may_batch(episode.first, episode.last, episode.life, lives)]
-    flying = [n for r in o.replicas for n, first, _ in r.flying if not rules.may_stay(first, o.announced, life, lives)]
+    """A newer incarnation: what it gave up is dropped or cancelled. If what is served still belongs to the history it is gone on with, else one goes back."""
+    incarnation, incarnations = o.seen - 1, d.history
+    gone = [
+        episode
+        for episode in o.finished
+        if not rules.may_batch(episode.first, episode.last, episode.incarnation, incarnations)
+    ]
+    flying = [
+        n
+        for r in o.replicas
+        for n, first, _ in r.flying
+        if not rules.may_stay(first, o.announced, incarnation, incarnations)
+    ]
     replicas = tuple(r._replace(flying=tuple(f for f in r.flying if f[0] not in flying)) for r in o.replicas)
     left = drop_numbers(drop(o, gone), flying)._replace(replicas=replicas)
-    if rules.may_stay(o.served, o.announced, life, lives):
-        words = f"orchestrator takes up life {len(lives) - 1} and stays on version {o.served}"
-        return words, d._replace(lease=(len(lives) - 1, o.served)), left._replace(seen=len(lives))
+    if rules.may_stay(o.served, o.announced, incarnation, incarnations):
+        words = f"orchestrator takes up incarnation {len(incarnations) - 1} and stays on version {o.served}"
+        return words, d._replace(lease=(len(incarnations) - 1, o.served)), left._replace(seen=len(incarnations))
     cancelled = [number for replica in left.replicas for number, _, _ in replica.flying]
     back = left._replace(phase="look", loading=NOTHING, replicas=tuple(r._replace(flying=()) for r in left.replicas))
-    return "orchestrator notices a new life and has to go back", d, drop_numbers(back, cancelled)
+    return "orchestrator notices a new incarnation and has to go back", d, drop_numbers(back, cancelled)
 
 
 def follow(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
-    """New lives, new versions, the lease."""
+    """New incarnations, new versions, the lease."""
     found: Successors = []
     reading = any(replica.reading is not None for replica in o.replicas)
     quiet = o.sealed is None and not o.due and not reading
-    if rules.follow_new_life and len(d.lives) > o.seen and quiet:
+    if rules.follow_new_incarnation and len(d.incarnations) > o.seen and quiet:
         return [take_up(d, o, rules)]
     healthy = [
         replica for replica in o.replicas if replica.known < 2 and not replica.leaving
     ]  # as far as the orchestrator knows
     if o.loading == NOTHING:
-        lives = {life: begun for life, begun in d.history.items() if life < o.seen}
-        newest = rules.newest_version(d.versions, lives)
+        incarnations = {incarnation: begun for incarnation, begun in d.history.items() if incarnation < o.seen}
+        newest = rules.newest_version(d.versions, incarnations)
         if newest is not None and newest > o.served:
             announced = newest if rules.announce_before_load else o.announced
             begun = o._replace(loading=newest, announced=max(o.announced, announced))
             leased = d if rules.lease_after_load else d._replace(lease=(o.seen - 1, newest))
             found.append((f"orchestrator announces version {newest}", leased, begun))
         held = rules.lease_to_hold(o.seen - 1, o.served, [r.reading[0] for r in o.replicas if r.reading is not None])
-        if healthy and d.lease != (held.life, held.version):
-            words = f"orchestrator raises its lease to life {held.life}, version {held.version}"
-            found.append((words, d._replace(lease=(held.life, held.version)), o))
+        if healthy and d.lease != (held.incarnation, held.version):
+            words = f"orchestrator raises its lease to incarnation {held.incarnation}, version {held.version}"
+            found.append((words, d._replace(lease=(held.incarnation, held.version)), o))
     elif healthy and all(replica.version == o.loading and replica.reading is None for replica in healthy):
         served = o._replace(served=o.loading, announced=max(o.announced, o.loading), loading=NOTHING)
         found.append((f"orchestrator serves version {o.loading}", d, cancel_stale(served, rules, bounds)))
@@ -206,7 +223,7 @@ def finish(d: Dir, o: Orch, index: int, which: int) -> tuple[str, Dir, Orch]:
     replica = o.replicas[index]
     number, first, bad = replica.flying[which]
     bad = bad or not replica.version <= o.announced
-    ended = Episode(number, first, o.announced, o.seen - 1, replica.version, replica.life, False, bad)
+    ended = Episode(number, first, o.announced, o.seen - 1, replica.version, replica.incarnation, False, bad)
     landed = put(o, index, replica._replace(flying=replica.flying[:which] + replica.flying[which + 1 :]))
     finished = tuple(sorted([*o.finished, ended]))
     return f"episode {number} finishes, stamped versions {first} … {o.announced}", d, landed._replace(finished=finished)
@@ -216,8 +233,8 @@ def seal(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
     """Cut the batch of this step: what is too old is dropped, what is left has been proven."""
     if o.sealed is not None or o.due or o.step >= bounds.steps:
         return []
-    if rules.lives_read_at_seal and len(d.lives) > o.seen:
-        return []  # that life is taken up first
+    if rules.incarnations_read_at_seal and len(d.incarnations) > o.seen:
+        return []  # that incarnation is taken up first
     gone = [episode for episode in o.finished if rules.too_old(o.step, episode.first, bounds.max_off_policy)]
     if gone:
         return [(f"orchestrator drops stale episodes {[episode.number for episode in gone]}", d, drop(o, gone))]
@@ -234,9 +251,9 @@ def seal(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> Successors:
         raise Violation(
             f"episode {chosen.number} goes into step {o.step}, but an engine that served something else sampled it"
         )
-    if d.given_up(chosen.true_last, chosen.true_life):
+    if d.given_up(chosen.true_last, chosen.true_incarnation):
         raise Violation(
-            f"episode {chosen.number} goes into step {o.step}, but version {chosen.true_last} of life {chosen.true_life} is given up"
+            f"episode {chosen.number} goes into step {o.step}, but version {chosen.true_last} of incarnation {chosen.true_incarnation} is given up"
         )
     words = f"orchestrator proves the engines and takes episode {chosen.number} for step {o.step}"
     return [(words, d, o._replace(sealed=chosen, finished=o.finished[1:]))]
@@ -315,19 +332,19 @@ def expendable(d: Dir, o: Orch, rules: Rules, bounds: Bounds) -> list[int]:
 
 
 # Which fields of the directory each kind of action looks at or changes, by phase.
-JOIN = ("parts", "orch", "joint", "lives", "recovery")
-_LIVES, _FOLLOW = ("weights", "lives"), ("weights", "lives", "lease")
+JOIN = ("parts", "orch", "joint", "incarnations", "recovery")
+_INCARNATIONS, _FOLLOW = ("weights", "incarnations"), ("weights", "incarnations", "lease")
 _END = (*JOIN, "done", "stop", "lease")
 ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
-    "dead": [(dead, ("batches",)), (engines, _LIVES)],
-    "start": [(start, ("lease",)), (engines, _LIVES)],
-    "look": [(look, _LIVES), (engines, _LIVES), (members, ())],
-    "lease": [(lease, ("lease",)), (engines, _LIVES)],
-    "load": [(load, ()), (engines, _LIVES), (members, ())],
+    "dead": [(dead, ("batches",)), (engines, _INCARNATIONS)],
+    "start": [(start, ("lease",)), (engines, _INCARNATIONS)],
+    "look": [(look, _INCARNATIONS), (engines, _INCARNATIONS), (members, ())],
+    "lease": [(lease, ("lease",)), (engines, _INCARNATIONS)],
+    "load": [(load, ()), (engines, _INCARNATIONS), (members, ())],
     "run": [
-        (episodes, ()), (engines, _LIVES), (follow, _FOLLOW), (seal, ("lives",)), (batches, ("batches",)), (over, ("stop",)), (members, ()),
+        (episodes, ()), (engines, _INCARNATIONS), (follow, _FOLLOW), (seal, ("incarnations",)), (batches, ("batches",)), (over, ("stop",)), (members, ()),
         (checkpoints, JOIN),
     ],
-    "end": [(engines, _LIVES), (members, ()), (follow, _FOLLOW), (checkpoints, JOIN), (end, _END)],
+    "end": [(engines, _INCARNATIONS), (members, ()), (follow, _FOLLOW), (checkpoints, JOIN), (end, _END)],
     "gone": [],
 }  # fmt: skip

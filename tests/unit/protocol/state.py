@@ -38,7 +38,7 @@ class Rules(NamedTuple):
     newest_version: Callable[..., int | None] = protocol.newest_version
     to_set_aside: Callable[..., list[int]] = protocol.to_set_aside
     may_batch: Callable[..., bool] = protocol.may_batch
-    may_stay: Callable[..., bool] = protocol.may_batch  # on what is served, when a new life began
+    may_stay: Callable[..., bool] = protocol.may_batch  # on what is served, when a new incarnation began
     may_start: Callable[..., bool] = protocol.may_start
     planned_step: Callable[..., int] = protocol.planned_step
     too_old: Callable[..., bool] = protocol.too_old
@@ -51,17 +51,17 @@ class Rules(NamedTuple):
     first_lease: Callable[..., Lease] = protocol.first_lease
     lease_to_load: Callable[..., Lease] = protocol.lease_to_load
     lease_to_hold: Callable[..., Lease] = protocol.lease_to_hold
-    life_before_aside: bool = True
+    incarnation_before_aside: bool = True
     lease_before_look: bool = True
     lease_after_load: bool = True
-    engine_has_a_life: bool = True  # the proof tells a restarted engine from the one that was given the weights
-    load_anew: bool = True  # a new life's version is loaded even if the engine serves one of that number
+    engine_has_an_incarnation: bool = True  # the proof tells a restarted engine from the one that was given the weights
+    load_anew: bool = True  # a new incarnation's version is loaded even if the engine serves one of that number
     read_is_checked_after: bool = True  # the manifest is read again after the load
     gate_reissued: bool = True
     saving_counts_as_kept: bool = True
     newer_recovery_first: bool = True
     join_needs_both: bool = True
-    follow_new_life: bool = True
+    follow_new_incarnation: bool = True
     keeps_resumed: bool = True  # the checkpoint that is resumed from is not removed while the run goes on
     save_if_none_stands: bool = True
     fresh_status: bool = True
@@ -70,7 +70,7 @@ class Rules(NamedTuple):
     prove_before_batch: bool = True
     prove_before_load: bool = True
     announce_before_load: bool = True
-    lives_read_at_seal: bool = True
+    incarnations_read_at_seal: bool = True
     leaver_gets_nothing_new: bool = True
     prove_before_leaving: bool = True
 
@@ -78,24 +78,24 @@ class Rules(NamedTuple):
 class Dir(NamedTuple):
     """What is committed in the run directory."""
 
-    weights: tuple[int, ...]  # by version: the life that made it, or NOTHING
-    lives: tuple[int, ...] = ()  # by life: its start
+    weights: tuple[int, ...]  # by version: the incarnation that made it, or NOTHING
+    incarnations: tuple[int, ...] = ()  # by incarnation: its start
     batches: int = 0  # rollouts/step_0 … step_{batches-1}
-    parts: tuple[tuple[int, int], ...] = ()  # (step, life) of the trainer's parts
+    parts: tuple[tuple[int, int], ...] = ()  # (step, incarnation) of the trainer's parts
     orch: tuple[int, ...] = ()  # steps with the orchestrator's part
     joint: tuple[int, ...] = ()  # steps with the joint manifest
-    recovery: tuple[tuple[int, int], ...] = ()  # (step, life)
+    recovery: tuple[tuple[int, int], ...] = ()  # (step, incarnation)
     lease: tuple[int, int] | None = None
     done: int = NOTHING  # the trainer's status says done, after this many updates
     stop: bool = False  # the user asked to stop
 
     @property
     def versions(self) -> dict[int, int]:
-        return {version: life for version, life in enumerate(self.weights) if life != NOTHING}
+        return {version: incarnation for version, incarnation in enumerate(self.weights) if incarnation != NOTHING}
 
     @property
     def history(self) -> dict[int, int]:
-        return dict(enumerate(self.lives))
+        return dict(enumerate(self.incarnations))
 
     @property
     def held(self) -> Lease | None:
@@ -103,7 +103,7 @@ class Dir(NamedTuple):
 
     @property
     def given_up(self) -> Callable[[int, int], bool]:
-        return lambda version, life: not protocol.valid(version, life, self.history)
+        return lambda version, incarnation: not protocol.valid(version, incarnation, self.history)
 
 
 class Trainer(NamedTuple):
@@ -120,9 +120,9 @@ class Replica(NamedTuple):
     """One engine, as it is and as the orchestrator knows it."""
 
     version: int = 0
-    life: int = 0
+    incarnation: int = 0
     known: int = 2  # 1: its last load was proven; 0: restarted since, unnoticed; 2: it must load; 3: it loads for an orchestrator that is dead
-    reading: tuple[int, int] | None = None  # (version, life) of the directory being loaded
+    reading: tuple[int, int] | None = None  # (version, incarnation) of the directory being loaded
     broken: bool = False  # a load failed and so did going back: paused
     leaving: bool = False  # it ends what is in flight there, on the version that it has
     flying: tuple[tuple[int, int, bool], ...] = ()  # (episode, first, sampled by something else than it says)
@@ -134,9 +134,9 @@ class Episode(NamedTuple):
     number: int
     first: int
     last: int
-    life: int
+    incarnation: int
     true_last: int
-    true_life: int
+    true_incarnation: int
     proven: bool
     bad: bool
 
@@ -149,8 +149,8 @@ class Orch(NamedTuple):
 
     phase: str = "dead"
     resumed: int = NOTHING  # the checkpoint that the run was resumed from
-    waits: bool = False  # for the trainer's life that goes on from there
-    seen: int = 0  # lives it has taken up
+    waits: bool = False  # for the trainer's incarnation that goes on from there
+    seen: int = 0  # incarnations it has taken up
     step: int = 0
     served: int = 0
     announced: int = 0

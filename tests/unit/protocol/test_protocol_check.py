@@ -54,7 +54,7 @@ def test_a_counterexample_is_a_shortest_way_told_in_the_words_of_the_run():
     outcome = Search(mutant.rules, mutant.bounds).run()
     assert outcome.violation == "episode 1 for step 1 starts on version 0, async level 0"
     assert outcome.trace[-2:] == ["orchestrator serves version 0", "episode 0 starts, stamped version 0"]
-    assert "trainer opens life 0 at step 0" in outcome.trace
+    assert "trainer opens incarnation 0 at step 0" in outcome.trace
 
 
 def test_every_step_looks_only_at_the_fields_that_it_names():
@@ -102,5 +102,5 @@ def test_every_decision_of_the_protocol_is_called_by_a_process():
         for name, found in vars(protocol).items()
         if inspect.isfunction(found) and found.__module__ == protocol.__name__
     }
-    internal = {"valid_versions", "current_life", "valid", "serve_floor"}  # called by the others
+    internal = {"valid_versions", "current_incarnation", "valid", "serve_floor"}  # called by the others
     assert decisions - internal <= called

@@ -14,44 +14,46 @@ def dead(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     if t.mode == FRESH:
         step = 0
     elif t.mode == RECOVER:
-        step = max((saved for saved, life in (*d.recovery, *d.parts) if valid(saved, life, d.history)), default=0)
+        step = max(
+            (saved for saved, incarnation in (*d.recovery, *d.parts) if valid(saved, incarnation, d.history)), default=0
+        )
     elif step not in dict(d.parts):
         raise Violation(f"the trainer cannot resume: checkpoints/step_{step}/trainer is gone")
-    phase = "found" if rules.life_before_aside else "aside"
+    phase = "found" if rules.incarnation_before_aside else "aside"
     return [(f"trainer starts and reads the state of step {step}", d, Trainer(phase, t.mode, step))]
 
 
 def found(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     if t.step and t.step not in {*dict(d.parts), *dict(d.recovery)}:
         raise Violation(f"the state of step {t.step} was removed while the trainer read it")
-    words = f"trainer opens life {len(d.lives)} at step {t.step}"
-    opened = d._replace(lives=(*d.lives, t.step))
-    if rules.life_before_aside:
+    words = f"trainer opens incarnation {len(d.incarnations)} at step {t.step}"
+    opened = d._replace(incarnations=(*d.incarnations, t.step))
+    if rules.incarnation_before_aside:
         return [(words, opened, t._replace(phase="aside"))]
-    weights = d.weights if d.weights[t.step] != NOTHING else _with(d.weights, t.step, len(d.lives))
+    weights = d.weights if d.weights[t.step] != NOTHING else _with(d.weights, t.step, len(d.incarnations))
     return [(words, opened._replace(weights=weights), t._replace(phase="run", mode=RECOVER))]
 
 
 def aside(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
-    """One thing of the given-up lives after the other is set aside, then the start version is committed."""
-    lives = d.history if rules.life_before_aside else d.history | {len(d.lives): t.step}
-    for version in rules.to_set_aside(d.versions, lives):
+    """One thing of the given-up incarnations after the other is set aside, then the start version is committed."""
+    incarnations = d.history if rules.incarnation_before_aside else d.history | {len(d.incarnations): t.step}
+    for version in rules.to_set_aside(d.versions, incarnations):
         return [
             (f"trainer sets weights/step_{version} aside", d._replace(weights=_with(d.weights, version, NOTHING)), t)
         ]
     for step, _ in d.parts:
         if step > t.step:
             return [(f"trainer sets checkpoints/step_{step} aside", without_checkpoint(d, step), t)]
-    for step, life in d.recovery:
+    for step, incarnation in d.recovery:
         if step > t.step:
-            kept = tuple(entry for entry in d.recovery if entry != (step, life))
-            return [(f"trainer removes recovery/step_{step} of a given-up life", d._replace(recovery=kept), t)]
-    if not rules.life_before_aside:
+            kept = tuple(entry for entry in d.recovery if entry != (step, incarnation))
+            return [(f"trainer removes recovery/step_{step} of a given-up incarnation", d._replace(recovery=kept), t)]
+    if not rules.incarnation_before_aside:
         return found(d, t, rules, bounds)
     ready = t._replace(phase="run", mode=RECOVER)
     if d.weights[t.step] == NOTHING:
         words = f"trainer commits weights/step_{t.step}, its start"
-        return [(words, d._replace(weights=_with(d.weights, t.step, len(d.lives) - 1)), ready)]
+        return [(words, d._replace(weights=_with(d.weights, t.step, len(d.incarnations) - 1)), ready)]
     return [("trainer is ready", d, ready)]
 
 
@@ -62,12 +64,16 @@ def run(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     if d.stop:
         found.append(("trainer hears the request to stop", d, t._replace(phase="end")))
     if d.batches > t.step:
-        version, life = t.step + 1, len(d.lives) - 1
+        version, incarnation = t.step + 1, len(d.incarnations) - 1
         if d.weights[version] != NOTHING:
             raise Violation(f"weights/step_{version} is committed already")
         words = f"trainer trains rollouts/step_{t.step} and commits weights/step_{version}"
         found.append(
-            (words, d._replace(weights=_with(d.weights, version, life)), t._replace(phase="committed", step=version))
+            (
+                words,
+                d._replace(weights=_with(d.weights, version, incarnation)),
+                t._replace(phase="committed", step=version),
+            )
         )
     return found
 
@@ -119,7 +125,7 @@ def end(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
         return []
     stands = t.step in dict(d.parts)
     if not rules.save_if_none_stands:
-        stands = stands or t.step == d.lives[-1]
+        stands = stands or t.step == d.incarnations[-1]
     if t.step and not stands:
         return [(f"trainer copies the state for checkpoints/step_{t.step}", d, t._replace(saving=t.step))]
     return [(f"trainer is done after {t.step} updates", d._replace(done=t.step), t._replace(phase="done"))]
@@ -127,16 +133,16 @@ def end(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
 
 def background(d: Dir, t: Trainer, rules: Rules, bounds: Bounds) -> Successors:
     """The writer of saved states, beside the loop."""
-    life = len(d.lives) - 1
+    incarnation = len(d.incarnations) - 1
     if t.saving > 0:
         if t.saving in dict(d.parts):
             raise Violation(f"checkpoints/step_{t.saving}/trainer is committed already")
-        parts = tuple(sorted([*d.parts, (t.saving, life)]))
+        parts = tuple(sorted([*d.parts, (t.saving, incarnation)]))
         return [(f"trainer commits checkpoints/step_{t.saving}/trainer", d._replace(parts=parts), t._replace(saving=0))]
     if t.saving < 0:
         if -t.saving in dict(d.recovery):
             raise Violation(f"recovery/step_{-t.saving} is committed already")
-        recovery = tuple(sorted([*d.recovery, (-t.saving, life)]))
+        recovery = tuple(sorted([*d.recovery, (-t.saving, incarnation)]))
         return [(f"trainer commits recovery/step_{-t.saving}", d._replace(recovery=recovery), t._replace(saving=0))]
     if len(d.recovery) > 1 and t.phase not in ("dead", "found", "aside", "done"):
         removed = kept_newest(d, d._replace(recovery=d.recovery[1:]))
@@ -174,20 +180,20 @@ def kept_newest(before: Dir, after: Dir) -> Dir:
     return after
 
 
-def _with(weights: tuple[int, ...], version: int, life: int) -> tuple[int, ...]:
-    return (*weights[:version], life, *weights[version + 1 :])
+def _with(weights: tuple[int, ...], version: int, incarnation: int) -> tuple[int, ...]:
+    return (*weights[:version], incarnation, *weights[version + 1 :])
 
 
-_STATES = ("parts", "recovery", "lives")
+_STATES = ("parts", "recovery", "incarnations")
 _BACKGROUND = (background, _STATES)
 ACTIONS: dict[str, list[tuple[Callable[..., Successors], tuple[str, ...]]]] = {
     "dead": [(dead, (*_STATES, "done"))],
     "found": [(found, (*_STATES, "weights"))],
     "aside": [(aside, (*_STATES, "weights", "orch", "joint"))],
-    "run": [(run, ("weights", "lives", "batches", "stop")), _BACKGROUND],
-    "committed": [(committed, ("weights", "lives", "lease", "parts")), _BACKGROUND],
-    "prune": [(prune, ("weights", "lives", "parts", "joint")), _BACKGROUND],
+    "run": [(run, ("weights", "incarnations", "batches", "stop")), _BACKGROUND],
+    "committed": [(committed, ("weights", "incarnations", "lease", "parts")), _BACKGROUND],
+    "prune": [(prune, ("weights", "incarnations", "parts", "joint")), _BACKGROUND],
     "save": [(save, _STATES), _BACKGROUND],
-    "end": [(end, ("parts", "lives", "done")), _BACKGROUND],
+    "end": [(end, ("parts", "incarnations", "done")), _BACKGROUND],
     "done": [],
 }

@@ -24,7 +24,7 @@ from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import Tmpfs, WeightPublisher, export_dtype, write_version
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.lives import drop_lease, write_lease
+from prime_rl.transport.incarnations import drop_lease, write_lease
 from prime_rl.transport.protocol import Lease
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support
@@ -151,7 +151,7 @@ def versions(
     tmp_path: Path,
     tmpfs: Path,
 ) -> Iterator[Callable[[], WeightPublisher]]:
-    """One life of a trainer each call, all on the same run directory. However versions get to those who read them, the same holds."""
+    """One incarnation of a trainer each call, all on the same run directory. However versions get to those who read them, the same holds."""
     policy, source = make_policy(tied_model), find_model(str(tied_model))
     made = []
     place = Tmpfs(tmpfs, 9, "of this test") if request.param == "tmpfs" else None
@@ -161,12 +161,12 @@ def versions(
         return made[-1]
 
     yield make
-    for life in made:
-        life.close()
+    for incarnation in made:
+        incarnation.close()
 
 
-def test_life_and_resume(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
-    """Version 0 is the base by reference; a resumed life retires later versions and is told apart by its incarnation."""
+def test_incarnation_and_resume(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
+    """Version 0 is the base by reference; a resumed incarnation retires later versions and is told apart by its incarnation."""
     first = versions()
     first.open(0)
     base = verify_weights(tmp_path / "weights" / "step_0")
@@ -206,40 +206,40 @@ def test_another_base_is_refused(
 
 def test_prune(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """The base, what sampling ahead needs, what checkpoints need, and what the orchestrator holds a lease on stay."""
-    life = versions()
-    life.open(0)
+    incarnation = versions()
+    incarnation.open(0)
     for version in range(1, 7):
-        life.publish(version)
-    life.prune(1, None, list)
-    life.settle()
+        incarnation.publish(version)
+    incarnation.prune(1, None, list)
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
-    write_lease(tmp_path, Lease(life=-1, version=0))  # has not heard of this life yet
-    life.prune(1, 0, lambda: [3])
-    life.settle()
+    write_lease(tmp_path, Lease(incarnation=-1, version=0))  # has not heard of this incarnation yet
+    incarnation.prune(1, 0, lambda: [3])
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5, 6]
-    write_lease(tmp_path, Lease(life=0, version=4))
-    life.prune(1, 0, lambda: [2])
-    life.settle()
+    write_lease(tmp_path, Lease(incarnation=0, version=4))
+    incarnation.prune(1, 0, lambda: [2])
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 4, 5, 6]
     drop_lease(tmp_path)
-    life.prune(1, 0, lambda: [2])
-    life.settle()
+    incarnation.prune(1, 0, lambda: [2])
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 5, 6]
 
 
 def test_weights_may_change_meanwhile(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """What is committed are the weights at the time of `publish`, whatever becomes of them until they are written."""
-    life = versions()
-    life.open(0)
-    parameter, name = life._copies.tensors[0].parameter, life._copies.tensors[0].name
+    incarnation = versions()
+    incarnation.open(0)
+    parameter, name = incarnation._copies.tensors[0].parameter, incarnation._copies.tensors[0].name
     go_on = threading.Event()
     at_the_time = parameter.full_tensor().detach().clone()
-    life.publish(1, lambda: go_on.wait(10))
+    incarnation.publish(1, lambda: go_on.wait(10))
     with torch.no_grad():
         parameter.to_local().add_(1.0)
     assert list_steps(tmp_path / "weights") == [0]
     go_on.set()
-    life.settle()
+    incarnation.settle()
     files = verify_weights(tmp_path / "weights" / "step_1").files
     assert torch.equal(load_file(files / "model.safetensors")[name], at_the_time)
 
@@ -247,19 +247,19 @@ def test_weights_may_change_meanwhile(versions: Callable[[], WeightPublisher], t
 def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """A version that its check refuses is not committed, nor the next one, whose call says why."""
     told: list[int] = []
-    life = versions()
-    life._on_committed = lambda version, times: told.append(version)
-    life.open(0)
+    incarnation = versions()
+    incarnation._on_committed = lambda version, times: told.append(version)
+    incarnation.open(0)
 
     def refuse() -> None:
         raise UserError("not finite")
 
-    life.publish(1, refuse)
+    incarnation.publish(1, refuse)
     with pytest.raises(UserError, match="not finite"):
-        life.publish(3)
-    life.settle()
-    life.publish(4)
-    life.settle()
+        incarnation.publish(3)
+    incarnation.settle()
+    incarnation.publish(4)
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 4]
     assert told == [4]
     assert [path.name for path in (tmp_path / "weights").glob(".*")] == []
@@ -268,38 +268,38 @@ def test_a_failure_is_heard_once(versions: Callable[[], WeightPublisher], tmp_pa
 def test_every_version_has_the_time_out_for_itself(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """Versions that follow each other may take longer than one may; what was committed is told, though the next one failed."""
     told: list[int] = []
-    life = versions()
-    life._on_committed = lambda version, times: told.append(version)
-    life.open(0)
-    life.settle()
-    life._timeout = 5.0
+    incarnation = versions()
+    incarnation._on_committed = lambda version, times: told.append(version)
+    incarnation.open(0)
+    incarnation.settle()
+    incarnation._timeout = 5.0
     for version in (1, 2):
-        life.publish(version, lambda: time.sleep(3))
-    life.settle()
+        incarnation.publish(version, lambda: time.sleep(3))
+    incarnation.settle()
     assert told == [1, 2]
 
     def refuse() -> None:
         raise UserError("not finite")
 
-    life.publish(5)
-    life.publish(6, refuse)
+    incarnation.publish(5)
+    incarnation.publish(6, refuse)
     with pytest.raises(UserError, match="not finite"):
-        life.settle()
+        incarnation.settle()
     assert told[-1] == 5
 
 
 def test_a_version_that_takes_too_long(versions: Callable[[], WeightPublisher], tmp_path: Path) -> None:
     """Waiting for a version has an end, which says what was waited for; what is being written is not written over."""
-    life = versions()
-    life.open(0)
-    life.settle()
+    incarnation = versions()
+    incarnation.open(0)
+    incarnation.settle()
     go_on = threading.Event()
-    life.publish(1, lambda: go_on.wait(10))
-    life._timeout = 0.05
+    incarnation.publish(1, lambda: go_on.wait(10))
+    incarnation._timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no weights/step_1 from the thread that commits it"):
-            life.publish(2)
+            incarnation.publish(2)
     go_on.set()
-    life._timeout = 60
-    life.settle()
+    incarnation._timeout = 60
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1]

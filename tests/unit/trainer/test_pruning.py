@@ -22,10 +22,10 @@ world, make_policy, tied_model = support.world, support.make_policy, support.tie
 
 
 @pytest.fixture
-def life(
+def incarnation(
     world: World, make_policy: Callable[..., Policy], tied_model: Path, tmp_path: Path
 ) -> Iterator[WeightPublisher]:
-    """A life with four versions beside the base; two of them are superfluous."""
+    """An incarnation with four versions beside the base; two of them are superfluous."""
     made = WeightPublisher(
         tmp_path, make_policy(tied_model), find_model(str(tied_model)), world, torch.float32, timeout=60
     )
@@ -37,8 +37,8 @@ def life(
         yield made
 
 
-def prune_old(life: WeightPublisher) -> None:
-    life.prune(1, 0, list)
+def prune_old(incarnation: WeightPublisher) -> None:
+    incarnation.prune(1, 0, list)
 
 
 class Slow:
@@ -61,11 +61,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[Slow]:
     made.may.set()
 
 
-def test_the_next_version_does_not_wait(life: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
+def test_the_next_version_does_not_wait(incarnation: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
     """While old versions are being removed the next one is committed; the one after it begins when that is over."""
-    prune_old(life)
+    prune_old(incarnation)
     assert slow.began.wait(60)
-    life.publish(5)
+    incarnation.publish(5)
     wait(
         lambda: 5 in list_steps(tmp_path / "weights"),
         subject="weights/step_5",
@@ -74,34 +74,41 @@ def test_the_next_version_does_not_wait(life: WeightPublisher, slow: Slow, tmp_p
         poll=0.05,
     )
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4, 5]
-    prune_old(life)
-    life._timeout = 0.05
+    prune_old(incarnation)
+    incarnation._timeout = 0.05
     for _ in range(2):
         with pytest.raises(UserError, match="no end of removing old versions from the thread that removes them"):
-            life.publish(6)
-    life._timeout = 60
+            incarnation.publish(6)
+    incarnation._timeout = 60
     slow.may.set()
-    life.publish(6)
-    life.settle()
+    incarnation.publish(6)
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 4, 5, 6]
 
 
-def test_settling_waits(life: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
+def test_settling_waits(incarnation: WeightPublisher, slow: Slow, tmp_path: Path) -> None:
     """`settle` ends when the old versions are gone."""
-    prune_old(life)
+    prune_old(incarnation)
     assert slow.began.wait(60)
-    life._timeout = 0.05
+    incarnation._timeout = 0.05
     with pytest.raises(UserError, match="no end of removing old versions"):
-        life.settle()
-    life._timeout = 60
+        incarnation.settle()
+    incarnation._timeout = 60
     slow.may.set()
-    life.settle()
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 3, 4]
 
 
-@pytest.mark.parametrize("hear", [lambda life: life.publish(5), lambda life: life.settle()], ids=["publish", "settle"])
+@pytest.mark.parametrize(
+    "hear",
+    [lambda incarnation: incarnation.publish(5), lambda incarnation: incarnation.settle()],
+    ids=["publish", "settle"],
+)
 def test_a_failure_is_heard(
-    hear: Callable[[WeightPublisher], None], life: WeightPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hear: Callable[[WeightPublisher], None],
+    incarnation: WeightPublisher,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By whoever comes next, once; what comes after goes on."""
 
@@ -110,26 +117,26 @@ def test_a_failure_is_heard(
 
     with monkeypatch.context() as context:
         context.setattr(weight_publisher, "prune", failing)
-        prune_old(life)
-        (failed,) = life._prunes
+        prune_old(incarnation)
+        (failed,) = incarnation._prunes
         assert failed.future.exception(timeout=60) is not None
     with pytest.raises(UserError, match="the file system fails at .*step_1"):
-        hear(life)
-    life.publish(5)
-    prune_old(life)
-    life.settle()
+        hear(incarnation)
+    incarnation.publish(5)
+    prune_old(incarnation)
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 4, 5]
 
 
-def test_nothing_is_removed_for_a_version_that_failed(life: WeightPublisher, tmp_path: Path) -> None:
+def test_nothing_is_removed_for_a_version_that_failed(incarnation: WeightPublisher, tmp_path: Path) -> None:
     """What the version under way would make superfluous stays where it is not committed."""
 
     def refuse() -> None:
         raise UserError("not finite")
 
-    life.publish(5, refuse)
-    prune_old(life)
+    incarnation.publish(5, refuse)
+    prune_old(incarnation)
     with pytest.raises(UserError, match="not finite"):
-        life.settle()
-    life.settle()
+        incarnation.settle()
+    incarnation.settle()
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3, 4]

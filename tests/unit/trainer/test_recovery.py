@@ -1,4 +1,4 @@
-"""A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a trainer's lives."""
+"""A trainer that dies at any commit point and recovers ends with the weights of one that never died; the rest of a trainer's incarnations."""
 
 import errno
 import shutil
@@ -18,7 +18,7 @@ from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer.ckpt import recovery_pause
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps, read_manifest, verify
-from prime_rl.transport.lives import read_lives
+from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
 from support import trainer as support
@@ -85,7 +85,7 @@ def die_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     monkeypatch.setattr(shutil, "rmtree", lambda *args, **kwargs: None)  # the dead do not clean up
 
 
-BEFORE_ANY_SAVE = ["life:0", "rename:incarnations/0.json", "renamed:incarnations/0.json"]
+BEFORE_ANY_SAVE = ["incarnation:0", "rename:incarnations/0.json", "renamed:incarnations/0.json"]
 POINTS = [
     "rename:weights/step_3",
     "renamed:weights/step_3",
@@ -158,7 +158,7 @@ def test_recovers_from_an_older_state(
     run_training(config(tmp_path, tied_model, recover=True))
     assert "checkpoints/step_4/trainer is passed over" in caplog.text
     assert "recovery/step_3 is passed over" in caplog.text
-    assert read_lives(tmp_path) == {0: 0, 1: 2}
+    assert read_incarnations(tmp_path) == {0: 0, 1: 2}
     assert hashes(tmp_path) == hashes(undisturbed)
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
     assert (tmp_path / "checkpoints" / "given_up_1_step_4" / "trainer" / "state").is_dir()
@@ -169,7 +169,7 @@ def test_recovers_from_nothing(run_training: Run, tied_model: Path, undisturbed:
     support.write_rollouts(tmp_path, STEPS)
     run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, max_steps=3))
     run_training(config(tmp_path, tied_model, ckpt=None, recovery_interval=None, recover=True))
-    assert read_lives(tmp_path) == {0: 0, 1: 0}
+    assert read_incarnations(tmp_path) == {0: 0, 1: 0}
     assert hashes(tmp_path) == hashes(undisturbed)
     manifests = [weights_manifest(tmp_path / "weights" / f"step_{version}") for version in (1, 2, 3, 4)]
     assert [manifest.incarnation for manifest in manifests] == [1, 1, 1, 1]
@@ -180,7 +180,7 @@ def test_recovering_a_finished_run(run_training: Run, tied_model: Path, undistur
     support.write_rollouts(tmp_path, STEPS)
     for recover in (False, True):
         run_training(config(tmp_path, tied_model, recover=recover))
-    assert read_lives(tmp_path) == {0: 0, 1: 4}
+    assert read_incarnations(tmp_path) == {0: 0, 1: 4}
     assert hashes(tmp_path) == hashes(undisturbed)
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]
 
@@ -197,10 +197,10 @@ def test_resumed_history_is_the_one_recovered(
             run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
     assert complete_steps(tmp_path / "checkpoints") == [2, 4]  # it died before it moved step 4
     run_training(config(tmp_path, tied_model, recover=True))
-    assert read_lives(tmp_path) == {0: 0, 1: 2, 2: 2}
+    assert read_incarnations(tmp_path) == {0: 0, 1: 2, 2: 2}
     assert hashes(tmp_path) == hashes(undisturbed)
     assert (tmp_path / "checkpoints" / "given_up_2_step_4").is_dir()
-    assert read_manifest(tmp_path / "checkpoints" / "step_4" / "trainer").extra["life"] == 2
+    assert read_manifest(tmp_path / "checkpoints" / "step_4" / "trainer").extra["incarnation"] == 2
 
 
 def test_recover_beside_a_step_to_resume_from(
@@ -217,11 +217,14 @@ def test_recover_beside_a_step_to_resume_from(
     both: dict[str, Any] = {"recover": True, "ckpt": {"interval": 2, "output_dir": one, "resume_step": 2}}
     run_training(config(two, tied_model, max_steps=3, **{**both, "ckpt": {**both["ckpt"], "interval": 3}}))
     assert f"ckpt.resume_step 2 decides, not --recover: no run has begun in {two}" in heard.text
-    assert list(read_lives(two).values()) == [2]
+    assert list(read_incarnations(two).values()) == [2]
     assert "--recover decides" not in heard.text
     run_training(config(two, tied_model, max_steps=3, **both))
-    assert "--recover decides, not ckpt.resume_step 2: this run has begun already (life 1, from step 2)" in heard.text
-    assert sorted(read_lives(two).values()) == [2, 3]
+    assert (
+        "--recover decides, not ckpt.resume_step 2: this run has begun already (incarnation 1, from step 2)"
+        in heard.text
+    )
+    assert sorted(read_incarnations(two).values()) == [2, 3]
 
 
 def test_the_joint_manifest_is_the_orchestrators(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -378,7 +381,7 @@ def test_foreign_directories(place: str, run_training: Run, tied_model: Path, tm
         with pytest.raises(UserError, match=r"step_7 was not made by this program, or is damaged: move it"):
             run_training(config(tmp_path, tied_model, **settings))
     assert (tmp_path / place).read_text() == "mine"
-    assert read_lives(tmp_path) == {0: 0}
+    assert read_incarnations(tmp_path) == {0: 0}
 
 
 @pytest.mark.parametrize("order", [("tied", "untied"), ("untied", "tied")], ids="-".join)
@@ -393,7 +396,7 @@ def test_shape_of_another_model(
     run_training(config(run, tmp_path / first, data=fake, max_steps=1))
     with pytest.raises(UserError, match=r"does not fit this model: .*lm_head.* (not there|\[\]|\[288, 64\]) in the"):
         run_training(config(run, tmp_path / second, data=fake, ckpt={"resume_step": -1}))
-    assert read_lives(run) == {0: 0}
+    assert read_incarnations(run) == {0: 0}
 
 
 def test_only_damaged_states_are_no_reason_to_start_over(
@@ -407,7 +410,7 @@ def test_only_damaged_states_are_no_reason_to_start_over(
     shards.write_bytes(shards.read_bytes()[:-7])
     with pytest.raises(UserError, match=r"no state is whole, .*recovery/step_3 \(.*put back a copy, or move these out"):
         run_training(config(tmp_path, tied_model, ckpt=None, recover=True))
-    assert read_lives(tmp_path) == {0: 0}
+    assert read_incarnations(tmp_path) == {0: 0}
     assert list_steps(tmp_path / "weights") == [0, 1, 2, 3]
     state.rename(tmp_path / "moved")
     run_training(config(tmp_path, tied_model, ckpt=None, recover=True))
@@ -447,7 +450,7 @@ def test_a_mistyped_step_loses_nothing(killed: bool, run_training: Run, tied_mod
 
 
 def test_the_state_it_began_from_is_gone(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
-    """A life that began at step 2 does not recover from the base model, which is another history."""
+    """An incarnation that began at step 2 does not recover from the base model, which is another history."""
     support.write_rollouts(tmp_path, STEPS)
     run_training(config(tmp_path, tied_model, max_steps=2, recovery_interval=None))
     with pytest.MonkeyPatch.context() as patch:
@@ -459,14 +462,14 @@ def test_the_state_it_began_from_is_gone(run_training: Run, tied_model: Path, tm
         run_training(config(tmp_path, tied_model, recover=True))
 
 
-def test_life_files_are_lost(run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_incarnation_files_are_lost(run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path) -> None:
     """Without `incarnations/` a run that goes back still gives up the versions beyond, and ends as it should."""
     support.write_rollouts(tmp_path, STEPS)
     run_training(config(tmp_path, tied_model))
     run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
     shutil.rmtree(tmp_path / "incarnations")
     run_training(config(tmp_path, tied_model, ckpt={"interval": 2, "resume_step": 2}))
-    assert read_lives(tmp_path) == {2: 2}
+    assert read_incarnations(tmp_path) == {2: 2}
     assert hashes(tmp_path) == hashes(undisturbed)
 
 
@@ -474,7 +477,7 @@ def test_life_files_are_lost(run_training: Run, tied_model: Path, undisturbed: P
 def test_an_outlived_trainer_commits_no_more(
     place: str, run_training: Run, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once a later life is opened the earlier trainer ends, by a message, before it commits anything."""
+    """Once a later incarnation is opened the earlier trainer ends, by a message, before it commits anything."""
     support.write_rollouts(tmp_path, STEPS)
     before = "renamed:weights/step_1"
 
@@ -483,7 +486,7 @@ def test_an_outlived_trainer_commits_no_more(
             (tmp_path / "incarnations" / "7.json").write_text('{"step": 0}')
 
     monkeypatch.setattr(faults, "point", point)
-    with pytest.raises(UserError, match=r"another trainer has gone on with the run .*life 7; this one is 0"):
+    with pytest.raises(UserError, match=r"another trainer has gone on with the run .*incarnation 7; this one is 0"):
         run_training(config(tmp_path, tied_model, recovery_interval=1 if place.startswith("recovery") else None))
     assert not (tmp_path / place).exists()
 
@@ -506,5 +509,5 @@ def test_two_runs_with_one_place_for_checkpoints(run_training: Run, tied_model: 
         patch.setattr("prime_rl.trainer.ckpt.Checkpoints.due", lambda *_: None)
         shutil.rmtree(two / "recovery")
         run_training(config(two, tied_model, ckpt=ckpt, recover=True, max_steps=2))
-    assert list(read_lives(two).values()) == [2, 2]
+    assert list(read_incarnations(two).values()) == [2, 2]
     assert {path: path.read_bytes() for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()} == before

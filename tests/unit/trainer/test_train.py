@@ -28,7 +28,7 @@ from prime_rl.trainer.rl import train as loop
 from prime_rl.trainer.rl.train import readable
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.lives import read_lives
+from prime_rl.transport.incarnations import read_incarnations
 from prime_rl.transport.rollouts import Sample, write_batch
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import WaitTimeout
@@ -420,7 +420,7 @@ def test_recovery_on_fake_data(run_training: Run, tied_model: Path, tmp_path: Pa
     for recover, steps in ((False, 2), (True, 3)):
         run_training(support.make_config(tmp_path, tied_model, max_steps=steps, recover=recover, **settings))
         assert list_steps(tmp_path / "recovery") == [steps]
-    assert read_lives(tmp_path) == {0: 0, 1: 2}
+    assert read_incarnations(tmp_path) == {0: 0, 1: 2}
 
 
 @pytest.mark.parametrize("lengths", ["fixed", "lognormal"])

@@ -23,11 +23,11 @@ from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
 from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, read_manifest
 from prime_rl.transport.exchange import ExchangeError, Subscriber, layout, tensor_views
-from prime_rl.transport.lives import ask_for_files, read_versions
+from prime_rl.transport.incarnations import ask_for_files, read_versions
 from prime_rl.transport.weights import verify_weights, weights_manifest
 from prime_rl.wait import wait
 from support import trainer as support
-from support.transports import TRANSPORTS, Lives, Run, fork_server, open_run
+from support.transports import TRANSPORTS, Incarnations, Run, fork_server, open_run
 
 world, make_policy, tied_model = support.world, support.make_policy, support.tied_model
 
@@ -63,11 +63,11 @@ def forks() -> Iterator["subprocess.Popen[str]"]:
 
 
 @pytest.fixture
-def lives(
+def incarnations(
     request: pytest.FixtureRequest, forks: "subprocess.Popen[str]", run: Run, tied_model: Path, tmp_path: Path
-) -> Lives:
+) -> Incarnations:
     """Processes that work on the same run."""
-    return Lives(forks, request.node.callspec.params["run"], tied_model, tmp_path)
+    return Incarnations(forks, request.node.callspec.params["run"], tied_model, tmp_path)
 
 
 @pytest.fixture
@@ -91,13 +91,15 @@ def check_whole(run: Run) -> None:
 
 
 @pytest.mark.parametrize("run", ["filesystem", "tmpfs", "memory"], indirect=True)
-def test_a_killed_trainer_leaves_what_is_whole(run: Run, lives: Lives, request: pytest.FixtureRequest) -> None:
-    """Contract: whatever a trainer is at when it dies, each version that stands is whole, the next life goes on and cleans, and its versions are whole."""
+def test_a_killed_trainer_leaves_what_is_whole(
+    run: Run, incarnations: Incarnations, request: pytest.FixtureRequest
+) -> None:
+    """Contract: whatever a trainer is at when it dies, each version that stands is whole, the next incarnation goes on and cleans, and its versions are whole."""
     for point in POINTS[request.node.callspec.params["run"]]:
-        assert lives.live("whole_life", fault=Fault(point, "trainer", "kill")) == -signal.SIGKILL, point
+        assert incarnations.live("whole_incarnation", fault=Fault(point, "trainer", "kill")) == -signal.SIGKILL, point
         check_whole(run)
         newest = max(read_versions(run.weights))
-        assert lives.live("go_on", newest) == 0, point
+        assert incarnations.live("go_on", newest) == 0, point
         check_whole(run)
         assert list_steps(run.weights)[-2:] == [newest + 1, newest + 2]
         assert [name for name in run.held() if name.startswith(".")] == []
@@ -106,11 +108,11 @@ def test_a_killed_trainer_leaves_what_is_whole(run: Run, lives: Lives, request: 
 
 
 @pytest.mark.parametrize("run", ["tmpfs", pytest.param("filesystem", marks=pytest.mark.slow)], indirect=True)
-def test_a_full_disk_is_one_line(run: Run, lives: Lives) -> None:
-    """Contract: nothing half-written stands, in no place, and the life goes on where there is room again."""
-    for place in ("weights", *(["prime-rl-*"] if lives.in_tmpfs else [])):
+def test_a_full_disk_is_one_line(run: Run, incarnations: Incarnations) -> None:
+    """Contract: nothing half-written stands, in no place, and the incarnation goes on where there is room again."""
+    for place in ("weights", *(["prime-rl-*"] if incarnations.in_tmpfs else [])):
         full = Fault(f"fsync:{place}/step_2", "trainer", "enospc")
-        assert lives.live("through_a_full_disk", fault=full) == 0, place
+        assert incarnations.live("through_a_full_disk", fault=full) == 0, place
         check_whole(run)
         assert list_steps(run.weights) == [0, 1, 3]
         assert set(run.held()) <= {"step_1", "step_3"}
@@ -124,8 +126,8 @@ def start_over(run: Run) -> None:
 
 def test_every_version_has_the_hash_of_its_tensors(run: Run) -> None:
     """Contract: however it lies there, a version is identified by its tensors, and verified by them; a change of one bit is found."""
-    life = run.life()
-    hashes = run.train(life, range(1, 4), durable=(2, 3))
+    incarnation = run.incarnation()
+    hashes = run.train(incarnation, range(1, 4), durable=(2, 3))
     assert len({*hashes.values()}) == 3
     for version in (2, 3):
         assert verify_weights(run.weights / f"step_{version}").hash == hashes[version]
@@ -143,12 +145,12 @@ def test_every_version_has_the_hash_of_its_tensors(run: Run) -> None:
 def test_what_must_outlive_lies_in_the_run_directory(run: Run) -> None:
     """Contract: such a version is a model directory by itself, and so is the last one; at the end nothing is in memory, and all that is left is
     whole."""
-    life = run.life()
-    hashes = run.train(life, range(1, 5), durable=(2,))
+    incarnation = run.incarnation()
+    hashes = run.train(incarnation, range(1, 5), durable=(2,))
     assert load(run, 2) is not None
-    life.ensure(4, durable=True)
-    life.prune(1, 0, list)
-    life.leave_tmpfs(1, 0, list)
+    incarnation.ensure(4, durable=True)
+    incarnation.prune(1, 0, list)
+    incarnation.leave_tmpfs(1, 0, list)
     assert run.held() == []
     assert {3, 4} <= {*list_steps(run.weights)} <= {0, 2, 3, 4}
     for version in (4,):
@@ -161,31 +163,31 @@ def load(run: Run, version: int) -> AutoModelForCausalLM:
 
 
 def test_resume(run: Run) -> None:
-    """Contract: a life that goes on from a version has it on the disk, whether it stands there, lies in memory, or is gone; and what it gives up
+    """Contract: an incarnation that goes on from a version has it on the disk, whether it stands there, lies in memory, or is gone; and what it gives up
     is gone everywhere but for the newest, which can be put back."""
-    hashes = run.train(run.life(), range(1, 5), durable=(2, 4))
+    hashes = run.train(run.incarnation(), range(1, 5), durable=(2, 4))
     second = run.make()
-    run.lives.append(second)
+    run.incarnations.append(second)
     second.open(2, spares=True)
     assert list_steps(run.weights) == [0, 1, 2]
     assert load(run, 2) is not None
     assert weights_manifest(run.weights / "step_2").hash == hashes[2]
     assert verify_weights(run.weights / "given_up_1_step_4").hash == hashes[4]
     assert set(run.held()) <= {"step_1"}
-    run.life(7)
+    run.incarnation(7)
     assert weights_manifest(run.weights / "step_7").incarnation == 2
 
 
 def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureFixture) -> None:
-    """Contract: a life that goes on from a version whose tensors lie in tmpfs, and are damaged there, commits it again; none is kept that cannot be
+    """Contract: an incarnation that goes on from a version whose tensors lie in tmpfs, and are damaged there, commits it again; none is kept that cannot be
     read."""
     run = in_tmpfs
-    run.train(run.life(), range(1, 5))
+    run.train(run.incarnation(), range(1, 5))
     for version in (2, 4):
         path = next(weights_manifest(run.weights / f"step_{version}").files.glob("model.*"))
         path.write_bytes(path.read_bytes()[:-9])
     second = run.make()
-    run.lives.append(second)
+    run.incarnations.append(second)
     second.open(2, spares=True)
     verify_weights(run.weights / "step_2")
     assert caplog.text.count("cannot be brought to the disk") == 2
@@ -198,7 +200,7 @@ def test_what_is_damaged_is_made_again(in_tmpfs: Run, caplog: pytest.LogCaptureF
 
 def test_in_tmpfs_the_run_directory_holds_no_part_of_a_model(in_tmpfs: Run) -> None:
     """Contract: nobody takes the directory of such a version for a model; its manifest says where the tensors are."""
-    in_tmpfs.train(in_tmpfs.life(), range(1, 2))
+    in_tmpfs.train(in_tmpfs.incarnation(), range(1, 2))
     directory = in_tmpfs.weights / "step_1"
     assert [path.name for path in directory.glob("*.safetensors*")] == []
     with pytest.raises(OSError, match="no file named"):
@@ -208,20 +210,20 @@ def test_in_tmpfs_the_run_directory_holds_no_part_of_a_model(in_tmpfs: Run) -> N
 
 
 def test_after_a_restart_of_the_host(in_tmpfs: Run) -> None:
-    """Contract: versions that were in memory count as not there, the others as there; the next life removes what is left of them."""
-    in_tmpfs.train(in_tmpfs.life(), range(1, 4), durable=(2,))
+    """Contract: versions that were in memory count as not there, the others as there; the next incarnation removes what is left of them."""
+    in_tmpfs.train(in_tmpfs.incarnation(), range(1, 4), durable=(2,))
     shutil.rmtree(in_tmpfs.tmpfs)
     in_tmpfs.tmpfs.mkdir()
     assert [*read_versions(in_tmpfs.weights)] == [0, 2]
     with pytest.raises(CommitError, match="they are gone"):
         verify_weights(in_tmpfs.weights / "step_3")
-    in_tmpfs.life(2)
+    in_tmpfs.incarnation(2)
     assert list_steps(in_tmpfs.weights) == [0, 2]
 
 
 def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Contract: a life removes what a dead one left in memory, and nothing of another run: not of a copy of this one either."""
-    first = in_tmpfs.life()
+    """Contract: an incarnation removes what a dead one left in memory, and nothing of another run: not of a copy of this one either."""
+    first = in_tmpfs.incarnation()
     in_tmpfs.train(first, range(1, 4))
     (own,) = in_tmpfs.tmpfs.iterdir()
     shutil.copytree(own / "step_3", own / "step_9")
@@ -235,7 +237,7 @@ def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path, caplog: pytest.L
     with closing(copy):
         copy.open(1)
     assert sorted(path.name for path in own.iterdir()) == [".step_8.tmp-x", "step_1", "step_2", "step_3", "step_9"]
-    in_tmpfs.life(2)
+    in_tmpfs.incarnation(2)
     assert sorted(path.name for path in own.iterdir()) == ["step_1"]
     assert len(list(stranger.iterdir())) == 5
     assert str(stranger) in caplog.text
@@ -243,28 +245,28 @@ def test_only_its_own_is_cleaned(in_tmpfs: Run, tmp_path: Path, caplog: pytest.L
 
 def test_room_is_checked_before_anything_is_begun(in_tmpfs: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: a run that may not fit is refused, with the arithmetic; one that fits exactly is not. What the run holds there already counts."""
-    life = in_tmpfs.life()
-    in_tmpfs.train(life, range(1, 4))
+    incarnation = in_tmpfs.incarnation()
+    in_tmpfs.train(incarnation, range(1, 4))
     held = sum(path.stat().st_size for path in in_tmpfs.tmpfs.glob("*/*/*"))
-    assert isinstance(life._copies, RowCopies)
-    needed = 9 * life._copies.file_bytes
+    assert isinstance(incarnation._copies, RowCopies)
+    needed = 9 * incarnation._copies.file_bytes
     for missing in (0, 1):
         monkeypatch.setattr(
             "prime_rl.trainer.weight_publisher.available_bytes", lambda left=needed - held - missing: left
         )
         if missing:
             with pytest.raises(UserError, match=r"may be needed: 9 versions \(of this test\)"):
-                in_tmpfs.life(3)
+                in_tmpfs.incarnation(3)
         else:
-            in_tmpfs.life(3)
-            in_tmpfs.train(in_tmpfs.lives[-1], range(4, 5))
+            in_tmpfs.incarnation(3)
+            in_tmpfs.train(in_tmpfs.incarnations[-1], range(4, 5))
             held = sum(path.stat().st_size for path in in_tmpfs.tmpfs.glob("*/*/*"))
     assert len(list((in_tmpfs.root / "run" / "incarnations").iterdir())) == 2
 
 
 def test_the_manifest_names_the_very_tensors(in_tmpfs: Run) -> None:
     """Contract: a directory in memory that was committed anew is not taken for the version's."""
-    in_tmpfs.train(in_tmpfs.life(), range(1, 3))
+    in_tmpfs.train(in_tmpfs.incarnation(), range(1, 3))
     one, two = (weights_manifest(in_tmpfs.weights / f"step_{version}") for version in (1, 2))
     shutil.rmtree(one.files)
     shutil.copytree(two.files, one.files)
@@ -306,9 +308,9 @@ def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> 
 
 def test_what_is_received_is_what_was_trained(memory: Run) -> None:
     """Contract: the newest version can be had bit by bit, its directory holds a manifest alone, and the one before is superseded."""
-    life = memory.life()
+    incarnation = memory.incarnation()
     for version in (1, 2):
-        memory.train(life, range(version, version + 1))
+        memory.train(incarnation, range(version, version + 1))
         directory = memory.weights / f"step_{version}"
         assert [path.name for path in directory.iterdir()] == [MANIFEST]
         with pytest.raises(CommitError, match="never written"):
@@ -320,7 +322,7 @@ def test_what_is_received_is_what_was_trained(memory: Run) -> None:
 
 def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: its files come into the directory that is there, under the same hash, while the publisher still has it."""
-    life, received = memory.life(), []
+    incarnation, received = memory.incarnation(), []
 
     def point(name: str, *_: object) -> None:
         if name == "lasting:weights/step_1":
@@ -328,7 +330,7 @@ def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pyt
             received.append(receive(memory.weights / "step_1"))
 
     monkeypatch.setattr("prime_rl.transport.weights.faults.point", point)
-    (digest,) = memory.train(life, range(1, 2), durable=(1,)).values()
+    (digest,) = memory.train(incarnation, range(1, 2), durable=(1,)).values()
     directory = memory.weights / "step_1"
     assert received[0] == directory.stat().st_ino
     manifest = verify_weights(directory)
@@ -340,9 +342,9 @@ def test_a_durable_version_can_be_had_all_the_time(memory: Run, monkeypatch: pyt
 
 def test_the_next_incarnation_publishes_where_it_goes_on(memory: Run) -> None:
     """Contract: what went with a dead trainer's memory is committed anew, with the same hash for the same weights."""
-    hashes = memory.train(memory.life(), range(1, 3))
-    memory.lives[0].close()
-    memory.life(2)
+    hashes = memory.train(memory.incarnation(), range(1, 3))
+    memory.incarnations[0].close()
+    memory.incarnation(2)
     manifest = weights_manifest(memory.weights / "step_2")
     assert (manifest.hash, manifest.incarnation) == (hashes[2], 1)
     assert equal(receive(memory.weights / "step_2"), trained(memory))
@@ -354,10 +356,10 @@ def test_versions_of_an_interval_are_kept_for_good(
     """Contract: `weights.save_interval`; however versions get to servers, these have files and are never pruned."""
     TRANSPORTS["saved"] = {**TRANSPORTS["memory"], "save_interval": 2}
     with open_run("saved", world, make_policy(tied_model), tied_model, tmp_path) as run:
-        life = run.life()
-        run.train(life, range(1, 8))
-        life.prune(0, 0, list)
-        life.settle()
+        incarnation = run.incarnation()
+        run.train(incarnation, range(1, 8))
+        incarnation.prune(0, 0, list)
+        incarnation.settle()
         assert list_steps(run.weights) == [0, 2, 4, 6, 7]
         for version in (2, 4, 6):
             verify_weights(run.weights / f"step_{version}")
@@ -370,17 +372,17 @@ def test_servers_that_cannot_reach_the_publisher_get_files(
     incarnation counts for nothing."""
     TRANSPORTS["auto"] = {"memory": MemoryTransport(host="127.0.0.1", fallback=True)}
     with open_run("auto", world, make_policy(tied_model), tied_model, tmp_path) as run:
-        life = run.life()
-        ask_for_files(run.root / "run", 7, "of another life")
-        run.train(life, range(1, 2))
+        incarnation = run.incarnation()
+        ask_for_files(run.root / "run", 7, "of another incarnation")
+        run.train(incarnation, range(1, 2))
         assert weights_manifest(run.weights / "step_1").publisher is not None
-        ask_for_files(run.root / "run", life.life, "no route")
+        ask_for_files(run.root / "run", incarnation.incarnation, "no route")
         wait(
             lambda: weights_manifest(run.weights / "step_1").publisher is None,
             subject="files", owner="the publisher", seconds=60, poll=0.05,
         )  # fmt: skip
         verify_weights(run.weights / "step_1")
-        run.train(life, range(2, 3))
+        run.train(incarnation, range(2, 3))
         verify_weights(run.weights / "step_2")
 
 

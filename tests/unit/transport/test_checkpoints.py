@@ -11,14 +11,16 @@ from prime_rl.transport.checkpoints import ALONE, TOGETHER, Part
 from prime_rl.transport.commit import MANIFEST, CommitError, list_steps, stage
 
 
-def publish(directory: Path, step: int, life: int = 0) -> None:
-    with stage(directory, step=step, producer="test", extra={"life": life}) as path:
+def publish(directory: Path, step: int, incarnation: int = 0, key: str = "incarnation") -> None:
+    with stage(directory, step=step, producer="test", extra={key: incarnation}) as path:
         (path / "state").write_text(f"state {step}")
 
 
-def save(root: Path, step: int, parts: tuple[Part, ...] = TOGETHER, *, joined: bool = True, life: int = 0) -> None:
+def save(
+    root: Path, step: int, parts: tuple[Part, ...] = TOGETHER, *, joined: bool = True, incarnation: int = 0
+) -> None:
     for part in parts:
-        publish(checkpoints.part_dir(root, step, part), step, life)
+        publish(checkpoints.part_dir(root, step, part), step, incarnation)
     if joined:
         checkpoints.join(root, step, parts, "test")
 
@@ -104,9 +106,9 @@ def test_keep_and_keep_interval(tmp_path: Path) -> None:
 
 def test_set_aside_is_not_deleted(root: Path) -> None:
     """What lies beyond the resumed step is renamed, complete or not, and may be asked for twice."""
-    moved = checkpoints.set_aside_after(root, 2, life=3)
+    moved = checkpoints.set_aside_after(root, 2, incarnation=3)
     assert [path.name for path in moved] == ["given_up_3_step_4", "given_up_3_step_6"]
-    assert checkpoints.set_aside_after(root, 2, life=3) == []
+    assert checkpoints.set_aside_after(root, 2, incarnation=3) == []
     assert checkpoints.complete_steps(root) == [2]
     assert (root / "given_up_3_step_4" / "trainer" / "state").read_text() == "state 4"
 
@@ -121,7 +123,7 @@ def test_foreign_directories_are_left_alone(root: Path) -> None:
     assert checkpoints.find(root, -1, "trainer") == 4
     checkpoints.clean(root, "trainer")
     checkpoints.remove_expendable(root, 1, None)
-    checkpoints.set_aside_after(root, 0, life=1)
+    checkpoints.set_aside_after(root, 0, incarnation=1)
     assert (root / "step_1" / "notes.txt").read_text() == "mine"
     assert (root / "step_9" / "trainer" / "weights.bin").read_text() == "theirs"
 
@@ -138,10 +140,10 @@ def test_clean_removes_ones_own_remains(root: Path) -> None:
     assert not (root / "step_8").exists()
 
 
-def found(root: Path, lives: dict[int, int]) -> list[tuple[str, bool]]:
+def found(root: Path, incarnations: dict[int, int]) -> list[tuple[str, bool]]:
     """Names of what may be recovered from, newest first, and whether it is whole."""
     recovery = root.parent / "recovery"
-    states = checkpoints.recoverable(root, recovery, lives)
+    states = checkpoints.recoverable(root, recovery, incarnations)
     return [(directory.relative_to(root.parent).as_posix(), problem is None) for _, directory, problem in states]
 
 
@@ -159,9 +161,10 @@ def test_recoverable_newest_first(root: Path) -> None:
     assert found(root.parent / "nothing" / "checkpoints", {}) == []
 
 
-def test_given_up_states_are_not_recovered(root: Path) -> None:
-    """A later life that went back gave up the states beyond its start, even if it died before it moved them."""
-    publish(root.parent / "recovery" / "step_3", 3, life=1)
+@pytest.mark.parametrize("key", ["incarnation", "life"])  # an earlier release's name
+def test_given_up_states_are_not_recovered(root: Path, key: str) -> None:
+    """A later incarnation that went back gave up the states beyond its start, even if it died before it moved them."""
+    publish(root.parent / "recovery" / "step_3", 3, incarnation=1, key=key)
     names = [name for name, _ in found(root, {0: 0, 1: 2})]
     assert names == ["recovery/step_3", "checkpoints/step_2/trainer"]
 
@@ -182,11 +185,11 @@ def test_who_owns_the_joint_manifest(tmp_path: Path) -> None:
     assert not checkpoints.trainer_is_alone(tmp_path)
 
 
-def test_lives_of_the_same_number_set_aside_side_by_side(root: Path) -> None:
-    """A second run on the same root counts its lives from the start again: what the first has set aside stays as it is."""
-    checkpoints.set_aside_after(root, 2, life=1)
-    save(root, 4, life=1)
-    moved = checkpoints.set_aside_after(root, 2, life=1)
+def test_incarnations_of_the_same_number_set_aside_side_by_side(root: Path) -> None:
+    """A second run on the same root counts its incarnations from the start again: what the first has set aside stays as it is."""
+    checkpoints.set_aside_after(root, 2, incarnation=1)
+    save(root, 4, incarnation=1)
+    moved = checkpoints.set_aside_after(root, 2, incarnation=1)
     assert [path.name for path in moved] == ["given_up_1_step_4.2"]
     assert len(list(root.glob("given_up_1_step_4*/trainer/state"))) == 2
 

@@ -12,7 +12,7 @@ from prime_rl.transport.members import Member, member_path, publish, read_member
 A = Member("http://host-a:8000", "boot-a", "model", "host-a", 1)
 
 
-def test_a_server_is_read_as_it_was_written_and_takes_the_place_of_its_earlier_life(tmp_path: Path) -> None:
+def test_a_server_is_read_as_it_was_written_and_takes_the_place_of_its_earlier_incarnation(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "there" / "yet"
     assert read_members(directory) == ([], {})
     publish(directory, A)

@@ -1,16 +1,16 @@
-"""Life files, versions and the lease: what one process writes the others read."""
+"""Incarnation files, versions and the lease: what one process writes the others read."""
 
 import pytest
 
 from prime_rl.transport.commit import CommitError, prune, stage
-from prime_rl.transport.lives import (
+from prime_rl.transport.incarnations import (
     EVAL,
     drop_lease,
     lease_path,
-    next_life,
-    open_life,
+    next_incarnation,
+    open_incarnation,
+    read_incarnations,
     read_lease,
-    read_lives,
     read_versions,
     strictest_lease,
     write_lease,
@@ -19,28 +19,28 @@ from prime_rl.transport.protocol import Lease, goes_on_from
 from prime_rl.transport.weights import TensorEntry, manifest_extra
 
 
-def commit_version(root, version, life):
-    extra = manifest_extra(version, life, {"w": TensorEntry("f", "F32", [1], f"{version}-{life}")})
+def commit_version(root, version, incarnation):
+    extra = manifest_extra(version, incarnation, {"w": TensorEntry("f", "F32", [1], f"{version}-{incarnation}")})
     with stage(root / f"step_{version}", step=version, producer="trainer", extra=extra):
         pass
 
 
-def test_lives_are_numbered_in_the_order_of_their_opening(tmp_path):
-    """A new life never reuses a number, and remembers its start."""
-    assert read_lives(tmp_path) == {}
-    assert [open_life(tmp_path, start) for start in (0, 4, 2)] == [0, 1, 2]
-    assert read_lives(tmp_path) == {0: 0, 1: 4, 2: 2}
+def test_incarnations_are_numbered_in_the_order_of_their_opening(tmp_path):
+    """A new incarnation never reuses a number, and remembers its start."""
+    assert read_incarnations(tmp_path) == {}
+    assert [open_incarnation(tmp_path, start) for start in (0, 4, 2)] == [0, 1, 2]
+    assert read_incarnations(tmp_path) == {0: 0, 1: 4, 2: 2}
 
 
-def test_a_damaged_life_file_is_an_error_and_not_an_earlier_life(tmp_path):
-    """Going on as if the newest life were not there would serve versions that were given up."""
-    open_life(tmp_path, 0)
+def test_a_damaged_incarnation_file_is_an_error_and_not_an_earlier_incarnation(tmp_path):
+    """Going on as if the newest incarnation were not there would serve versions that were given up."""
+    open_incarnation(tmp_path, 0)
     (tmp_path / "incarnations" / "1.json").write_text("{")
     with pytest.raises(CommitError, match=r"1\.json"):
-        read_lives(tmp_path)
+        read_incarnations(tmp_path)
 
 
-def test_a_version_that_another_life_committed_again_is_read_again(tmp_path):
+def test_a_version_that_another_incarnation_committed_again_is_read_again(tmp_path):
     """What was seen before is remembered by the file, not by the number."""
     seen = {}
     commit_version(tmp_path, 0, 0)
@@ -57,6 +57,8 @@ def test_the_lease_is_read_back_and_given_back(tmp_path):
     assert read_lease(tmp_path) is None
     write_lease(tmp_path, Lease(1, 5))
     assert read_lease(tmp_path) == Lease(1, 5)
+    lease_path(tmp_path).write_text('{"life": 1, "version": 5}')  # as an earlier release wrote it
+    assert read_lease(tmp_path) == Lease(1, 5)
     lease_path(tmp_path).write_text("{")
     with pytest.raises(CommitError, match=r"orchestrator\.json"):
         read_lease(tmp_path)
@@ -65,27 +67,27 @@ def test_the_lease_is_read_back_and_given_back(tmp_path):
     assert read_lease(tmp_path) is None
 
 
-def test_a_resumed_run_waits_for_the_life_that_goes_on_from_its_checkpoint():
-    """Not the life that is given up; and a trainer that has crashed and recovered since still counts."""
+def test_a_resumed_run_waits_for_the_incarnation_that_goes_on_from_its_checkpoint():
+    """Not the incarnation that is given up; and a trainer that has crashed and recovered since still counts."""
     assert not goes_on_from(4, {0: 0})
     assert goes_on_from(4, {0: 0, 1: 4})
     assert goes_on_from(4, {0: 0, 1: 4, 2: 6})
     assert not goes_on_from(4, {0: 0, 1: 4, 2: 2})
 
 
-def test_a_number_is_not_given_twice_though_life_files_are_lost(tmp_path):
-    """Versions, the lease and saved states tell of lives, too; the base model's version tells of none."""
+def test_a_number_is_not_given_twice_though_incarnation_files_are_lost(tmp_path):
+    """Versions, the lease and saved states tell of incarnations, too; the base model's version tells of none."""
     commit_version(tmp_path / "weights", 0, 0)
-    assert open_life(tmp_path, 0) == 0
+    assert open_incarnation(tmp_path, 0) == 0
     commit_version(tmp_path / "weights", 1, 4)
-    assert next_life(tmp_path) == 5
+    assert next_incarnation(tmp_path) == 5
     write_lease(tmp_path, Lease(6, 1))
-    assert next_life(tmp_path) == 7
-    assert open_life(tmp_path, 0, saved_by={2, 8}) == 9
+    assert next_incarnation(tmp_path) == 7
+    assert open_incarnation(tmp_path, 0, saved_by={2, 8}) == 9
 
 
 def test_every_reader_has_a_lease_of_its_own(tmp_path):
-    """The trainer goes by the strictest; a life that any of them heard of is not numbered again; one reader's half-written file is not another's to remove."""
+    """The trainer goes by the strictest; an incarnation that any of them heard of is not numbered again; one reader's half-written file is not another's to remove."""
     assert strictest_lease(tmp_path) is None
     write_lease(tmp_path, Lease(1, 5))
     half_written = tmp_path / "leases" / f".{EVAL}.json.tmp-1"
@@ -97,4 +99,4 @@ def test_every_reader_has_a_lease_of_its_own(tmp_path):
     assert strictest_lease(tmp_path) == Lease(1, 7)
     drop_lease(tmp_path)
     assert strictest_lease(tmp_path) == Lease(1, 9)
-    assert next_life(tmp_path) == 2
+    assert next_incarnation(tmp_path) == 2

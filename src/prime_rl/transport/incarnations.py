@@ -1,6 +1,6 @@
-"""What stands in the run directory about the trainer's lives, in the words of `protocol.py`: life files, versions and who made them, the lease.
+"""What stands in the run directory about the trainer's incarnations, in the words of `protocol.py`: incarnation files, versions and who made them, the lease.
 
-The trainer opens a life by committing `incarnations/<life>.json`; the orchestrator says in `leases/orchestrator.json` what it may still read, and so
+The trainer opens an incarnation by committing `incarnations/<incarnation>.json`; the orchestrator says in `leases/orchestrator.json` what it may still read, and so
 does an evaluation that follows a run, in `leases/eval.json`.
 """
 
@@ -17,40 +17,42 @@ from prime_rl.transport.tmpfs import InTmpfs, tmpfs_of
 from prime_rl.transport.weights import version_dir, weights_manifest
 
 
-def read_lives(output_dir: Path) -> dict[int, int]:
-    """Every life that was opened, and the step it started from.
+def read_incarnations(output_dir: Path) -> dict[int, int]:
+    """Every incarnation that was opened, and the step it started from.
 
     Raises:
-        CommitError: a life file is damaged. They are renamed into place, so something other than us wrote it.
+        CommitError: an incarnation file is damaged. They are renamed into place, so something other than us wrote it.
     """
-    return {life: told["step"] for life, told in _read_files(output_dir).items()}
+    return {incarnation: told["step"] for incarnation, told in _read_files(output_dir).items()}
 
 
-def sparing_lives(output_dir: Path) -> dict[int, int]:
-    """The lives that keep the newest of what they give up, and the steps they started from."""
-    return {life: told["step"] for life, told in _read_files(output_dir).items() if told.get("spares") is True}
+def sparing_incarnations(output_dir: Path) -> dict[int, int]:
+    """The incarnations that keep the newest of what they give up, and the steps they started from."""
+    return {
+        incarnation: told["step"] for incarnation, told in _read_files(output_dir).items() if told.get("spares") is True
+    }
 
 
 def _read_files(output_dir: Path) -> dict[int, dict[str, Any]]:
-    lives = {}
+    incarnations = {}
     for path in (output_dir / "incarnations").glob("*.json"):
         if path.stem.isdigit():
             try:
                 told = json.loads(path.read_bytes())
-                lives[int(path.stem)] = {**told, "step": int(told["step"])}
+                incarnations[int(path.stem)] = {**told, "step": int(told["step"])}
             except (ValueError, KeyError, TypeError) as error:
                 raise CommitError(f"{path} cannot be read: {error}") from error
-    return lives
+    return incarnations
 
 
 def run_id(output_dir: Path) -> str | None:
-    """What tells this run from others that save their checkpoints in the same place; None before its first life.
+    """What tells this run from others that save their checkpoints in the same place; None before its first incarnation.
 
-    Every life file holds it; it is the nonce of the base model's version, where there is one.
+    Every incarnation file holds it; it is the nonce of the base model's version, where there is one.
     """
     told = _read_files(output_dir)
-    for life in sorted(told):
-        if isinstance(run := told[life].get("run"), str):
+    for incarnation in sorted(told):
+        if isinstance(run := told[incarnation].get("run"), str):
             return run
     try:
         return read_manifest(version_dir(output_dir / "weights", BASE)).nonce
@@ -58,23 +60,23 @@ def run_id(output_dir: Path) -> str | None:
         return None
 
 
-def next_life(output_dir: Path, saved_by: Collection[int] = ()) -> int:
-    """The number of a life that is opened now: above all that anything in the run directory tells of, for life files may have been lost.
+def next_incarnation(output_dir: Path, saved_by: Collection[int] = ()) -> int:
+    """The number of an incarnation that is opened now: above all that anything in the run directory tells of, for incarnation files may have been lost.
 
     Args:
-        saved_by: The lives that saved the training states.
+        saved_by: The incarnations that saved the training states.
     """
-    made_by = {life for version, life in read_versions(output_dir / "weights").items() if version != BASE}
-    held = {lease.life for lease in leases(output_dir)}
-    return 1 + max({*read_lives(output_dir), *made_by, *held, *saved_by}, default=-1)
+    made_by = {incarnation for version, incarnation in read_versions(output_dir / "weights").items() if version != BASE}
+    held = {lease.incarnation for lease in leases(output_dir)}
+    return 1 + max({*read_incarnations(output_dir), *made_by, *held, *saved_by}, default=-1)
 
 
-def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> int:
-    """Commit a new life that starts from step `start`. Only the trainer does so.
+def open_incarnation(output_dir: Path, start: int, *, spares: bool = False, saved_by: Collection[int] = ()) -> int:
+    """Commit a new incarnation that starts from step `start`. Only the trainer does so.
 
     Args:
         spares: Whether the newest of what it gives up is kept aside, for nobody can be sure that it will be made again.
-        saved_by: The lives that saved the training states.
+        saved_by: The incarnations that saved the training states.
 
     Returns:
         Its number.
@@ -82,16 +84,16 @@ def open_life(output_dir: Path, start: int, *, spares: bool = False, saved_by: C
     directory = output_dir / "incarnations"
     directory.mkdir(parents=True, exist_ok=True)
     clean_stages(directory)
-    life = next_life(output_dir, saved_by)
+    incarnation = next_incarnation(output_dir, saved_by)
     told = {"step": start, "spares": spares, "run": run_id(output_dir) or secrets.token_hex(8)}
-    write_atomically(directory / f"{life}.json", json.dumps(told).encode())
-    return life
+    write_atomically(directory / f"{incarnation}.json", json.dumps(told).encode())
+    return incarnation
 
 
 class Look(NamedTuple):
-    """What a version's manifest said at a look: the life that made it, and its place where that is a tmpfs."""
+    """What a version's manifest said at a look: the incarnation that made it, and its place where that is a tmpfs."""
 
-    life: int
+    incarnation: int
     tmpfs: InTmpfs | None
 
 
@@ -99,13 +101,13 @@ Seen = dict[tuple[int, int, int], Look]  # (version, inode and time of its manif
 
 
 def read_versions(weights_dir: Path, seen: Seen | None = None) -> dict[int, int]:
-    """Every committed version, and the life that made it. One that is removed or damaged meanwhile, or lost with its host's memory, is left out.
+    """Every committed version, and the incarnation that made it. One that is removed or damaged meanwhile, or lost with its host's memory, is left out.
 
     Args:
         seen: What earlier calls found; a caller that looks often keeps one, so that each manifest is read once.
     """
     looks = _look({} if seen is None else seen, weights_dir)
-    return {version: look.life for version, look in looks.items() if look.tmpfs is None or not look.tmpfs.gone}
+    return {version: look.incarnation for version, look in looks.items() if look.tmpfs is None or not look.tmpfs.gone}
 
 
 def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
@@ -124,12 +126,12 @@ def _look(seen: Seen, weights_dir: Path) -> dict[int, Look]:
     return found
 
 
-def refuse_outlived(output_dir: Path, life: int) -> None:
-    """Raise UserError if a later life than `life` was opened: two trainers must not write one history."""
-    newest = max(read_lives(output_dir), default=life)
-    if newest > life:
+def refuse_outlived(output_dir: Path, incarnation: int) -> None:
+    """Raise UserError if a later incarnation than `incarnation` was opened: two trainers must not write one history."""
+    newest = max(read_incarnations(output_dir), default=incarnation)
+    if newest > incarnation:
         raise UserError(
-            f"another trainer has gone on with the run in {output_dir} (life {newest}; this one is {life}): "
+            f"another trainer has gone on with the run in {output_dir} (incarnation {newest}; this one is {incarnation}): "
             "this one ends and commits no more"
         )
 
@@ -157,10 +159,13 @@ def read_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> Lease | None:
     """
     path = lease_path(output_dir, reader)
     try:
-        return Lease(**json.loads(path.read_bytes()))
+        table = json.loads(path.read_bytes())
+        return Lease(
+            table["incarnation"] if "incarnation" in table else table["life"], table["version"]
+        )  # the earlier name
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError) as error:
         raise CommitError(f"{path} cannot be read: {error}") from error
 
 
@@ -177,7 +182,7 @@ def strictest_lease(output_dir: Path) -> Lease | None:
     """What any reader may still read; None where nobody holds a lease. Raises CommitError: a file is damaged."""
     if not (held := leases(output_dir)):
         return None
-    return Lease(min(lease.life for lease in held), min(lease.version for lease in held))
+    return Lease(min(lease.incarnation for lease in held), min(lease.version for lease in held))
 
 
 def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> None:
@@ -185,7 +190,7 @@ def write_lease(output_dir: Path, lease: Lease, reader: str = ORCHESTRATOR) -> N
     path = lease_path(output_dir, reader)
     path.parent.mkdir(parents=True, exist_ok=True)
     clean_stages(path.parent, path.name)
-    write_atomically(path, json.dumps({"life": lease.life, "version": lease.version}).encode())
+    write_atomically(path, json.dumps({"incarnation": lease.incarnation, "version": lease.version}).encode())
 
 
 def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
@@ -196,15 +201,17 @@ def drop_lease(output_dir: Path, reader: str = ORCHESTRATOR) -> None:
 _CALL = "files_wanted.json"  # in `weights/`
 
 
-def ask_for_files(output_dir: Path, life: int, reason: str) -> None:
-    """Say that servers cannot reach the publisher of this life: versions are to be written to files. Only the orchestrator does so."""
-    write_atomically(output_dir / "weights" / _CALL, json.dumps({"life": life, "reason": reason}).encode())
+def ask_for_files(output_dir: Path, incarnation: int, reason: str) -> None:
+    """Say that servers cannot reach the publisher of this incarnation: versions are to be written to files. Only the orchestrator does so."""
+    write_atomically(
+        output_dir / "weights" / _CALL, json.dumps({"incarnation": incarnation, "reason": reason}).encode()
+    )
 
 
-def call_for_files(output_dir: Path, life: int) -> str | None:
-    """Why servers ask this life of the trainer for files; None where they do not."""
+def call_for_files(output_dir: Path, incarnation: int) -> str | None:
+    """Why servers ask this incarnation of the trainer for files; None where they do not."""
     try:
         call = json.loads((output_dir / "weights" / _CALL).read_bytes())
-        return str(call["reason"]) if call["life"] == life else None
+        return str(call["reason"]) if call["incarnation"] == incarnation else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
