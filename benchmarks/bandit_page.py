@@ -1,4 +1,4 @@
-"""Tables and figures of `bandit.py` in `docs/algorithms.md`, written from the JSON file alone."""
+"""Tables and figures of `bandit.py` in `docs/reference/bandit.md`, written from the JSON file alone."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +9,7 @@ from charts import Line, Panel, write_chart
 from tables import markdown
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "algorithms.md"
+PAGE = DOCS / "reference" / "bandit.md"
 FIGURES = DOCS / "figures"
 BEGIN, END = "<!-- bandit: begin -->", "<!-- bandit: end -->"
 
@@ -38,7 +38,7 @@ def write_page(found: Found) -> None:
 
 
 def page(found: Found) -> str:
-    """`algorithms.md` with the part between the markers written again."""
+    """`bandit.md` with the part between the markers written again."""
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     assert end, f"{PAGE} has lost its markers"
@@ -56,13 +56,13 @@ def _text(found: Found) -> str:
             f"{best['without memory']:.3f} without; the teacher of `opd` and `sft` has {found['teacher']:.3f}. Measured: {on}.",
             f"**Learning**: {_setting(learning['setting'])}. Expected reward after the last step: mean over seeds, and the worst of them.",
             markdown(_learning_table("algorithm (default loss)", learning["algorithms"])),
-            "![expected reward by step, for each algorithm](figures/bandit_algorithms.svg)",
+            "![expected reward by step, for each algorithm](../figures/bandit_algorithms.svg)",
             markdown(_learning_table("loss (grpo advantages)", learning["losses"])),
-            "![expected reward by step, for each loss](figures/bandit_losses.svg)",
+            "![expected reward by step, for each loss](../figures/bandit_losses.svg)",
             f"**Stale samples**: {'; or '.join(_setting(one['setting']) for one in found['stale'].values())}. Mean expected reward of the last "
             f"{found['settled steps']} versions: mean over seeds (worst – best). Bold: every seed ends above every seed of the uncorrected loss.",
             markdown(_stale_table(found["stale"])),
-            "![expected reward by step with stale samples](figures/bandit_stale.svg)",
+            "![expected reward by step with stale samples](../figures/bandit_stale.svg)",
             "The same for other async levels and learning rates, SGD:",
             markdown(_swept_table(found["swept"])),
         ]

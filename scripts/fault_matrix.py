@@ -1,4 +1,4 @@
-"""Every fault at every point of every process: one run of `rl` each, what it ended in, and the table in docs/reliability.md.
+"""Every fault at every point of every process: one run of `rl` each, what it ended in, and the table in docs/reference/fault-matrix.md.
 
     python scripts/fault_matrix.py                       # everything: some 90 runs, two at a time (about an hour on two cores)
     python scripts/fault_matrix.py --only 'kill trainer*' --jobs 1 --keep
@@ -33,7 +33,7 @@ from faults.cells import matrix  # noqa: E402
 from faults.harness import Cell, run_cell  # noqa: E402
 
 OUT = REPOSITORY / "benchmarks" / "results" / "fault_matrix.json"
-PAGE = REPOSITORY / "docs" / "reliability.md"
+PAGE = REPOSITORY / "docs" / "reference" / "fault-matrix.md"
 BEGIN, END = "<!-- fault matrix: begin -->", "<!-- fault matrix: end -->"
 
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""Contract: every line of PRIME-RL's READMEs does what docs/commands.md says. What `runs` says is in test_commands_run.py."""
+"""Contract: every line of PRIME-RL's READMEs does what commands.md beside it says. What `runs` says is in test_commands_run.py."""
 
 import re
 import shutil

@@ -1,4 +1,4 @@
-"""Contract: the lines that docs/commands.md says run, run to their end when pasted: on a CPU, with the bundled model and small numbers."""
+"""Contract: the lines that commands.md says run, run to their end when pasted: on a CPU, with the bundled model and small numbers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Every command of docs/serving.md becomes arguments that vLLM's own parser takes, with the values that the command names."""
+"""Every command of docs/guides/serving.md becomes arguments that vLLM's own parser takes, with the values that the command names."""
 
 import argparse
 import os
@@ -16,7 +16,7 @@ from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.arguments import arguments
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "serving.md"
 COMMANDS = re.findall(r"^uv run inference ([^#\n]+?)\s*(?:#.*)?$", PAGE.read_text(), re.MULTILINE)
 OTHER_NAMES = {"model_name": "model", "server_api_servers": "api_server_count"}
 OTHER_VALUES = {("quantization", "fp8"): "fp8_per_tensor"}

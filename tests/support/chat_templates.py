@@ -1,6 +1,6 @@
 """Chat templates that installed packages ship, a tokenizer for each, and conversations to ask of them.
 
-`python tests/support/chat_templates.py [DIRECTORY…]` prints the table of docs/sft.md: of the installed templates, and of `*.jinja` in directories.
+`python tests/support/chat_templates.py [DIRECTORY…]` prints the table of docs/reference/chat-templates.md: of the installed templates, and of `*.jinja` in directories.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The rows of docs/commands.md, and a checkout in which their lines can be pasted."""
+"""The rows of tests/integration/commands.md, and a checkout in which their lines can be pasted."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.processes import REPOSITORY
 
-PAGE = REPOSITORY / "docs" / "commands.md"
+PAGE = REPOSITORY / "tests" / "integration" / "commands.md"
 KINDS = ("runs", "plans", "hint", "refused", "migrated", "help", "path", "test", "elsewhere")
 PROGRAMS = REPOSITORY / ".venv" / "bin"
 VARIABLES = {

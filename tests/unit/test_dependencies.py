@@ -34,7 +34,7 @@ def declared() -> set[str]:
     lists = [
         PROJECT["project"]["dependencies"],
         *PROJECT["project"]["optional-dependencies"].values(),
-        *(groups[name] for name in groups if name != "dev"),
+        *(groups[name] for name in groups if name not in ("dev", "docs")),
     ]
     return {re.split(r"[\[<>=! ;]", requirement)[0].lower() for requirements in lists for requirement in requirements}
 

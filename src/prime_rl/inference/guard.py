@@ -1,6 +1,6 @@
 """Who may ask for what: one ASGI middleware around vLLM's whole application and our routes in it. A route that is not named here is closed.
 
-The table for people is in docs/security.md.
+The table for people is in docs/guides/security.md.
 """
 
 import secrets
@@ -44,7 +44,7 @@ class Guard:
         if path not in OPEN and self._keys and not self._has_key(scope):
             return _answer(401, "this route needs the server's API key: `Authorization: Bearer …`")
         if not is_served(path):
-            return _answer(404, "no such route here; docs/security.md lists those that are served")
+            return _answer(404, "no such route here; docs/guides/security.md lists those that are served")
         return None
 
     def _has_key(self, scope: Scope) -> bool:

@@ -170,8 +170,8 @@ async def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_example_of_the_docs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What docs/environments.md shows of verifiers 0.4 can be pasted; evaluations ask it for their split."""
-    page = (Path(__file__).parents[3] / "docs" / "environments.md").read_text()
+    """What docs/guides/environments.md shows of verifiers 0.4 can be pasted; evaluations ask it for their split."""
+    page = (Path(__file__).parents[3] / "docs" / "guides" / "environments.md").read_text()
     source = page.partition("# shout.py")[2].partition("```")[0]
     (tmp_path / "shout.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))

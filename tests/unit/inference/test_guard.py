@@ -106,8 +106,8 @@ def test_what_is_not_named_is_not_served(keys: tuple[str, ...]) -> None:
 
 
 def test_the_docs_name_every_route() -> None:
-    """Contract: docs/security.md says of every route that is served, or off, that it is."""
-    table = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    """Contract: docs/guides/security.md says of every route that is served, or off, that it is."""
+    table = (Path(__file__).parents[3] / "docs" / "guides" / "security.md").read_text()
     names = {name.removesuffix("/oauth2-redirect") for name in SERVED} | {
         f"{prefix}…" for prefix in ("/v1/", "/static/")
     }

@@ -1,4 +1,4 @@
-"""docs/algorithms.md adds an algorithm: that very text runs."""
+"""docs/guides/algorithms.md adds an algorithm: that very text runs."""
 
 import asyncio
 import re
@@ -14,7 +14,7 @@ from support.scripted import World, has_batch, until
 
 def block(name: str) -> str:
     """The code after `<!-- example: name -->`."""
-    text = (REPOSITORY / "docs" / "algorithms.md").read_text()
+    text = (REPOSITORY / "docs" / "guides" / "algorithms.md").read_text()
     (found,) = re.findall(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)
     return found
 

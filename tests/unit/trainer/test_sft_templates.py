@@ -15,7 +15,7 @@ from prime_rl.trainer.sft.render import RowRenderer
 from support import chat_templates as support
 
 TRL = "trl==1.16.0"
-DOCUMENTED = (Path(__file__).parents[3] / "docs" / "sft.md").read_text()
+DOCUMENTED = (Path(__file__).parents[3] / "docs" / "reference" / "chat-templates.md").read_text()
 
 
 def check(name: str, template: str) -> None:
@@ -93,7 +93,7 @@ def of_trl(directory: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_templates_of_models(tmp_path: Path) -> None:
-    """The same of the models' templates that TRL ships; docs/sft.md has the table, line by line."""
+    """The same of the models' templates that TRL ships; docs/reference/chat-templates.md has the table, line by line."""
     templates = of_trl(tmp_path)
     assert len(templates) > 30
     for name, template in templates.items():
@@ -105,6 +105,6 @@ def test_templates_of_models(tmp_path: Path) -> None:
 
 
 def test_table_of_the_docs() -> None:
-    """docs/sft.md says of every installed template what it does."""
+    """docs/reference/chat-templates.md says of every installed template what it does."""
     lines, _, _ = support.table(support.installed())
     assert [line for line in lines if line not in DOCUMENTED] == []

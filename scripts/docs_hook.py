@@ -1,0 +1,81 @@
+"""What mkdocs does for docs/ besides Markdown: the tables of options, and links to files of the repository.
+
+The pages link to files outside of docs/ by relative paths, so that they work on GitHub too; the site has these files
+at `repo_url`. A link to a file that does not exist fails the build (`--strict`).
+"""
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prime_rl.config import EvalConfig, InferenceConfig, OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
+from prime_rl.config import help as config_help
+from prime_rl.config.base import Section
+from prime_rl.config.schema import Keys, Setting, settings, type_tag
+
+ROOT = Path(__file__).parent.parent
+COMMANDS: dict[str, type[Section]] = {
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+    "rl": RLConfig,
+    "sft": SFTConfig,
+    "eval": EvalConfig,
+}
+log = logging.getLogger("mkdocs.plugins.docs_hook")
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
+    def outside(match: re.Match[str]) -> str:
+        path = (ROOT / "docs" / page.file.src_uri).parent / match[1]
+        if (ROOT / "docs") in path.resolve().parents:
+            return match[0]
+        if not path.exists():
+            log.warning("%s links to %s, which does not exist", page.file.src_uri, match[1])
+        return f"]({config['repo_url']}/blob/main/{path.resolve().relative_to(ROOT)}"
+
+    markdown = re.sub(r"\]\((\.\./[^)#]*)", outside, markdown)
+    return markdown.replace("<!-- options -->", "\n".join(options()))
+
+
+def options() -> Iterator[str]:
+    """Yield Markdown: a heading for each command and for each of its sections, with a table of options. A section that
+    several commands or paths share has one table, which the others refer to."""
+    shown: dict[type[Section], str] = {}
+    for command, section in COMMANDS.items():
+        yield f"## {command}\n\n{' '.join((section.__doc__ or '').split()).rstrip('.')}.\n"
+        yield from tables(section, (), command, shown)
+
+
+def tables(section: type[Section], path: Keys, command: str, shown: dict[type[Section], str]) -> Iterator[str]:
+    own = settings(section)
+    shown[section] = f"`{'.'.join(path)}` of `{command}`" if path else f"`{command}`"
+    rows = [row(setting) for setting in own.values() if not setting.sections and not setting.item_section]
+    if rows:
+        yield "\n".join(["| option | type | default | |", "|---|---|---|---|", *rows, ""])
+    for name, setting in own.items():
+        members = [*setting.sections, *([setting.item_section] if setting.item_section else [])]
+        inner = (*path, name)
+        keys = f"[[{'.'.join(inner)}]]" if setting.item_section else f"[{'.'.join(inner)}]"
+        if members:
+            yield f"### {command} {keys} {{ #{command}-{'-'.join(inner)} }}\n\n{setting.field.description or ''}\n"
+        for member in members:
+            if len(members) > 1:
+                yield f'**type = "{type_tag(member)}"**: {" ".join((member.__doc__ or "").split()).rstrip(".")}.\n'
+            if member in shown:
+                yield f"As {shown[member]}.\n"
+            else:
+                yield from tables(member, inner, command, shown)
+
+
+def row(setting: Setting) -> str:
+    cells = (
+        f"`{setting.name}`",
+        config_help._type_text(setting),
+        config_help._default(setting).removeprefix("default: "),
+    )
+    return " | ".join(
+        ["", *(cell.replace("|", "\\|") for cell in (*cells, setting.field.description or "")), ""]
+    ).strip()
