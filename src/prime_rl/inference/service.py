@@ -29,7 +29,7 @@ LOAD_SECONDS = 900.0  # for a call that loads weights
 PAUSE_SECONDS = 120.0  # for the engine to stop at the end of a step, or to resume
 DRAIN_SECONDS = 3600.0  # for a client's pause that lets the requests in flight finish
 ANSWER_SECONDS = 10.0  # for a call that only asks
-POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging, which take the engine 1 ms each
+POLL_SECONDS = 0.01  # between two calls that ask for the progress of staging
 EXCHANGE_FAILED = 424  # HTTP's "failed dependency": the exchange with the trainer failed; a retry may succeed
 _PLACES = ("device", "host", "nowhere")  # where workers keep a staged version, the best first
 
@@ -123,6 +123,7 @@ class WeightService:
         self._label, self._status = label, status
         self._stage_weights, self._stage_on_device, self._servers_on_host = stage, on_device, servers_on_host
         self._staged = False  # the workers may hold something
+        self._least_staging = 0.0  # seconds that staging took at least; 0: not known yet
         self._said_no_room = False
         self._lock = asyncio.Lock()  # bounded: `_run_exclusively` takes it, with a deadline
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -235,8 +236,11 @@ class WeightService:
                 options = self._stage_weights, self._servers_on_host, self._stage_on_device
                 args = str(directory), manifest.hash, *options
                 answers = progress = await self._engine.collective_rpc("prime_stage", args=args)
+                # Each call costs the engine a step, since it cannot schedule ahead: none is made before it may be ready.
+                pause = max(self._least_staging, POLL_SECONDS)
                 while "reading" in (states := {answer["state"] for answer in answers}) and "failed" not in states:
-                    await asyncio.sleep(POLL_SECONDS)  # bounded: by the time-out around it
+                    await asyncio.sleep(pause)  # bounded: by the time-out around it
+                    pause = POLL_SECONDS
                     answers = await self._engine.collective_rpc("prime_staged")
                     if answers != progress:
                         progress, since = answers, time.perf_counter()
@@ -249,6 +253,8 @@ class WeightService:
                 where = f"by {socket.gethostname()} from the trainer at {publisher.host}:{publisher.port}"
                 status, what = EXCHANGE_FAILED, f"received {where}"
             raise Rejected(status, f"{directory} could not be {what}, the previous weights go on: {worst['why']}")
+        seconds = max(answer["seconds"] for answer in answers)
+        self._least_staging = min(self._least_staging or seconds, seconds)
         parts.place = max((answer["place"] for answer in answers), key=_PLACES.index)
         if self._stage_weights and parts.place == "nowhere" and not self._said_no_room:
             self._said_no_room = True

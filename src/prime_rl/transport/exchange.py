@@ -46,11 +46,12 @@ DTYPES = {
     "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 """By their names in safetensors."""
-PROTOCOL = 2
-BLOCK_BYTES = 32 << 20
-_AHEAD = 6  # blocks under way at the same time (NCCL)
+PROTOCOL = 3
+BLOCK_BYTES = 32 << 20  # by TCP
+NCCL_BLOCK_BYTES = 256 << 20
+_AHEAD = 3  # blocks under way at the same time (NCCL)
 _MESSAGE_BYTES = 1 << 16
-_POLL_SECONDS = 2e-4  # between two looks at whether a GPU is done
+_POLL_SECONDS = 1e-3  # between two looks at whether a GPU is done
 _WATCH_SECONDS = 0.05  # between two looks at whether the peer that NCCL waits for is still there
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))
 _CLOSED = "the other side has closed the connection"
@@ -326,7 +327,8 @@ class Publisher:
             if backend == "cuda-ipc":
                 channel.expect("read")
             else:
-                for block in self._buffer[: current.size].split(BLOCK_BYTES):
+                size = BLOCK_BYTES if group is None else NCCL_BLOCK_BYTES
+                for block in self._buffer[: current.size].split(size):
                     current.check()
                     if group is not None:
                         group.transfer(block)
@@ -453,7 +455,7 @@ class Subscriber:
             return
         through_host = connection.group is None and buffer.is_cuda
         host = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) if through_host else None
-        for block in buffer.split(BLOCK_BYTES):
+        for block in buffer.split(BLOCK_BYTES if connection.group is None else NCCL_BLOCK_BYTES):
             progress()
             if connection.group is not None:
                 connection.group.transfer(block)
