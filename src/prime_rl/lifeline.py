@@ -1,4 +1,4 @@
-"""No orphans: a child that outlives its launcher, even one killed with SIGKILL, kills itself and its process group.
+"""No orphans: a child is ended with all that it has started, and kills itself and its process group once its launcher is gone.
 
 The launcher holds the write end of a pipe and passes the read end to every child. The kernel closes the write end
 whatever way the launcher dies, and the children see end of file; those that are stopped by a signal it wakes first.
@@ -11,14 +11,17 @@ import runpy
 import select
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import IO, Self
 
 from prime_rl import processes
 
 ENV = "PRIMERL_LIFELINE_FD"
+_MARK = "PRIMERL_TREE_"
 _PARENT_POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
@@ -45,6 +48,70 @@ class Lifeline:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Child:
+    """A process with all that it starts: in a session of its own, under the lifeline. What is spawned is spawned here.
+
+    It and all below it have a variable of its own in their environment, by which `reap` finds daemons, too.
+
+    Attributes:
+        survivors: What SIGKILL did not end in time; known once it is reaped.
+    """
+
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], lifeline: Lifeline, output: int | IO[bytes]
+    ) -> None:
+        """Start it; `output` takes its standard output and error.
+
+        Raises:
+            OSError: the program cannot be executed.
+        """
+        mark = f"{_MARK}{os.getpid()}_{time.monotonic_ns()}"
+        self._mark = f"{mark}=1"
+        self._popen = subprocess.Popen(
+            list(argv),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**env, **lifeline.env, mark: "1"},
+            pass_fds=lifeline.pass_fds,
+            start_new_session=True,  # Ctrl-C reaches only us: we decide who is signalled, and how
+        )
+        self.pid = self._popen.pid
+        self.survivors: list[processes.ProcessId] = []
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not been reaped."""
+        return self._popen.returncode is None
+
+    @property
+    def status(self) -> int | None:
+        """Its exit status, negative for a signal; None while it lives. It stays a zombie until `reap`, so that its number is not reused."""
+        if not self.running:
+            return self._popen.returncode
+        result = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
+            return None
+        return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+
+    def signal(self, number: signal.Signals, group: bool = False) -> None:
+        """Signal it, or the whole of its process group, unless it has ended."""
+        if self.running:  # perhaps as a zombie, which ignores it
+            (os.killpg if group else os.kill)(self.pid, number)
+
+    def reap(self) -> set[processes.Process]:
+        """SIGKILL it and all that it has started, wherever that has gone, and wait until it is gone. Returns what was killed."""
+        if not self.running:
+            return set()
+        killed = processes.kill_family(self.pid, self._mark)
+        try:
+            self._popen.wait(timeout=processes.DEATH_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._popen.returncode = -signal.SIGKILL
+        self.survivors = processes.await_death(killed)
+        return killed
 
 
 def watch() -> None:

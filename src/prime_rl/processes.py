@@ -160,6 +160,21 @@ def send(process: ProcessId, number: signal.Signals) -> None:
             os.kill(process.pid, number)
 
 
+def describe_exit(status: int) -> str:
+    """How a process ended that should not have, after its name. `status`: negative for a signal."""
+    if status >= 0:
+        return f"failed with exit status {status}" if status else "ended too early"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-status}"
+
+
+def backoff_seconds(failures: int, first: float, longest: float) -> float:
+    """How long to wait before the restart after so many failures in a row: `first`, doubled with each further one. 0 after none."""
+    return min(longest, first * 2.0 ** (failures - 1)) if failures else 0.0
+
+
 def memory_bytes(pid: int) -> int:
     """Memory of the tree under `pid`, itself included: shared pages count once (PSS), where the kernel allows to read it."""
     processes = table()

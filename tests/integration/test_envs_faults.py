@@ -153,7 +153,10 @@ async def test_engine_down(shared: tuple[EnvPool, FakeEngine]) -> None:
     [
         (environment("no-such-env"), r"environment 'no-such-env' not found: .*no_such_env"),
         (environment("env-good", python="/nowhere/python"), r"cannot start a worker of 'env-good': .*/nowhere/python"),
-        (environment("env-good", python="/bin/false"), r"'env-good' died before it was ready: exited with status 1"),
+        (
+            environment("env-good", python="/bin/false"),
+            r"'env-good' died before it was ready: failed with exit status 1",
+        ),
     ],
 )
 async def test_start_names_what_is_wrong(model: Path, env: EnvConfig, message: str) -> None:

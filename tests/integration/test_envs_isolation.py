@@ -36,7 +36,7 @@ SECONDS = 120.0  # until something that should happen counts as not happening
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool_module, "BACKOFF_SECONDS", (0.0, 0.1))
+    monkeypatch.setattr(worker_pool_module, "BACKOFF_SECONDS", 0.1)
     monkeypatch.setattr(worker_pool_module, "HEARTBEAT_TIMEOUT", 5.0)
 
 
@@ -276,8 +276,8 @@ OWN = {
 }
 DEADLY = {
     "kill": (Outcome.WORKER_DIED, "SIGKILL"),
-    "exit": (Outcome.ERRORED, "in this episode's code its worker exited with status 3"),
-    "segfault": (Outcome.ERRORED, "in this episode's code its worker killed by SIGSEGV"),
+    "exit": (Outcome.ERRORED, "in this episode's code its worker failed with exit status 3"),
+    "segfault": (Outcome.ERRORED, "in this episode's code its worker was killed by SIGSEGV"),
     "misaligned": (Outcome.WORKER_DIED, "broken message: tokens, mask and logprobs"),
     "types": (Outcome.WORKER_DIED, "broken message: EpisodeResult.reward is a str"),
     "unknown-field": (Outcome.WORKER_DIED, "broken message: EpisodeResult lacks the fields [] and has ['more']"),
@@ -426,10 +426,10 @@ async def test_crash_loop_ends_the_pool(tmp_path: Path, monkeypatch: pytest.Monk
         for _ in range(2):
             tell(tmp_path, "stub", "exit")
             result = await run(pool)
-            assert (result.outcome, "its worker exited with status 3" in result.message) == (Outcome.ERRORED, True)
+            assert (result.outcome, "its worker failed with exit status 3" in result.message) == (Outcome.ERRORED, True)
         with pytest.raises(UserError, match="died 2 times in a row") as caught:
             await run(pool)
-        assert "exited with status 3" in str(caught.value)
+        assert "failed with exit status 3" in str(caught.value)
         assert "about to exit" in str(caught.value)
 
 

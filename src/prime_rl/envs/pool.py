@@ -308,12 +308,12 @@ class EnvPool:
         assert self._lifeline is not None
         assert self._directory is not None
         pool.log.begin()
-        process = await worker_process.spawn(
+        process = worker_process.spawn(
             identity,
             self._address,
             pool.config.python,
             self._variables(pool),
-            pass_fds=self._lifeline.pass_fds,
+            lifeline=self._lifeline,
             log=pool.log,
             page=self._directory / f"{next(self._pages)}.page",
             hang_timeout=self.hang_timeout,
@@ -356,7 +356,6 @@ class EnvPool:
         servers = [] if self._chat_timeout is not None else self._base_urls
         return worker_variables(
             passed,
-            lifeline=self._lifeline.env,
             token=self._token,
             base_urls=servers if sampler is None else [_v1(sampler.base_url)],
             api_key=self._api_key if sampler is None else sampler.api_key,

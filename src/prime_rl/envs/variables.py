@@ -30,19 +30,17 @@ def check_promised(env: str, promised: Sequence[str]) -> None:
 def worker_variables(
     passed: dict[str, str],
     *,
-    lifeline: dict[str, str],
     token: str,
     base_urls: Sequence[str],
     api_key: str | None,
     path: Path | None,
 ) -> dict[str, str]:
-    """`passed`, and what a worker needs from us: the lifeline, its token, the engine's key, a `path` of its own if it has its own Python."""
+    """`passed`, and what a worker needs from us: its token, the engine's key, a `path` of its own if it has its own Python."""
     # A proxy of the user's must not get the requests to our own servers.
     local = dict.fromkeys(["127.0.0.1", "localhost", *(urlsplit(url).hostname or "" for url in base_urls)])
     no_proxy = ",".join([os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), *local]).strip(",")
     variables = {
         **passed,
-        **lifeline,
         TOKEN_VAR: token,
         "NO_PROXY": no_proxy,
         "no_proxy": no_proxy,

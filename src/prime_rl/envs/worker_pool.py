@@ -28,7 +28,8 @@ WATCH_SECONDS = 0.5
 MEMORY_SECONDS = 2.0
 IDLE_SECONDS = 60.0  # for which fewer workers must have sufficed before some end: load comes back with every step
 HEARTBEAT_TIMEOUT = 30.0
-BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 15.0)
+BACKOFF_SECONDS = 1.0  # before the second restart in a row of a worker that finished nothing
+MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, of one worker, without one finished episode of its environment
 LAST_WORDS_SECONDS = 5.0
 
@@ -304,7 +305,7 @@ class WorkerPool:
                     return
                 logger.warning("worker {}: {}; starting it again (log: {})", identity, ending.why, self.log.path)
                 self._host.restarts += 1
-                await asyncio.sleep(BACKOFF_SECONDS[min(useless, len(BACKOFF_SECONDS)) - 1])
+                await asyncio.sleep(processes.backoff_seconds(useless - 1, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS))
         finally:
             self.workers.remove(worker)
 
@@ -334,7 +335,7 @@ class WorkerPool:
         if not worker.extra:
             return False
         self._setbacks += 1
-        pause = 4 * BACKOFF_SECONDS[min(self._setbacks, len(BACKOFF_SECONDS) - 1)]
+        pause = 4 * processes.backoff_seconds(self._setbacks, BACKOFF_SECONDS, MAX_BACKOFF_SECONDS)
         self._no_extra_before = time.monotonic() + pause
         logger.warning(
             "worker {}, {}, did not become ready: {}; the others go on, and another one is tried in {:.0f} s at the earliest (log: {})",
@@ -358,7 +359,7 @@ class WorkerPool:
 
     async def _watch(self, worker: Worker, process: WorkerProcess) -> Ending:
         """Wait for the end of a process. Returns how it ended."""
-        exited = asyncio.create_task(process.subprocess.wait())
+        exited = asyncio.create_task(worker_process.exited(process))
         try:
             while True:  # bounded: by the end of the process; one that is stuck is `unhealthy`
                 before = time.monotonic()
@@ -392,7 +393,7 @@ class WorkerPool:
         offending = process.offending_request() if worker_process.by_its_own_code(code) else 0
         if process.ready is None:
             await worker_process.drained(process)
-        return Ending(worker_process.describe_exit(code), process.ready is None and code >= 0, offending)
+        return Ending(processes.describe_exit(code), process.ready is None and code >= 0, offending)
 
     def _fail_episodes(self, process: WorkerProcess, ending: Ending) -> None:
         """Fail the offending episode for good, if one is known, and the others as ones that are worth another attempt."""

@@ -9,16 +9,14 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import prime_rl
 from prime_rl.envs.blame import Page
 from prime_rl.envs.output import Log, Output
 from prime_rl.envs.protocol import EpisodeResult, Heartbeat, Ready
-from prime_rl.processes import kill_family
+from prime_rl.lifeline import Child, Lifeline
 from prime_rl.wait import WaitTimeout, wait_async
 
-MARK_VAR = "PRIMERL_ENV_WORKER"  # its value, the path of the page, no other process ever has
 TERM_SECONDS = 5.0
 DRAIN_SECONDS = 2.0
 LAG_SECONDS = 3.0  # a worker that lags so much gets no more episodes until it is heard to go on
@@ -32,7 +30,7 @@ class WorkerProcess:
     """A running worker process and what the pool knows about it. Times are `time.monotonic()`."""
 
     identity: str
-    subprocess: asyncio.subprocess.Process
+    child: Child
     output: Output
     page: Path
     hello: bool = False
@@ -52,7 +50,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        return self.subprocess.pid
+        return self.child.pid
 
     def lose(self, why: str) -> None:
         if not self.lost.done():
@@ -100,13 +98,13 @@ class WorkerProcess:
         return None
 
 
-async def spawn(
+def spawn(
     identity: str,
     address: str,
     python: str | None,
     env: dict[str, str],
     *,
-    pass_fds: Any,
+    lifeline: Lifeline,
     log: Log,
     page: Path,
     hang_timeout: float,
@@ -114,21 +112,16 @@ async def spawn(
     """Start `python -m prime_rl.envs.worker`. Raises OSError when the interpreter cannot be executed."""
     Page.make(page)
     output = Output(log)
+    argv = [
+        python or sys.executable,
+        *("-m", "prime_rl.envs.worker", "--address", address, "--identity", identity),
+        *("--page", str(page), "--hang-timeout", str(hang_timeout)),
+    ]
     try:
-        subprocess = await asyncio.create_subprocess_exec(
-            python or sys.executable,
-            *("-m", "prime_rl.envs.worker", "--address", address, "--identity", identity),
-            *("--page", str(page), "--hang-timeout", str(hang_timeout)),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=output.writer,
-            stderr=output.writer,
-            env={**env, MARK_VAR: str(page)},
-            pass_fds=pass_fds,
-            start_new_session=True,
-        )
+        child = Child(argv, env, lifeline, output.writer)
     finally:
         output.begin()
-    return WorkerProcess(identity, subprocess, output, page)
+    return WorkerProcess(identity, child, output, page)
 
 
 async def end(process: WorkerProcess, deaf: bool = False) -> int:
@@ -138,11 +131,11 @@ async def end(process: WorkerProcess, deaf: bool = False) -> int:
     blocked, is not sent the SIGTERM.
     """
     if not deaf:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        await _within(TERM_SECONDS, process.subprocess)
-    killed = await asyncio.to_thread(kill_family, process.pid, f"{MARK_VAR}={process.page}")
-    await _within(TERM_SECONDS, process.subprocess)
+        process.child.signal(signal.SIGTERM, group=True)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TERM_SECONDS):
+                await exited(process)
+    killed = await asyncio.to_thread(process.child.reap)
     await drained(process)
     process.output.close()
     process.page.unlink(missing_ok=True)
@@ -157,19 +150,18 @@ async def drained(process: WorkerProcess) -> None:
         )
 
 
-async def _within(seconds: float, subprocess: asyncio.subprocess.Process) -> None:
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await subprocess.wait()
-
-
-def describe_exit(code: int) -> str:
-    if code >= 0:
-        return f"exited with status {code}"
+async def exited(process: WorkerProcess) -> int:
+    """Wait until the process has ended. Returns its exit status."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    descriptor = os.pidfd_open(process.pid)  # readable once it has ended
+    loop.add_reader(descriptor, ended.set)
     try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:  # a real-time signal
-        return f"killed by signal {-code}"
+        await ended.wait()  # bounded: who waits for it watches its heartbeats
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    assert process.child.status is not None
+    return process.child.status
 
 
 def by_its_own_code(code: int) -> bool:

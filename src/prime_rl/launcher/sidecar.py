@@ -20,10 +20,11 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.gpus import visible_gpus
 from prime_rl.launcher.layout import gpus_of_a_server
 from prime_rl.launcher.plan import Process
-from prime_rl.launcher.supervise import Child, describe_exit
+from prime_rl.launcher.supervise import Incarnation
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
+from prime_rl.processes import describe_exit
 from prime_rl.transport.incarnations import EVAL, drop_lease, write_lease
 from prime_rl.transport.protocol import first_lease
 
@@ -73,7 +74,7 @@ class EvalSidecar:
             if not name.startswith(_TORCHRUN_PREFIXES)
         }
         self._gpus = self._gpus_of_server(environ)
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, Incarnation] = {}
         self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -93,7 +94,7 @@ class EvalSidecar:
             write_toml(config, path)
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
             process = Process(name, argv, output_dir / "logs" / f"{name}.log", self._variables(name))
-            self._children[name] = Child(process, lifeline, self._environ)
+            self._children[name] = Incarnation(process, lifeline, self._environ)
             logger.info("started {} (log: {})", name, process.log)
         return self
 
@@ -117,17 +118,17 @@ class EvalSidecar:
         )  # the training's own handler has nothing left to finish
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         logger.info("training has ended: waiting for the evaluation of its last version (log: {})", evaluation.spec.log)
-        while not evaluation.exited():  # bounded: every wait of `eval` has its deadline
-            if server is not None and server.exited():
+        while (status := evaluation.status) is None:  # bounded: every wait of `eval` has its deadline
+            if server is not None and server.status is not None:
                 raise self._failed(server)
             time.sleep(_POLL_SECONDS)
-        if evaluation.reap() != 0:
+        if status != 0:
             raise self._failed(evaluation)
         report = self._config.output_dir / "evals" / "report.md"
         logger.info("evaluated, see {}\n{}", report, report.read_text() if report.is_file() else "nothing")
 
-    def _failed(self, child: Child) -> UserError:
-        reason = "\n".join([describe_exit(child.reap()), *child.last_words()])
+    def _failed(self, child: Incarnation) -> UserError:
+        reason = "\n".join([describe_exit(child.status or 0), *child.last_words()])
         configs = self._config.output_dir / "configs"
         # It follows a run that has ended: what is chosen, and the last version, are evaluated, and nothing is waited for.
         server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if SERVER in self._children else ""

@@ -1,6 +1,6 @@
 """Start the processes of a run, watch them, restart alone what fails, and stop them all: nothing is left behind.
 
-`Child` is one incarnation of one process, `Watchdog` judges from status files who has stalled, `RestartBudget` limits restarts, `Supervisor` is
+`Incarnation` is one life of one process, `Watchdog` judges from status files who has stalled, `RestartBudget` limits restarts, `Supervisor` is
 the loop over all of them.
 """
 
@@ -10,7 +10,6 @@ import math
 import os
 import re
 import signal
-import subprocess
 import time
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,10 +24,10 @@ from prime_rl.config.shared import how_to_start
 from prime_rl.errors import FOR_GOOD
 from prime_rl.launcher.plan import RECOVER, Process, Server
 from prime_rl.launcher.rundir import forget_status_of, newest_steps
-from prime_rl.lifeline import Lifeline
+from prime_rl.lifeline import Child, Lifeline
 from prime_rl.monitor import read_status
 from prime_rl.monitor.status import ProcessStatus, Waiting, say_for, unless_full
-from prime_rl.processes import DEATH_SECONDS, ProcessId, await_death, descendants, kill_family, send, table
+from prime_rl.processes import ProcessId, backoff_seconds, descendants, describe_exit, send, table
 from prime_rl.wait import WaitTimeout, wait
 
 POLL_SECONDS = 0.1
@@ -93,8 +92,8 @@ class Restart:
 # -- one incarnation of one process ----------------------------------------------------------------------------------------
 
 
-class Child:
-    """A process with all that it starts: in a session of its own, under the lifeline, its output appended to its log."""
+class Incarnation(Child):
+    """One incarnation of a process, its output appended to its log."""
 
     def __init__(
         self,
@@ -105,62 +104,21 @@ class Child:
         began: float = 0.0,
     ) -> None:
         """Start it. `options` follow its arguments; `began` is the launcher's clock."""
-        self.spec, self.began = spec, began
-        variable, value = "PRIMERL_PROCESS", f"{spec.name}-{os.getpid()}-{time.monotonic_ns()}"
-        self._mark = f"{variable}={value}"
-        self.survivors: list[ProcessId] = []  # of `reap`: SIGKILL did not end them in time
+        self.spec, self.began, self.name = spec, began, spec.name
+        # Children read complete files: a setting meant for `rl` may name nothing in theirs.
+        env = {**child_env(environ, RLConfig), **spec.env}
         spec.log.parent.mkdir(parents=True, exist_ok=True)
         with spec.log.open("ab") as log:
-            self.log_start = log.tell()  # bytes that earlier incarnations wrote
-            self.popen = subprocess.Popen(
-                [*spec.argv, *options],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                # Children read complete files: a setting meant for `rl` may name nothing in theirs.
-                env={**child_env(environ, RLConfig), **spec.env, **lifeline.env, variable: value},
-                pass_fds=lifeline.pass_fds,
-                start_new_session=True,  # Ctrl-C reaches only us: we decide who is signalled, and how
-            )
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def running(self) -> bool:
-        """Whether it has not been reaped."""
-        return self.popen.returncode is None
-
-    def exited(self) -> bool:
-        """Whether it has ended. It stays a zombie until `reap`, so that its group's number cannot be reused."""
-        if self.popen.returncode is not None:
-            return True
-        return os.waitid(os.P_PID, self.popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            self._log_start = log.tell()  # bytes that earlier incarnations wrote
+            super().__init__([*spec.argv, *options], env, lifeline, log)
 
     def interrupt(self) -> None:
         """Ask it to finish: SIGINT to itself, or to torchrun's ranks, whose agent would kill them soon after."""
-        processes = table()
-        itself = [process for pid, process in processes.items() if pid == self.popen.pid]
-        ranks = [each for each in processes.values() if self.spec.drain_children and each.parent == self.popen.pid]
-        for process in ranks or itself:
-            send(process.id, signal.SIGINT)
-
-    def reap(self) -> int:
-        """Kill it with all that it has started, and wait until nothing of it is left: environment workers, engine cores, ranks.
-
-        Returns:
-            Its exit status, negative for a signal. SIGKILL's for one that does not even die of it.
-        """
-        if self.running:
-            killed = kill_family(self.popen.pid, self._mark)
-            try:
-                self.popen.wait(timeout=DEATH_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.popen.returncode = -signal.SIGKILL
-            self.survivors = await_death(killed)
-        status: int = self.popen.returncode
-        return status
+        ranks = [each for each in table().values() if self.spec.drain_children and each.parent == self.pid]
+        for rank in ranks:
+            send(rank.id, signal.SIGINT)
+        if not ranks:
+            self.signal(signal.SIGINT)
 
     def last_words(self) -> list[str]:
         """The last `error:` line at the end of its log, or which of its ranks was killed, else the last lines."""
@@ -179,15 +137,9 @@ class Child:
 
     def _log_tail(self) -> list[str]:
         with self.spec.log.open("rb") as file:
-            file.seek(max(self.log_start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
+            file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - LOG_TAIL_BYTES))
             lines = [line.rstrip() for line in file.read().decode(errors="replace").splitlines()]
         return [line for line in lines if line.strip(" =-")]  # no rulers
-
-
-def describe_exit(status: int) -> str:
-    if status >= 0:
-        return "ended too early" if status == 0 else f"failed with exit status {status}"
-    return f"was killed by {signal.Signals(-status).name}"
 
 
 def killed_rank(lines: Sequence[str]) -> list[str]:
@@ -250,7 +202,7 @@ class RestartBudget:
             return "without the run getting any further"
         self._without_progress[process] = self._without_progress.get(process, 0) + 1
         recent.append(now)
-        return Grant(len(recent), min(_MAX_BACKOFF_SECONDS, self._policy.backoff * 2 ** (len(recent) - 1)))
+        return Grant(len(recent), backoff_seconds(len(recent), self._policy.backoff, _MAX_BACKOFF_SECONDS))
 
 
 # -- who has stalled -------------------------------------------------------------------------------------------------------
@@ -423,7 +375,7 @@ class _Due:
 class _Failure:
     """A process that must not have ended, or had to be killed, and why."""
 
-    child: Child
+    child: Incarnation
     reason: str
     user_error: str | None = None  # its last line, where that says what the user has to correct
     permanent: bool = False  # its exit status says that a restart cannot help
@@ -467,7 +419,7 @@ class Supervisor:
         self._clock = LoopClock()
         self._budget = RestartBudget(self._policy, newest_steps(output_dir))
         self._watchdog = Watchdog(self._policy)
-        self._children: dict[str, Child] = {}
+        self._children: dict[str, Incarnation] = {}
         self._jobs_left = {process.name for process in processes if not process.service}
         self._was_ready: set[str] = set()
         self._next_judgement = 0.0
@@ -535,7 +487,7 @@ class Supervisor:
                 continue
             self._due.remove(due)
             name, now = due.spec.name, self._clock.now
-            self._children[name] = Child(due.spec, lifeline, os.environ, due.options, now)
+            self._children[name] = Incarnation(due.spec, lifeline, os.environ, due.options, now)
             self._watchdog.begin(name, now)
             if (watch := self._servers.get(name)) is not None:
                 watch.began, watch.ready, watch.due = now, False, now
@@ -551,9 +503,9 @@ class Supervisor:
         """Reap what has ended; return those that must not have: a job that failed, a service that stopped."""
         failures = []
         for child in self._running():
-            if not child.exited():
+            if (status := child.status) is None:
                 continue
-            status = self._reap(child)
+            self._reap(child)
             early = self._ended_early(child) if status == 0 else None
             if status == 0 and early is None and not child.spec.service:
                 self._jobs_left.discard(child.name)
@@ -562,7 +514,7 @@ class Supervisor:
             failures.append(_Failure(child, early or describe_exit(status), user_error, status == FOR_GOOD))
         return failures
 
-    def _ended_early(self, child: Child) -> str | None:
+    def _ended_early(self, child: Incarnation) -> str | None:
         """A job that ended well by its exit status alone: somebody stopped it, apart from the run."""
         last = read_status(self._output_dir).get(child.name)
         if child.spec.service or last is None or last.outcome == "finished":
@@ -583,21 +535,20 @@ class Supervisor:
         faults = self._watchdog.stalled(self._clock.now, statuses, self._stopped, services)
         return [self._kill(self._children[name], reason) for name, reason in faults.items()]
 
-    def _kill(self, child: Child, reason: str) -> _Failure:
+    def _kill(self, child: Incarnation, reason: str) -> _Failure:
         """Diagnose while it can still be seen, then kill it."""
         self._consult_doctor(full=False)
         self._reap(child)
         return _Failure(child, reason)
 
-    def _reap(self, child: Child) -> int:
-        status = child.reap()
+    def _reap(self, child: Incarnation) -> None:
+        child.reap()
         for process in child.survivors:
             self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
         self._watchdog.end(child.name)
         last = read_status(self._output_dir).get(child.name)
         if last is not None and last.ready is not None:
             self._was_ready.add(child.name)
-        return status
 
     def _restart(self, failure: _Failure) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
@@ -704,9 +655,9 @@ class Supervisor:
 
     def _look_while_draining(self, deadline: float) -> Outcome | None:
         for child in self._running():
-            if not child.exited():
+            if (status := child.status) is None:
                 continue
-            status = self._reap(child)
+            self._reap(child)
             self._jobs_left.discard(child.name)
             stopped, reason = child.interrupted(status), describe_exit(status)
             if not child.spec.service:
@@ -722,7 +673,7 @@ class Supervisor:
         self._consult_doctor()
         return Outcome.INTERRUPTED
 
-    def _running(self) -> list[Child]:
+    def _running(self) -> list[Incarnation]:
         return [child for child in self._children.values() if child.running]
 
     def _stop_all(self) -> None:
@@ -733,12 +684,11 @@ class Supervisor:
         for child in running:
             watch = self._servers.get(child.name)
             loading = watch is not None and not watch.ready and self._drain_deadline is None
-            if not child.exited():
-                # A server that is still loading hears no SIGTERM and has nothing to lose.
-                os.kill(child.popen.pid, signal.SIGKILL if loading else signal.SIGTERM)
+            # A server that is still loading hears no SIGTERM and has nothing to lose.
+            child.signal(signal.SIGKILL if loading else signal.SIGTERM)
         with suppress(WaitTimeout):
             wait(
-                lambda: all(child.exited() for child in running),
+                lambda: all(child.status is not None for child in running),
                 subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=POLL_SECONDS,
                 stop=lambda: self._interrupts > 1,
             )  # fmt: skip
@@ -746,11 +696,11 @@ class Supervisor:
             child.reap()
 
 
-def _stopped_processes(children: Sequence[Child]) -> dict[str, list[ProcessId]]:
+def _stopped_processes(children: Sequence[Incarnation]) -> dict[str, list[ProcessId]]:
     """Which of their processes a signal has stopped, by name. Of a job that watches its own workers, itself alone."""
     processes, stopped = table(), {}
     for child in children:
-        itself = [processes[child.popen.pid]] if child.popen.pid in processes else []
-        below = descendants(child.popen.pid, processes) if child.spec.service or child.spec.drain_children else []
+        itself = [processes[child.pid]] if child.pid in processes else []
+        below = descendants(child.pid, processes) if child.spec.service or child.spec.drain_children else []
         stopped[child.name] = [process.id for process in (*itself, *below) if process.stopped]
     return stopped

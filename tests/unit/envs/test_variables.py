@@ -55,12 +55,10 @@ def test_a_missing_promise_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_a_worker_gets_from_us() -> None:
     """Contract: the engine's key under the worker's own name, its token, no proxy towards our engine, its path."""
-    got = worker_variables({"A": "1"}, lifeline={"L": "3:4"}, token="t", base_urls=["http://engine:8000/v1"], api_key="k", path=Path("/p"))  # fmt: skip
-    assert (got["A"], got["L"], got[TOKEN_VAR], got[API_KEY_VAR], got["PYTHONPATH"]) == ("1", "3:4", "t", "k", "/p")
+    got = worker_variables({"A": "1"}, token="t", base_urls=["http://engine:8000/v1"], api_key="k", path=Path("/p"))  # fmt: skip
+    assert (got["A"], got[TOKEN_VAR], got[API_KEY_VAR], got["PYTHONPATH"]) == ("1", "t", "k", "/p")
     assert "engine" in got["NO_PROXY"].split(",")
-    assert API_KEY_VAR not in worker_variables(
-        {}, lifeline={}, token="t", base_urls=["http://h"], api_key=None, path=None
-    )
+    assert API_KEY_VAR not in worker_variables({}, token="t", base_urls=["http://h"], api_key=None, path=None)
 
 
 def test_redacted() -> None:

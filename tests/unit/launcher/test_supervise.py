@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from prime_rl.launcher.plan import Process
-from prime_rl.launcher.supervise import Child, Grant, LoopClock, Policy, RestartBudget, Watchdog, killed_rank
+from prime_rl.launcher.supervise import Grant, Incarnation, LoopClock, Policy, RestartBudget, Watchdog, killed_rank
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor.status import ProcessStatus, Waiting
 from prime_rl.processes import ProcessId
+from prime_rl.wait import wait
 
 POLICY = Policy(max_restarts=3, backoff=1.0, heartbeat_timeout=60.0, stall_timeout=1800.0)
 HOUR, STANDSTILL = "within an hour", "without the run getting any further"
@@ -220,8 +221,10 @@ def test_last_words(tmp_path: Path, printed: str, last: list[str] | None) -> Non
     log.write_text("error: of an earlier incarnation\n")
     spec = Process("trainer", (sys.executable, "-c", f"print({printed!r})"), log)
     with Lifeline() as lifeline:
-        child = Child(spec, lifeline, os.environ)
-        assert child.popen.wait(60) == 0
+        child = Incarnation(spec, lifeline, os.environ)
+        wait(lambda: child.status is not None, subject="end", owner="the child", seconds=60.0)
+        child.reap()
+    assert child.status == 0
     if last is None:
         assert child.last_words()[-1].startswith("  traceback")
         assert killed_rank(printed.splitlines()) == []
