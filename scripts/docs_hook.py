@@ -36,7 +36,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             log.warning("%s links to %s, which does not exist", page.file.src_uri, match[1])
         return f"]({config['repo_url']}/blob/main/{path.resolve().relative_to(ROOT)}"
 
-    markdown = re.sub(r"\]\((\.\./[^)#]*)", outside, markdown)
+    markdown = re.sub(r"\]\((\.\./[^)#]*)", outside, markdown.replace("](docs/", "]("))  # CHANGELOG.md is linked
     return markdown.replace("<!-- options -->", "\n".join(options()))
 
 
