@@ -26,8 +26,8 @@ from mismatch import write_model
 
 from prime_rl.config.shared import ClientConfig
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.orchestrator.canary import Canaries, compare
-from prime_rl.orchestrator.engine import Engine
+from prime_rl.fleet.client import InferenceClient
+from prime_rl.fleet.logprob_check import LogprobCheck, compare
 from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.parallel import close_world, init_world
@@ -79,10 +79,10 @@ def write_versions(model: Path, root: Path, device: str, drift: float) -> dict[s
 async def ask(server: InferenceServer, root: Path) -> dict[str, float]:
     """Have the server load both versions, and see how long each check takes and how far off it is."""
     base, drifted = (weights_manifest(version_dir(root, version)) for version in (0, 1))
-    canaries = Canaries()
+    canaries = LogprobCheck()
     async with (
-        Engine(ClientConfig(base_url=server.base_url), canaries=canaries) as checked,
-        Engine(ClientConfig(base_url=server.base_url)) as engine,
+        InferenceClient(ClientConfig(base_url=server.base_url), canaries=canaries) as checked,
+        InferenceClient(ClientConfig(base_url=server.base_url)) as engine,
     ):
         row: dict[str, float] = {}
         for name, version in (("base", base), ("drifted", drifted)):

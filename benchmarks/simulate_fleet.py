@@ -34,9 +34,8 @@ from machine import describe_machine
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
+from prime_rl.fleet.replicas import Replica, ReplicaPool
 from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
-from prime_rl.orchestrator.fleet import Fleet as Servers
-from prime_rl.orchestrator.fleet import Replica
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.process import FULL_COLLECTION_SECONDS, spare_collector
 from prime_rl.orchestrator.samples import score_batch
@@ -132,7 +131,7 @@ class Simulation:
         mean = float(np.mean([next(self._lengths) for _ in range(20_000)]))
         self.train_seconds = fleet.batch * mean / (fleet.in_flight * fleet.rate)
         self.now = self.stood = 0.0
-        self.servers = Servers([Server(f"http://{number}") for number in range(fleet.replicas)], slack=GROUP_SIZE)
+        self.servers = ReplicaPool([Server(f"http://{number}") for number in range(fleet.replicas)], slack=GROUP_SIZE)
         for replica in self.servers.replicas:
             self.servers.admit(replica)
         self.flying: list[tuple[float, str, int]] = []  # (end in sampling seconds, episode, length)

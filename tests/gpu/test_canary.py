@@ -11,9 +11,9 @@ import torch
 from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
+from prime_rl.fleet.client import InferenceClient
+from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.inference import compat
-from prime_rl.orchestrator.canary import CanaryFailed
-from prime_rl.orchestrator.engine import Engine
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.transport.weights import WeightsManifest
@@ -66,9 +66,9 @@ async def test_the_canary_finds_what_a_loader_did_wrong(run: Run, mutate: Mutati
     await run.load(run.base)
     new = run.changed(by)
     version = run.commit(new, mutate(run.changed(0.0), new))
-    with pytest.raises(CanaryFailed, match="does not"):
+    with pytest.raises(LogprobCheckFailed, match="does not"):
         await run.load(version)
-    async with Engine(ClientConfig(base_url=run.server.base_url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=run.server.base_url)) as engine:
         assert (await engine.served()).holds(version)
 
 
@@ -83,7 +83,7 @@ async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band
     """Contract: numbers that are the very same as before are no numbers of a new version."""
     await run.load(run.base)
     version = run.commit(run.changed(STEPPED), run.changed(0.0))
-    with pytest.raises(CanaryFailed, match="the very same as before"):
+    with pytest.raises(LogprobCheckFailed, match="the very same as before"):
         await run.load(version)
 
 
@@ -95,12 +95,12 @@ async def test_the_hash_finds_what_happened_to_a_file(run: Run, damage: Callable
     damage(run, version)
     with pytest.raises(UserError, match=r"tensor .* is not the one|bytes") as caught:
         await run.load(version)
-    assert not isinstance(caught.value, CanaryFailed)
+    assert not isinstance(caught.value, LogprobCheckFailed)
 
 
 async def test_the_hash_finds_a_replica_that_stayed_behind(run: Run) -> None:
     """Contract: a server that serves an older version says so of itself."""
     older, newer = run.commit(run.changed(STEPPED)), run.commit(run.changed(2 * STEPPED))
     await run.load(older)
-    async with Engine(ClientConfig(base_url=run.server.base_url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=run.server.base_url)) as engine:
         assert not (await engine.served()).holds(newer)

@@ -13,8 +13,8 @@ import pytest
 from conftest import InferenceServer, LaunchServer, make_tiny_model
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.canary import LEAST_MEAN, LEAST_MOST, Canaries, CanaryFailed
-from prime_rl.orchestrator.engine import Engine
+from prime_rl.fleet.client import InferenceClient
+from prime_rl.fleet.logprob_check import LEAST_MEAN, LEAST_MOST, LogprobCheck, LogprobCheckFailed
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
 from prime_rl.transport.weights import WeightsManifest
@@ -55,7 +55,7 @@ async def test_right_weights_are_in_a_narrow_band(run: Run) -> None:
     assert band is not None
     assert (band.mean, band.most) == (LEAST_MEAN, LEAST_MOST)
 
-    run.canaries = Canaries()  # another orchestrator goes on: the server serves the drifted weights
+    run.canaries = LogprobCheck()  # another orchestrator goes on: the server serves the drifted weights
     assert (await run.load(drifted)).most < 1e-4
     assert run.canaries.band(run.server.root) == band
 
@@ -72,9 +72,9 @@ async def test_the_canary_finds_what_a_loader_did_wrong(
     await run.load(run.base)
     new = run.changed(DRIFTED)
     version = run.commit(new, mutate(run.changed(0.0), new))
-    with pytest.raises(CanaryFailed, match="does not"):
+    with pytest.raises(LogprobCheckFailed, match="does not"):
         await run.load(version)
-    async with Engine(ClientConfig(base_url=run.server.base_url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=run.server.base_url)) as engine:
         assert (await engine.served()).holds(version)
     run.server.reset()
 
@@ -103,7 +103,7 @@ async def test_the_canary_finds_weights_that_stay_what_they_were_though_the_band
     """Contract: a step away from what it was given before, a server that keeps that is in the band, but its numbers are the very same."""
     await run.load(run.base)
     version = run.commit(run.changed(STEPPED), run.changed(0.0))
-    with pytest.raises(CanaryFailed, match="the very same as before"):
+    with pytest.raises(LogprobCheckFailed, match="the very same as before"):
         await run.load(version)
     assert run.hides(await run.difference(version))
 
@@ -116,7 +116,7 @@ async def test_the_hash_finds_what_happened_to_a_file(run: Run, damage: Callable
     damage(run, version)
     with pytest.raises(UserError, match=r"tensor .* is not the one|bytes") as caught:
         await run.load(version)
-    assert not isinstance(caught.value, CanaryFailed)
+    assert not isinstance(caught.value, LogprobCheckFailed)
     assert run.hides(await run.difference(run.base))  # which goes on
 
 
@@ -124,7 +124,7 @@ async def test_the_hash_finds_a_replica_that_stayed_behind(run: Run) -> None:
     """Contract: a server that serves an older version is found by what it says of itself, at once, though one step's change is within the band."""
     older, newer = run.commit(run.changed(STEPPED)), run.commit(run.changed(2 * STEPPED))
     await run.load(older)
-    async with Engine(ClientConfig(base_url=run.server.base_url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=run.server.base_url)) as engine:
         assert not (await engine.served()).holds(newer)
     assert run.hides(await run.difference(newer))
 
@@ -149,7 +149,7 @@ async def test_the_canary_finds_the_traps_of_a_reload_on_cpu(
     for function in ("repack_tied_heads", "forget_packed_experts"):
         for there, back in ((version, run.base), (run.base, version)):
             skip.write_text(function)
-            with pytest.raises(CanaryFailed, match="does not compute it"):
+            with pytest.raises(LogprobCheckFailed, match="does not compute it"):
                 await run.load(there)
             skip.write_text("")
             assert (await run.load(there)).most < 1e-3

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from conftest import InferenceServer
 from prime_rl.config.shared import ClientConfig
-from prime_rl.orchestrator.canary import Canaries, Difference, compare
-from prime_rl.orchestrator.engine import Engine
+from prime_rl.fleet.client import InferenceClient
+from prime_rl.fleet.logprob_check import Difference, LogprobCheck, compare
 from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
@@ -35,7 +35,7 @@ class Run:
     def __init__(self, server: InferenceServer, make_policy: Callable[..., Policy], world: World) -> None:
         self.server, self.make_policy, self.world = server, make_policy, world
         self.root = Path(tempfile.mkdtemp(prefix="run-", dir=server.weights_root))
-        self.canaries = Canaries()
+        self.canaries = LogprobCheck()
         self.base = write_base_version(self.root, server.model, self.score(server.model))
         self.version = 0
 
@@ -79,13 +79,13 @@ class Run:
             How far off the canary was.
         """
         config = ClientConfig(base_url=self.server.base_url)
-        async with Engine(config, canaries=self.canaries) as engine:
+        async with InferenceClient(config, canaries=self.canaries) as engine:
             await engine.update(version)
             return await self.difference(version)
 
     async def difference(self, version: WeightsManifest) -> Difference:
         assert version.canary is not None
-        async with Engine(ClientConfig(base_url=self.server.base_url)) as engine:
+        async with InferenceClient(ClientConfig(base_url=self.server.base_url)) as engine:
             return compare(await engine.score(version.canary.tokens), version.canary.logprobs)
 
     @property

@@ -12,7 +12,7 @@ from prime_rl.config import EvalConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
 from prime_rl.evals import episodes, run, servers, targets
 from prime_rl.evals.report import Entry
-from prime_rl.orchestrator.engine import Served
+from prime_rl.fleet.client import Served
 from prime_rl.transport.weights import WeightsManifest
 from support.scripted import ScriptedEngine, ScriptedTrainer
 

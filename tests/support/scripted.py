@@ -9,10 +9,10 @@ import xxhash
 
 from prime_rl.config.orchestrator import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInfo
+from prime_rl.fleet.client import Served
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import status_path
 from prime_rl.orchestrator.ckpt import JointCheckpoints, State
-from prime_rl.orchestrator.engine import Served
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
 from prime_rl.transport.incarnations import read_incarnations, read_versions

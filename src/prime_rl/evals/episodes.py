@@ -17,7 +17,7 @@ from prime_rl.orchestrator.evals import EvalPlan, attempt, reply_tokens
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
-    from prime_rl.orchestrator.fleet import RoutedPool
+    from prime_rl.fleet.replicas import RoutedEnvPool
 
 PROOF_SECONDS = 0.5  # between two questions what is served
 FIRST_PAUSE_SECONDS = 1.0  # before an attempt that failed for want of a server is made again; doubled each time
@@ -80,7 +80,7 @@ class Round:
     def __init__(
         self,
         config: "EvalConfig",
-        pool: "EnvPool | RoutedPool",
+        pool: "EnvPool | RoutedEnvPool",
         jobs: Sequence[Job],
         version: int,
         servers: Servers | None,

@@ -21,10 +21,10 @@ from prime_rl.evals.report import Entry, number, print_table, write_report
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
 from prime_rl.evals.store import Store, alone, check_settings, setting
 from prime_rl.evals.targets import API, Target, Versions, is_lost, targets
+from prime_rl.fleet.client import Misrouted
+from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.monitor import Monitor, Status
-from prime_rl.orchestrator.engine import Misrouted
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
-from prime_rl.orchestrator.fleet import RoutedPool
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
@@ -226,7 +226,7 @@ class Evaluation:
                     bars.add(job.plan.env, result)
                     self._status.phase(f"evaluating {target.name}: {bars.done}/{total}")
 
-                pool = self._pool if servers is None else RoutedPool(self._pool, servers.fleet)
+                pool = self._pool if servers is None else RoutedEnvPool(self._pool, servers.fleet)
                 try:
                     await Round(self._config, pool, jobs, target.version, servers, on_kept).run()
                 finally:

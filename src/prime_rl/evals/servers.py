@@ -14,12 +14,12 @@ from loguru import logger
 from prime_rl.config.shared import how_to_start, is_own_host
 from prime_rl.errors import UserError
 from prime_rl.evals.targets import Target
+from prime_rl.fleet.client import InferenceClient, Served, ServerError
+from prime_rl.fleet.logprob_check import LogprobCheck
+from prime_rl.fleet.membership import first_members
+from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Status
-from prime_rl.orchestrator.canary import Canaries
-from prime_rl.orchestrator.engine import Engine, EngineTrouble, Served
-from prime_rl.orchestrator.fleet import Fleet, Replica
-from prime_rl.orchestrator.members import first_members
-from prime_rl.orchestrator.routed import NO_VERSION, connect_all
 
 if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
@@ -114,7 +114,7 @@ def _keys(answer: httpx.Response) -> set[str]:
 class Servers:
     """All servers of one evaluation, serving one target at a time."""
 
-    def __init__(self, fleet: Fleet, on_wait: OnWait) -> None:
+    def __init__(self, fleet: ReplicaPool, on_wait: OnWait) -> None:
         self.fleet = fleet
         self._on_wait = on_wait
         self._target: Target | None = None
@@ -184,7 +184,7 @@ class Servers:
             try:
                 served = await replica.engine.served()
                 break
-            except EngineTrouble:
+            except ServerError:
                 if not left:
                     raise
         if served == replica.given:
@@ -211,7 +211,7 @@ class Servers:
                 else:
                     replica.given = await replica.engine.reload()
                 return
-            except EngineTrouble as error:
+            except ServerError as error:
                 if number == _LOADS:
                     raise
                 logger.warning("{} did not load {}, tried again: {}", replica.name, target.name, error)
@@ -224,25 +224,27 @@ async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -
     Raises:
         UserError: none came up in time, or they do not serve the same, or another model.
     """
-    canaries = Canaries(any_base=True) if config.canary and config.weights_dir is not None else None
+    canaries = LogprobCheck(any_base=True) if config.canary and config.weights_dir is not None else None
     engine = partial(_connect, stack, config.client, canaries)
     engines = connect_all(config.client, engine)
     if config.client.discover is not None:
         _, found = await first_members(config.client, config.model.name, status.waiting)
         engines = [engine(member.address) for member in found]
-    fleet = Fleet(engines)
+    fleet = ReplicaPool(engines)
     ready = await fleet.wait_ready(status.waiting, config.client.ready_timeout)
     await admit(fleet, ready, config.model.name, same=config.weights_dir is None)
     return Servers(fleet, status.waiting)
 
 
-def _connect(stack: AsyncExitStack, client: "ClientConfig", canaries: Canaries | None, root: str) -> Engine:
-    engine = Engine(client, root, canaries)
+def _connect(
+    stack: AsyncExitStack, client: "ClientConfig", canaries: LogprobCheck | None, root: str
+) -> InferenceClient:
+    engine = InferenceClient(client, root, canaries)
     stack.push_async_exit(engine)
     return engine
 
 
-async def admit(fleet: Fleet, ready: Sequence[Replica], model: str, same: bool = True) -> int:
+async def admit(fleet: ReplicaPool, ready: Sequence[Replica], model: str, same: bool = True) -> int:
     """Let in all servers that are there. Returns the version that they serve.
 
     Args:

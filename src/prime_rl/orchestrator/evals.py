@@ -16,7 +16,7 @@ from prime_rl.orchestrator.seeds import request_seed
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import SamplingConfig
-    from prime_rl.orchestrator.fleet import RoutedPool
+    from prime_rl.fleet.replicas import RoutedEnvPool
 
 
 _ATTEMPTS = 3  # at an episode whose worker dies
@@ -120,7 +120,7 @@ class EvalReport:
 
 
 async def evaluate(
-    pool: "EnvPool | RoutedPool",
+    pool: "EnvPool | RoutedEnvPool",
     plan: EvalPlan,
     *,
     version: int,
@@ -152,7 +152,7 @@ async def evaluate(
     return EvalReport(plan.env, version, time.monotonic() - begin, by_task)
 
 
-def tasks_of(pool: "EnvPool | RoutedPool", plan: EvalPlan) -> Sequence[TaskInfo]:
+def tasks_of(pool: "EnvPool | RoutedEnvPool", plan: EvalPlan) -> Sequence[TaskInfo]:
     """Those that are to be attempted.
 
     Raises:
@@ -167,7 +167,7 @@ def tasks_of(pool: "EnvPool | RoutedPool", plan: EvalPlan) -> Sequence[TaskInfo]
 
 
 async def attempt(
-    pool: "EnvPool | RoutedPool", plan: EvalPlan, index: int, number: int, *, version: int, seed: int, timeout: float
+    pool: "EnvPool | RoutedEnvPool", plan: EvalPlan, index: int, number: int, *, version: int, seed: int, timeout: float
 ) -> EpisodeResult:
     """Attempt `number` at task `index`, again where a worker dies. Its seed follows from what it is, not from what ran before."""
     own = request_seed(seed, f"eval/{plan.env}/{version}/{index}", number)

@@ -8,12 +8,12 @@ from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
+from prime_rl.fleet.recovery import Recovery
+from prime_rl.fleet.replicas import Replica, RoutedEnvPool
+from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.evals import EvalReport, evaluate, tasks_of
-from prime_rl.orchestrator.fleet import Replica, RoutedPool
 from prime_rl.orchestrator.plans import eval_plans, limits
-from prime_rl.orchestrator.recovery import Recovery
-from prime_rl.orchestrator.serving import Serving
 from prime_rl.transport.protocol import valid
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Evaluations:
         pool: EnvPool,
         monitor: Monitor,
         status: Status,
-        serving: Serving,
+        serving: WeightSync,
         recovery: Recovery,
     ) -> None:
         self.config = config
@@ -109,7 +109,7 @@ class Evaluations:
             async with serving.lock:
                 version, pool = (
                     serving.core.version,
-                    RoutedPool(self._pool, serving.fleet, avoid, lambda: serving.superseded),
+                    RoutedEnvPool(self._pool, serving.fleet, avoid, lambda: serving.superseded),
                 )
                 reports = await self._run_plans(pool, version)
                 spoilt = await pool.spoilt()
@@ -130,7 +130,7 @@ class Evaluations:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
-    async def _run_plans(self, pool: RoutedPool, version: int) -> list[EvalReport]:
+    async def _run_plans(self, pool: RoutedEnvPool, version: int) -> list[EvalReport]:
         """What is not logged yet, all at once: the slowest episodes of one environment leave the engines to the others."""
         plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
         total = sum(len(tasks_of(pool, plan)) * plan.rollouts_per_example for plan in plans)

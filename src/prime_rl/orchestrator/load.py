@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 from loguru import logger
 
+from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.orchestrator.concurrency import Concurrency, Load
 from prime_rl.orchestrator.core import Core
-from prime_rl.orchestrator.fleet import Fleet
 
 LOOK_SECONDS = 2.0
 ANSWER_SECONDS = 5.0  # a server that is busier than that is not looked at this time
@@ -43,7 +43,7 @@ class LoadWatch:
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: ReplicaPool,
         core: Core[Any],
         most: int,
         evaluating: Callable[[], bool],

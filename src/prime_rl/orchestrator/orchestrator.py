@@ -17,25 +17,25 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
+from prime_rl.fleet.client import InferenceClient
+from prime_rl.fleet.membership import Members
+from prime_rl.fleet.recovery import Recovery
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ServerClient
+from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
 from prime_rl.orchestrator.core import Batch, Core, Drop, Start
 from prime_rl.orchestrator.curriculum import Curriculum
-from prime_rl.orchestrator.engine import Engine
 from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
-from prime_rl.orchestrator.fleet import EngineClient, Fleet, Replica
 from prime_rl.orchestrator.journal import FLUSH_SECONDS, Journal
 from prime_rl.orchestrator.load import LoadWatch
-from prime_rl.orchestrator.members import Members
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.plans import limits, most_in_flight
-from prime_rl.orchestrator.recovery import Recovery
 from prime_rl.orchestrator.samples import Scored, score_batch
 from prime_rl.orchestrator.seeds import request_seed
-from prime_rl.orchestrator.serving import Serving
 from prime_rl.orchestrator.tasks import count, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers, listed
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
@@ -64,13 +64,13 @@ class Orchestrator:
         self,
         config: "OrchestratorConfig",
         pool: EnvPool,
-        engines: Sequence[EngineClient],
+        engines: Sequence[ServerClient],
         status: Status,
         monitor: Monitor,
-        connect: Callable[[str], EngineClient] | None = None,
+        connect: Callable[[str], ServerClient] | None = None,
         teachers: Teachers | None = None,
     ) -> None:
-        """`engines`: of the servers that are listed; `connect` makes those of servers that register (None: as `engine.Engine`, for the run);
+        """`engines`: of the servers that are listed; `connect` makes those of servers that register (None: as `client.InferenceClient`, for the run);
         `teachers`: who is ready, and whom `pool` knows (None: none is needed)."""
         self.config = config
         self.pool = pool
@@ -86,15 +86,15 @@ class Orchestrator:
         self.progress = Progress()
         if not config.bench:
             self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
-        self.fleet = Fleet(engines, slack=config.rollouts_per_example)
-        self.serving = Serving(config, self.fleet, status, self)
+        self.fleet = ReplicaPool(engines, slack=config.rollouts_per_example)
+        self.serving = WeightSync(config, self.fleet, status, self)
         self.recovery = Recovery(config, self.serving, status, self)
         self.members = Members(
             config.client,
             config.model.name,
             self.fleet,
             self.recovery,
-            connect or partial(Engine, config.client),
+            connect or partial(InferenceClient, config.client),
             self.note_failure,
         )
         self.evaluations = Evaluations(config, pool, monitor, status, self.serving, self.recovery)

@@ -12,13 +12,13 @@ from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import FinalError, UserError
+from prime_rl.fleet.client import InferenceClient, Misrouted
+from prime_rl.fleet.logprob_check import LogprobCheck
+from prime_rl.fleet.router import connect_all
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.canary import Canaries
-from prime_rl.orchestrator.engine import Engine, Misrouted
 from prime_rl.orchestrator.metrics import bench_table
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.orchestrator.plans import make_pool
-from prime_rl.orchestrator.routed import connect_all
 from prime_rl.orchestrator.teachers import Teachers
 from prime_rl.transport.commit import CommitError
 
@@ -73,7 +73,7 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         await teachers.start(status.waiting)
         pool = make_pool(config, teachers)
         async with AsyncExitStack() as stack:
-            connect = partial(_connect, stack, config.client, Canaries() if config.canary else None)
+            connect = partial(_connect, stack, config.client, LogprobCheck() if config.canary else None)
             engines = connect_all(config.client, connect)
             orchestrator = Orchestrator(config, pool, engines, status, monitor, connect, teachers)
             _hear(partial(_on_signal, orchestrator, current))
@@ -94,9 +94,11 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         monitor.close()
 
 
-def _connect(stack: AsyncExitStack, client: "ClientConfig", canaries: Canaries | None, root: str) -> Engine:
+def _connect(
+    stack: AsyncExitStack, client: "ClientConfig", canaries: LogprobCheck | None, root: str
+) -> InferenceClient:
     """The client of one server, for as long as the run."""
-    engine = Engine(client, root, canaries)
+    engine = InferenceClient(client, root, canaries)
     stack.push_async_exit(engine)
     return engine
 

@@ -1,7 +1,7 @@
 """Servers that make themselves known: a directory that all hosts see, with one small file in it for each server, replaced atomically.
 
 A file says where its server is reached, which incarnation of it wrote the file, and a number that the server keeps raising. No clock is in it: hosts
-disagree about the time. Who reads judges by how long the number has not changed before its own eyes (`orchestrator/members.py`).
+disagree about the time. Who reads judges by how long the number has not changed before its own eyes (`fleet/membership.py`).
 """
 
 import json

@@ -7,9 +7,9 @@ import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
+from prime_rl.fleet.client import Served, ServerError
 from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.commit import list_steps, prune
 from prime_rl.transport.rollouts import open_batch
 from support.scripted import World, has_batch, until
@@ -266,7 +266,7 @@ async def test_a_server_that_fails_an_update_is_asked_again(tmp_path, answered):
     async def failing(weights) -> Served:
         if weights.version == 1 and len(failed) < 2:
             failed.append(weights.version)
-            raise UserError("scripted refusal") if answered else EngineTrouble("scripted failure")
+            raise UserError("scripted refusal") if answered else ServerError("scripted failure")
         return await update(weights)
 
     world.engine.update = failing
@@ -294,7 +294,7 @@ async def test_a_server_that_dies_while_the_run_starts_is_waited_for(tmp_path):
     async def failing(weights) -> Served:
         if not failed:
             failed.append(weights.version)
-            raise EngineTrouble("scripted failure")
+            raise ServerError("scripted failure")
         return await update(weights)
 
     world.engine.update = failing

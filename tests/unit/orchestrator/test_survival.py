@@ -12,8 +12,10 @@ import xxhash
 from faults import audit
 from prime_rl import faults, wait
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, SampleTokens, TaskInfo
+from prime_rl.fleet import recovery
+from prime_rl.fleet import weight_sync as serving
 from prime_rl.monitor import Status, read_metrics
-from prime_rl.orchestrator import journal, orchestrator, recovery, serving
+from prime_rl.orchestrator import journal, orchestrator
 from prime_rl.orchestrator.ckpt import read_state
 from prime_rl.orchestrator.ledger_file import open_copy
 from prime_rl.transport import checkpoints

@@ -10,9 +10,9 @@ import pytest
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.evals import servers as eval_servers
+from prime_rl.fleet.client import Served, ServerError
+from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.engine import EngineTrouble, Served
-from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
 
@@ -36,13 +36,13 @@ class Server(ScriptedEngine):
 
     async def served(self) -> Served:
         if not self.up:
-            raise EngineTrouble(f"{self.root} is down")
+            raise ServerError(f"{self.root} is down")
         return await super().served()
 
     async def update(self, weights) -> Served:
         if not self.up or weights.version in self.refuses:
             await asyncio.sleep(0.01)
-            raise EngineTrouble(f"{self.root} failed")
+            raise ServerError(f"{self.root} failed")
         return await super().update(weights)
 
 
@@ -115,8 +115,8 @@ async def run(world: FleetWorld, steps: int = 4, last: Callable[[], bool] = lamb
 # -- where an episode goes -------------------------------------------------------------------------------------------------------
 
 
-def serving_fleet(count: int, slack: int) -> Fleet:
-    fleet = Fleet([Server(f"http://{number}") for number in range(count)], slack=slack)
+def serving_fleet(count: int, slack: int) -> ReplicaPool:
+    fleet = ReplicaPool([Server(f"http://{number}") for number in range(count)], slack=slack)
     for replica in fleet.replicas:
         fleet.admit(replica)
     return fleet
@@ -299,7 +299,7 @@ async def test_evaluations_are_made_by_all_and_made_again_when_one_is_lost(tmp_p
 
 
 async def test_servers_of_different_weights_are_not_evaluated_together():
-    fleet = Fleet([Server("http://0"), Server("http://1")])
+    fleet = ReplicaPool([Server("http://0"), Server("http://1")])
     fleet.replicas[1].engine.now = Served(3, "f" * 32)
     with pytest.raises(UserError, match="do not serve the same weights: http://0 version 0 .*, http://1 version 3"):
         await eval_servers.admit(fleet, fleet.replicas, "m")
@@ -310,7 +310,7 @@ async def test_servers_of_different_weights_are_not_evaluated_together():
 
 async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_another():
     for leaving, expected in (({0}, [False, True]), ({0, 1}, [True, True])):
-        fleet = Fleet([Server("http://0"), Server("http://1")])
+        fleet = ReplicaPool([Server("http://0"), Server("http://1")])
         for number in leaving:
             fleet.replicas[number].engine.now = replace(fleet.replicas[number].engine.now, leaving=True)
         await eval_servers.admit(fleet, fleet.replicas, "m")
@@ -319,7 +319,7 @@ async def test_a_server_that_is_to_leave_evaluates_nothing_while_there_is_anothe
 
 async def test_a_server_of_another_model_evaluates_nothing():
     """Contract: one line at once, in place of a search for the tokenizer of a model that nobody serves, and of requests that are all refused."""
-    fleet = Fleet([Server("http://0")])
+    fleet = ReplicaPool([Server("http://0")])
     fleet.replicas[0].engine.now = replace(fleet.replicas[0].engine.now, models=("other", "more"))
     with pytest.raises(UserError, match="the server at http://0 serves other, more, not mine: .* --model.name other"):
         await eval_servers.admit(fleet, fleet.replicas, "mine")

@@ -7,7 +7,7 @@ from prime_rl.transport.protocol import Incarnation, Lease, current_incarnation,
 from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
 
 
-class History:
+class PublishedVersions:
     """Incarnations and versions at the last look, and the orchestrator's lease."""
 
     def __init__(self, output_dir: Path) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.canary import CanaryFailed
-from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, NotOurs, Served
-from prime_rl.orchestrator.fleet import EngineClient
+from prime_rl.fleet.client import Misrouted, NotOurServer, Served, ServerError
+from prime_rl.fleet.logprob_check import LogprobCheckFailed
+from prime_rl.fleet.replicas import ServerClient
 from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ _LOOKS, _LOOKS_PER_PART = 6, 2
 T = TypeVar("T")
 
 
-class Router(EngineClient, Protocol):
-    """What is asked through the router: `engine.Engine`."""
+class Router(ServerClient, Protocol):
+    """What is asked through the router: `client.InferenceClient`."""
 
     async def status(self, path: str) -> int: ...
 
 
-class Routed:
+class RouterClient:
     """One client for a router and the servers behind it.
 
     Args:
@@ -46,7 +46,7 @@ class Routed:
         parts: All servers that it leads to.
     """
 
-    def __init__(self, router: Router, parts: Sequence[EngineClient]) -> None:
+    def __init__(self, router: Router, parts: Sequence[ServerClient]) -> None:
         self._router, self._parts = router, parts
         self._update: asyncio.Future[None] | None = None  # under way: parts may differ meanwhile
         self._said_unchecked, self._said_different = False, ""
@@ -67,7 +67,7 @@ class Routed:
             return
         try:
             statuses = [await self._router.status(path) for path in TOKEN_ROUTES]
-        except EngineTrouble:  # it was healthy just now: asked again when it is waited for again
+        except ServerError:  # it was healthy just now: asked again when it is waited for again
             return
         if all(status in _NO_SUCH_ROUTE for status in statuses):
             raise UserError(
@@ -101,9 +101,9 @@ class Routed:
         """Have all parts load a committed version and prove it, at the same time.
 
         Raises:
-            CanaryFailed: one of them computes something else.
+            LogprobCheckFailed: one of them computes something else.
             UserError: one of them refused it.
-            EngineTrouble: one of them failed; the others may serve it already, which `served` says.
+            ServerError: one of them failed; the others may serve it already, which `served` says.
         """
         self._update = asyncio.get_running_loop().create_future()
         try:
@@ -154,14 +154,14 @@ class Routed:
         strangers = seen - boots
         if strangers:
             strangers -= {one.boot for one in await self._ask()}  # that were started again just now
-        if strangers or any(isinstance(error, NotOurs) for error in errors):  # the router passes the question on
+        if strangers or any(isinstance(error, NotOurServer) for error in errors):  # the router passes the question on
             raise Misrouted(
                 f"the router at {self.root} leads to a server that client.admin_base_url does not name, which nobody gives weights: "
                 "name it there, or take it from the router"
             )
 
 
-def connect_all(config: "ClientConfig", connect: Callable[[str], Any]) -> list[EngineClient]:
+def connect_all(config: "ClientConfig", connect: Callable[[str], Any]) -> list[ServerClient]:
     """Clients of all listed servers; of those behind a router one.
 
     Args:
@@ -169,7 +169,7 @@ def connect_all(config: "ClientConfig", connect: Callable[[str], Any]) -> list[E
     """
     if not config.admin_roots:
         return [connect(root) for root in config.api_roots]
-    return [Routed(connect(config.api_roots[0]), [connect(root) for root in config.admin_roots])]
+    return [RouterClient(connect(config.api_roots[0]), [connect(root) for root in config.admin_roots])]
 
 
 async def _all(questions: Iterable[Awaitable[T]]) -> list[T]:
@@ -214,4 +214,4 @@ def _weight_of(error: BaseException) -> int:
     """What is to be told first: what is no server's error at all, a wrong computation, a refusal, trouble."""
     if not isinstance(error, UserError):
         return 0
-    return 1 if isinstance(error, CanaryFailed) else 3 if isinstance(error, EngineTrouble) else 2
+    return 1 if isinstance(error, LogprobCheckFailed) else 3 if isinstance(error, ServerError) else 2

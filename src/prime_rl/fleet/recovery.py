@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 from loguru import logger
 
 from prime_rl.errors import UserError
+from prime_rl.fleet.client import VersionNotSent
+from prime_rl.fleet.replicas import Replica, rest_seconds
+from prime_rl.fleet.weight_sync import POLL_SECONDS, WeightSync
 from prime_rl.monitor import Status
-from prime_rl.orchestrator.engine import NotSent
-from prime_rl.orchestrator.fleet import Replica, rest_seconds
-from prime_rl.orchestrator.serving import POLL_SECONDS, Serving
 from prime_rl.transport.commit import CommitError
 from prime_rl.wait import wait_async
 
@@ -41,10 +41,10 @@ class Shell(Protocol):
 
 class Recovery:
     """Brings lost servers back, and lets servers join and leave. It asks `serving` what is served, and has it load that; `serving` knows nothing of
-    it. `begin` comes after `Serving.begin`.
+    it. `begin` comes after `WeightSync.begin`.
     """
 
-    def __init__(self, config: "OrchestratorConfig", serving: Serving, status: Status, shell: Shell) -> None:
+    def __init__(self, config: "OrchestratorConfig", serving: WeightSync, status: Status, shell: Shell) -> None:
         self._config = config
         self._serving, self._fleet = serving, serving.fleet
         self._status, self._shell = status, shell
@@ -149,7 +149,7 @@ class Recovery:
                 while not await self._catch_up(replica):  # bounded: by the requests' deadlines
                     await asyncio.sleep(POLL_SECONDS)
                 return
-            except NotSent as error:
+            except VersionNotSent as error:
                 await self._serving.await_sender(error, self._serving.core.version)
             except (UserError, CommitError):
                 attempt += 1

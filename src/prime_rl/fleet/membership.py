@@ -19,13 +19,13 @@ from loguru import logger
 
 from prime_rl.config.shared import is_own_host
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.fleet import EngineClient, Fleet, Replica
+from prime_rl.fleet.replicas import Replica, ReplicaPool, ServerClient
 from prime_rl.transport.members import BEAT_SECONDS, Member, read_members
 from prime_rl.wait import WaitTimeout, within
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
-    from prime_rl.orchestrator.recovery import Recovery
+    from prime_rl.fleet.recovery import Recovery
 
 LOOK_SECONDS = 2.0
 STALE_SECONDS = 6 * BEAT_SECONDS  # without a beat: nothing to begin with
@@ -172,9 +172,9 @@ class Members:
         self,
         config: "ClientConfig",
         model: str,
-        fleet: Fleet,
+        fleet: ReplicaPool,
         recovery: "Recovery",
-        connect: Callable[[str], EngineClient],
+        connect: Callable[[str], ServerClient],
         on_end: Callable[["asyncio.Task[None]"], None],
     ) -> None:
         self._config, self._model = config, model
@@ -182,7 +182,7 @@ class Members:
         self._connect, self._on_end = connect, on_end
         self._registry: Registry | None = None
         self._left: dict[str, str] = {}  # the incarnation of each server that has left
-        self._clients: dict[str, EngineClient] = {replica.name: replica.engine for replica in fleet.replicas}
+        self._clients: dict[str, ServerClient] = {replica.name: replica.engine for replica in fleet.replicas}
         self._drains: dict[Replica, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
         self._asked = -math.inf
@@ -300,7 +300,7 @@ class Members:
         logger.info("{} has left, and may be stopped: {} ({} servers left to serve)", replica.name, what, count)
 
 
-async def _wishes(engines: Mapping[str, EngineClient]) -> list[tuple[str, str]]:
+async def _wishes(engines: Mapping[str, ServerClient]) -> list[tuple[str, str]]:
     """Which of them are to leave, and which incarnation of each."""
     answers = await asyncio.gather(*(engine.served() for engine in engines.values()), return_exceptions=True)
     wishes = []

@@ -9,14 +9,14 @@ import pytest
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import FinalError, UserError
 from prime_rl.evals import servers as eval_servers
+from prime_rl.fleet.client import Misrouted, NotOurServer, Served, ServerError
+from prime_rl.fleet.logprob_check import LogprobCheckFailed
+from prime_rl.fleet.replicas import ReplicaPool
+from prime_rl.fleet.router import NO_VERSION, RouterClient, connect_all
 from prime_rl.monitor import Monitor, Status, read_status
 from prime_rl.orchestrator import process
-from prime_rl.orchestrator.canary import CanaryFailed
-from prime_rl.orchestrator.engine import EngineTrouble, Misrouted, NotOurs, Served
-from prime_rl.orchestrator.fleet import Fleet
 from prime_rl.orchestrator.orchestrator import Orchestrator
-from prime_rl.orchestrator.routed import NO_VERSION, Routed, connect_all
-from unit.orchestrator.test_fleet import FleetPool, FleetWorld, Server, run
+from unit.fleet.test_replicas import FleetPool, FleetWorld, Server, run
 
 
 class Router:
@@ -67,7 +67,7 @@ class RoutedWorld(FleetWorld):
 
     def orchestrator(self):
         monitor = Monitor(self.directory, "orchestrator", self.config.monitor, {})
-        engine = Routed(self.router, self.servers)
+        engine = RouterClient(self.router, self.servers)
         self.current = Orchestrator(self.config, self.pool, [engine], Status(self.directory, "orchestrator"), monitor)
         return self.current
 
@@ -78,8 +78,8 @@ def servers() -> list[Server]:
 
 
 @pytest.fixture
-def routed(servers) -> Routed:
-    return Routed(Router(servers), servers)
+def routed(servers) -> RouterClient:
+    return RouterClient(Router(servers), servers)
 
 
 def nothing(*_) -> None:
@@ -108,7 +108,7 @@ async def test_parts_of_different_weights_prove_nothing(servers, routed, heard):
     assert [
         m for m in heard.messages if "different weights: http://a version 0" in m and "http://b version 3" in m
     ] == [heard.messages[-1]]
-    fleet = Fleet([routed])
+    fleet = ReplicaPool([routed])
     with pytest.raises(UserError, match="the servers behind http://router do not serve the same weights"):
         await eval_servers.admit(fleet, fleet.replicas, "m")
 
@@ -118,7 +118,7 @@ async def test_parts_that_serve_other_names_evaluate_nothing(servers, routed):
     for models, problem in ((("m", "x"), None), (("x",), "no model of one name, not m"), (None, None)):
         base = servers[0].now
         servers[0].now, servers[1].now = replace(base, models=("m", "y")), replace(base, models=models)
-        fleet = Fleet([routed])
+        fleet = ReplicaPool([routed])
         if problem is None:
             assert await eval_servers.admit(fleet, fleet.replicas, "m") == 0
         else:
@@ -149,10 +149,10 @@ async def test_a_proof_during_an_update_waits_for_its_end(servers, routed):
 @pytest.mark.parametrize(
     ("errors", "raised"),
     [
-        ([EngineTrouble("t"), None], EngineTrouble),
-        ([EngineTrouble("t"), UserError("refused")], UserError),
-        ([UserError("refused"), CanaryFailed("c")], CanaryFailed),
-        ([CanaryFailed("c"), ValueError("a bug")], ValueError),
+        ([ServerError("t"), None], ServerError),
+        ([ServerError("t"), UserError("refused")], UserError),
+        ([UserError("refused"), LogprobCheckFailed("c")], LogprobCheckFailed),
+        ([LogprobCheckFailed("c"), ValueError("a bug")], ValueError),
     ],
 )
 async def test_the_gravest_error_of_an_update_is_told(servers, routed, errors, raised):
@@ -176,7 +176,7 @@ async def test_a_router_that_leads_elsewhere_is_found(servers, routed, others):
     stranger = Server("http://c")
     stranger.now = Served(0, stranger.now.hash, "somebody else")
     routed._router.turns = itertools.cycle([*servers[:others], stranger])
-    fleet = Fleet([routed])
+    fleet = ReplicaPool([routed])
     for _ in range(4):
         with pytest.raises(Misrouted, match=r"leads to a server that client.admin_base_url does not name"):
             await fleet.replicas[0].proven()
@@ -254,7 +254,7 @@ async def test_a_router_that_fails_the_question_is_said_once(servers, routed, he
     """Contract: each part has proven itself at its own address; a passing error of the router makes nothing again."""
 
     async def served() -> Served:
-        raise EngineTrouble("no answer")
+        raise ServerError("no answer")
 
     routed._router.served = served
     await routed.served()
@@ -267,7 +267,7 @@ async def test_another_program_behind_the_router_is_a_stranger(servers, routed):
 
     async def served() -> Served:
         if (ask := next(turns)) is None:
-            raise NotOurs("http://router/weights does not exist")
+            raise NotOurServer("http://router/weights does not exist")
         return await ask()
 
     routed._router.served = served
@@ -286,7 +286,7 @@ async def test_a_router_without_a_token_route_is_refused(servers, routed):
     """Contract: chat alone would have to be tokenized again: refused before anything starts. One of the routes is enough."""
     routed._router.statuses["/v1/sample"] = 404
     await routed.wait_ready(nothing)
-    routed = Routed(routed._router, routed._parts)
+    routed = RouterClient(routed._router, routed._parts)
     routed._router.statuses["/inference/v1/generate"] = 405
     with pytest.raises(UserError, match="passes neither /v1/sample nor /inference/v1/generate on"):
         await routed.wait_ready(nothing)
@@ -296,7 +296,7 @@ async def test_a_dead_part_is_no_healthy_group(servers, routed):
     assert await routed.answers()
     servers[1].up = False
     assert not await routed.answers()
-    with pytest.raises(EngineTrouble, match="http://b is down"):
+    with pytest.raises(ServerError, match="http://b is down"):
         await routed.served()
 
 
@@ -365,7 +365,7 @@ async def test_a_part_that_fails_an_update_is_given_it_again(tmp_path):
     async def once(weights) -> Served:
         if weights.version >= 1 and not failures:
             failures.append(weights.version)
-            raise EngineTrouble("lost")
+            raise ServerError("lost")
         return await update(weights)
 
     world.servers[1].update = once

@@ -10,29 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import prime_rl.orchestrator.serving as serving
+import prime_rl.fleet.weight_sync as serving
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.canary import (
+from prime_rl.fleet.client import CannotScore, NoWeightsServed, Served, ServerError
+from prime_rl.fleet.logprob_check import (
     FACTOR,
     LEAST_MEAN,
     LEAST_MOST,
     MOVED_MEAN,
     WORST_MEAN,
     Band,
-    Canaries,
-    CanaryFailed,
     Difference,
+    LogprobCheck,
+    LogprobCheckFailed,
     Scores,
     calibrated,
     compare,
     stayed,
 )
-from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served, Unusable
 from prime_rl.transport.canary import Canary, canary_tokens, read_canary
 from prime_rl.transport.commit import CommitError, stage
 from prime_rl.transport.weights import WeightsManifest, manifest_extra, version_dir, weights_manifest
 from support.scripted import until
-from unit.orchestrator.test_fleet import FleetWorld, Server, run
+from unit.fleet.test_replicas import FleetWorld, Server, run
 
 LOGPROBS = (-1.0, -2.0, -3.0)
 TOKENS = (5, 6, 7, 8)
@@ -119,7 +119,7 @@ class Scored:
 
     async def served(self) -> Served:
         if self.unusable:
-            raise Unusable("scripted")
+            raise NoWeightsServed("scripted")
         return Served(self.now.version, self.now.hash, self.boot, engines=self.engines)
 
     async def give(self, weights: WeightsManifest) -> Served:
@@ -139,8 +139,8 @@ class Scored:
         assert tuple(tokens) == self.now.canary.tokens
         return [logprob + self.noise for logprob in self.now.canary.logprobs]
 
-    async def update(self, canaries: Canaries, weights: WeightsManifest) -> None:
-        """As `Engine.update`."""
+    async def update(self, canaries: LogprobCheck, weights: WeightsManifest) -> None:
+        """As `InferenceClient.update`."""
         await canaries.prepare(self, weights)
         await canaries.check(self, weights, await self.give(weights))
 
@@ -159,13 +159,13 @@ def commit_without_reading(root: Path, version: int) -> WeightsManifest:
 @pytest.fixture
 def server(tmp_path, monkeypatch) -> Scored:
     base = commit(tmp_path, 0)
-    monkeypatch.setattr("prime_rl.orchestrator.canary.weights_manifest", lambda directory: base)
+    monkeypatch.setattr("prime_rl.fleet.logprob_check.weights_manifest", lambda directory: base)
     return Scored(base)
 
 
 async def test_a_server_is_calibrated_before_it_is_given_anything_and_once(server, tmp_path):
     """A quantized server is farther off than others, on every version."""
-    canaries, one, two = Canaries(), commit(tmp_path, 1), commit(tmp_path, 2)
+    canaries, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.noise = 0.05
     await server.update(canaries, one)
     assert canaries.band(server.root) == Band(pytest.approx(0.05 * FACTOR), pytest.approx(0.05 * FACTOR))
@@ -175,7 +175,7 @@ async def test_a_server_is_calibrated_before_it_is_given_anything_and_once(serve
     assert server.scored == 3
     server.noise = 0.81
     with pytest.raises(
-        CanaryFailed,
+        LogprobCheckFailed,
         match=r"version 2 .* differ from the trainer's by 0.81 nats on average, 0.81 at most; the band is 0.8 and 0.8",
     ):
         await server.update(canaries, two)
@@ -184,7 +184,7 @@ async def test_a_server_is_calibrated_before_it_is_given_anything_and_once(serve
 async def test_a_server_that_serves_something_else_is_given_the_base_to_be_calibrated(server, tmp_path):
     """The orchestrator was started again, or the server served another run."""
     server.now = commit(tmp_path, 7)
-    canaries = Canaries()
+    canaries = LogprobCheck()
     await server.update(canaries, commit(tmp_path, 8))
     assert server.gave == [0, 8]
     assert canaries.band(server.root) is not None
@@ -202,7 +202,7 @@ async def test_a_server_of_another_base_model_is_checked_by_hashes_where_that_ma
         return await give(weights)
 
     server.give = refuse
-    canaries = Canaries(any_base=any_base)
+    canaries = LogprobCheck(any_base=any_base)
     if not any_base:
         with pytest.raises(UserError, match="another base model"):
             await server.update(canaries, commit(tmp_path, 8))
@@ -215,7 +215,7 @@ async def test_a_server_of_another_base_model_is_checked_by_hashes_where_that_ma
 @pytest.mark.parametrize("known", [True, False])
 async def test_a_server_whose_weights_are_unusable_is_given_others(server, tmp_path, known):
     """Contract: only a load mends it, so that it is not asked first what it serves for ever. One that is not known yet gets the base."""
-    canaries = Canaries()
+    canaries = LogprobCheck()
     if known:
         await server.update(canaries, commit(tmp_path, 1))
     server.gave.clear()
@@ -228,7 +228,7 @@ async def test_a_server_whose_weights_are_unusable_is_given_others(server, tmp_p
 async def test_a_server_that_samples_is_never_given_the_base(server, tmp_path, heard):
     """Contract: whether a server is checked is decided before it samples. A canary that comes later (the trainer's was switched off meanwhile) does not
     put it back on the base weights under episodes in flight."""
-    canaries = Canaries()
+    canaries = LogprobCheck()
     await server.update(canaries, commit(tmp_path, 5, None))
     server.now = replace(server.now, canary=None)
     await server.update(canaries, commit(tmp_path, 6))
@@ -242,13 +242,13 @@ async def test_a_base_that_cannot_be_read_now_is_trouble_not_a_run_without_one(s
     def away(directory):
         raise CommitError("away")
 
-    monkeypatch.setattr("prime_rl.orchestrator.canary.weights_manifest", away)
-    with pytest.raises(EngineTrouble, match="no canary can be calibrated: away"):
-        await server.update(Canaries(), commit_without_reading(tmp_path, 5))
+    monkeypatch.setattr("prime_rl.fleet.logprob_check.weights_manifest", away)
+    with pytest.raises(ServerError, match="no canary can be calibrated: away"):
+        await server.update(LogprobCheck(), commit_without_reading(tmp_path, 5))
 
 
 async def test_a_server_that_was_started_again_is_calibrated_again(server, tmp_path):
-    canaries, one = Canaries(), commit(tmp_path, 1)
+    canaries, one = LogprobCheck(), commit(tmp_path, 1)
     await server.update(canaries, one)
     server.boot, server.noise = "second", 0.1
     await server.update(canaries, one)
@@ -260,7 +260,7 @@ async def test_a_server_that_was_started_again_is_calibrated_again(server, tmp_p
         return await give(weights)
 
     server.give = restarted
-    with pytest.raises(EngineTrouble, match="started again while it loaded version 1"):
+    with pytest.raises(ServerError, match="started again while it loaded version 1"):
         await server.update(canaries, one)
 
 
@@ -269,14 +269,14 @@ async def test_a_server_that_computes_another_model_is_never_calibrated(server, 
     one = commit(tmp_path, 1)
     for _ in range(2):
         with pytest.raises(
-            CanaryFailed, match=r"does not compute the trainer's model: on the base weights .* 1.5 nats"
+            LogprobCheckFailed, match=r"does not compute the trainer's model: on the base weights .* 1.5 nats"
         ):
-            await server.update(Canaries(), one)
+            await server.update(LogprobCheck(), one)
 
 
 async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, tmp_path):
     """A step moves less than the band; going back to what it really serves is no failure, nor is loading the same again."""
-    canaries, one = Canaries(), commit(tmp_path, 1)
+    canaries, one = LogprobCheck(), commit(tmp_path, 1)
     two = commit(tmp_path, 2, Canary(TOKENS, (-1.001, -2.0, -3.001)))
     await server.update(canaries, one)
     give = server.give
@@ -288,7 +288,7 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, 
     server.give = stale
     for version in (two, one, two, one, one):
         if version is two:
-            with pytest.raises(CanaryFailed, match="the very same as before"):
+            with pytest.raises(LogprobCheckFailed, match="the very same as before"):
                 await server.update(canaries, version)
         else:
             await server.update(canaries, version)
@@ -298,21 +298,21 @@ async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, 
 
 async def test_each_engine_of_a_server_with_several_is_scored(server, tmp_path):
     """Contract: an engine that keeps what it had, or computes something else, is found behind others that compute what they should."""
-    canaries, one = Canaries(), commit(tmp_path, 1)
+    canaries, one = LogprobCheck(), commit(tmp_path, 1)
     server.engines = 3
     await server.update(canaries, one)
     assert server.scored == 6
     server.stale = list(LOGPROBS)
-    with pytest.raises(CanaryFailed, match="the very same as before"):
+    with pytest.raises(LogprobCheckFailed, match="the very same as before"):
         await server.update(canaries, commit(tmp_path, 2, Canary(TOKENS, (-1.001, -2.0, -3.001))))
     server.stale = [logprob + 2 * LEAST_MEAN for logprob in LOGPROBS]
-    with pytest.raises(CanaryFailed, match=r"differ from the trainer's by 0.002 nats"):
+    with pytest.raises(LogprobCheckFailed, match=r"differ from the trainer's by 0.002 nats"):
         await server.update(canaries, one)
 
 
 async def test_one_that_nears_the_end_of_its_band_is_told_of_once(server, tmp_path, heard):
     """Contract: who runs for weeks hears of growing noise before it ends the run."""
-    canaries = Canaries()
+    canaries = LogprobCheck()
     server.noise = 0.05
     await server.update(canaries, commit(tmp_path, 1))
     server.noise = 0.6 * 0.05 * FACTOR
@@ -324,7 +324,7 @@ async def test_one_that_nears_the_end_of_its_band_is_told_of_once(server, tmp_pa
 
 async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tmp_path, heard):
     """One line, not one a version. But one that could answer, and cannot any more, has failed."""
-    canaries, one, two = Canaries(), commit(tmp_path, 1), commit(tmp_path, 2)
+    canaries, one, two = LogprobCheck(), commit(tmp_path, 1), commit(tmp_path, 2)
     server.answer = CannotScore("no such thing")
     for version in (one, two):
         await server.update(canaries, version)
@@ -333,18 +333,18 @@ async def test_a_server_that_cannot_answer_is_not_checked_and_says_so(server, tm
     ]
     server.boot, server.answer = "second", None
     await server.update(canaries, one)
-    for answer in (CannotScore("no such thing"), EngineTrouble("it failed")):
+    for answer in (CannotScore("no such thing"), ServerError("it failed")):
         server.answer = answer
-        with pytest.raises(CanaryFailed, match=f"does not score the canary prompt: {answer}"):
+        with pytest.raises(LogprobCheckFailed, match=f"does not score the canary prompt: {answer}"):
             await server.update(canaries, two)
     server.answer, server.noise = None, math.nan
-    with pytest.raises(CanaryFailed, match="does not compute it"):
+    with pytest.raises(LogprobCheckFailed, match="does not compute it"):
         await server.update(canaries, two)
 
 
 async def test_versions_without_a_canary_are_served_by_their_hash(server, tmp_path, heard):
     """A run that was begun before there were any: that is said once."""
-    canaries = Canaries()
+    canaries = LogprobCheck()
     for version in (1, 2):
         await server.update(canaries, commit(tmp_path, version, None))
     server.now = replace(server.now, canary=None)
@@ -376,7 +376,7 @@ class Wrong(Server):
         if weights.version in self.wrong:
             self.claim, self.now = served, Served(NOTHING_THAT_WAS_COMMITTED, "", served.boot)
             await asyncio.sleep(0.3)
-            raise CanaryFailed(f"{self.root} does not compute version {weights.version}: 0.3 nats")
+            raise LogprobCheckFailed(f"{self.root} does not compute version {weights.version}: 0.3 nats")
         return served
 
 
@@ -448,7 +448,7 @@ async def test_a_failed_canary_takes_back_an_earlier_proof(tmp_path):
     await replica.load(manifest)
     assert await replica.proven()
     world.servers[0].wrong = {0}
-    with pytest.raises(CanaryFailed):
+    with pytest.raises(LogprobCheckFailed):
         await replica.load(manifest)
     assert not await replica.proven()
     world.servers[0].wrong = set()
@@ -477,4 +477,4 @@ async def test_a_proof_that_is_asked_for_while_the_canary_is_scored_waits_for_it
         assert not load.done()
         assert await replica.proven() is (not wrong)
         await asyncio.wait([load])
-        assert isinstance(load.exception(), CanaryFailed) is bool(wrong)
+        assert isinstance(load.exception(), LogprobCheckFailed) is bool(wrong)

@@ -13,7 +13,7 @@ from typing import Protocol
 from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.engine import CannotScore, EngineTrouble, Served, Unusable
+from prime_rl.fleet.client import CannotScore, NoWeightsServed, Served, ServerError
 from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
@@ -27,7 +27,7 @@ MOVED_MEAN = 1e-4  # nats: by so much the trainer's own numbers move from one ve
 WORST_MEAN = 1.0  # nats: a server that is farther off on the base weights does not compute this model
 
 
-class CanaryFailed(EngineTrouble):
+class LogprobCheckFailed(ServerError):
     """The server does not compute what the trainer computed."""
 
 
@@ -96,7 +96,7 @@ async def score(engine: "Scoring", canary: Canary, engines: int) -> list[Scores]
     """What each of the engines behind a server computes: one, or as many as its data parallelism has.
 
     Raises:
-        CannotScore, EngineTrouble: as `Engine.score` does.
+        CannotScore, ServerError: as `InferenceClient.score` does.
     """
     numbers: Sequence[int | None] = range(engines) if engines > 1 else [None]
     return [Scores(canary.logprobs, await engine.score(canary.tokens, number)) for number in numbers]
@@ -109,7 +109,7 @@ def farthest(scores: Sequence[Scores]) -> Difference:
 
 
 class Scoring(Protocol):
-    """What is asked of a server: `engine.Engine`."""
+    """What is asked of a server: `client.InferenceClient`."""
 
     root: str
 
@@ -118,7 +118,7 @@ class Scoring(Protocol):
     async def give(self, weights: WeightsManifest) -> Served: ...
 
 
-class Canaries:
+class LogprobCheck:
     """The bands of all servers of a run, each for one incarnation of the server.
 
     Args:
@@ -138,13 +138,13 @@ class Canaries:
         does not serve the base weights is given them first: never later, when it samples.
 
         Raises:
-            CanaryFailed: it computes something else.
-            EngineTrouble: it did not answer, or version 0 cannot be read.
+            LogprobCheckFailed: it computes something else.
+            ServerError: it did not answer, or version 0 cannot be read.
         """
         known = engine.root in self._bands
         try:
             served: Served | None = await engine.served()
-        except Unusable:
+        except NoWeightsServed:
             if known:
                 return  # a load mends it; `check` sees whether it was started again
             served = None
@@ -161,7 +161,7 @@ class Canaries:
         if served is None or not served.holds(base):
             try:
                 served = await engine.give(base)
-            except EngineTrouble:
+            except ServerError:
                 raise
             except UserError as error:
                 if not self._any_base or served is None:
@@ -178,7 +178,7 @@ class Canaries:
         found = farthest(scores)
         band = calibrated(found)
         if band is None:
-            raise CanaryFailed(
+            raise LogprobCheckFailed(
                 f"the server at {engine.root} does not compute the trainer's model: on the base weights the log-probabilities of the canary "
                 f"prompt differ by {found}; {WORST_MEAN:g} on average is the most that can be noise (canary = false switches this off)"
             )
@@ -189,14 +189,14 @@ class Canaries:
         """After the server, which says what is `served`, has loaded `weights`.
 
         Raises:
-            CanaryFailed: it computes something else, or does not answer any more.
-            EngineTrouble: it was started again meanwhile.
+            LogprobCheckFailed: it computes something else, or does not answer any more.
+            ServerError: it was started again meanwhile.
         """
         if weights.canary is None or engine.root not in self._bands:
             return
         boot, band = self._bands[engine.root]
         if boot != served.boot:
-            raise EngineTrouble(
+            raise ServerError(
                 f"the server at {engine.root} was started again while it loaded version {weights.version}"
             )
         if band is None:
@@ -204,11 +204,11 @@ class Canaries:
         claim = f"the server at {engine.root} says it serves version {weights.version} ({weights.hash[:12]}) but"
         try:
             scores = await score(engine, weights.canary, served.engines)
-        except (CannotScore, EngineTrouble) as error:  # it could answer when it was calibrated
-            raise CanaryFailed(f"{claim} does not score the canary prompt: {error}") from error
+        except (CannotScore, ServerError) as error:  # it could answer when it was calibrated
+            raise LogprobCheckFailed(f"{claim} does not score the canary prompt: {error}") from error
         found = farthest(scores)
         if not band.holds(found):
-            raise CanaryFailed(
+            raise LogprobCheckFailed(
                 f"{claim} does not compute it: its log-probabilities of the canary prompt differ from the trainer's by {found}; "
                 f"the band is {band} (canary = false switches this off)"
             )
@@ -219,7 +219,7 @@ class Canaries:
             )
         before = self._scores[engine.root]
         if any(stayed(one, other) for one, other in zip(before, scores, strict=True)):
-            raise CanaryFailed(
+            raise LogprobCheckFailed(
                 f"{claim} does not compute it: its log-probabilities of the canary prompt are the very same as before (canary = false switches "
                 f"this off)"
             )
@@ -239,10 +239,10 @@ def _base_of(weights: WeightsManifest) -> WeightsManifest | None:
     """Version 0 of the same run, which is never removed. None: this run has none (random weights).
 
     Raises:
-        EngineTrouble: it is there, and cannot be read now.
+        ServerError: it is there, and cannot be read now.
     """
     root = weights.directory.parent
     try:
         return weights_manifest(version_dir(root, BASE)) if BASE in list_steps(root) else None
     except CommitError as error:
-        raise EngineTrouble(f"no canary can be calibrated: {error}") from error
+        raise ServerError(f"no canary can be calibrated: {error}") from error

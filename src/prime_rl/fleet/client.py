@@ -18,7 +18,7 @@ from prime_rl.transport.weights import WeightsManifest
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import ClientConfig
-    from prime_rl.orchestrator.canary import Canaries
+    from prime_rl.fleet.logprob_check import LogprobCheck
 
 _POLL_SECONDS = 0.25
 _PROBE_TIMEOUT_SECONDS = 10.0
@@ -29,7 +29,7 @@ _UNUSABLE = 500  # as an answer to what is served
 _UNSENT = 424  # `inference.service.EXCHANGE_FAILED`
 
 
-class EngineTrouble(UserError):
+class ServerError(UserError):
     """The server did not answer, or answered that something went wrong on its side: worth another attempt."""
 
 
@@ -37,15 +37,15 @@ class Misrouted(Exception):
     """Somebody answers for this run whom nobody gives its weights. No `UserError`: nobody is to try again, the run ends."""
 
 
-class NotOurs(UserError):
+class NotOurServer(UserError):
     """The server has no such route, or another key: it is another program's, or another run's."""
 
 
-class NotSent(EngineTrouble):
+class VersionNotSent(ServerError):
     """The trainer's sender did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
 
 
-class Unusable(EngineTrouble):
+class NoWeightsServed(ServerError):
     """The server says that it cannot say what it serves: nothing but another load mends its weights."""
 
 
@@ -78,14 +78,14 @@ class Served:
         return (self.version, self.hash) == (weights.version, weights.hash)
 
 
-class Engine:
+class InferenceClient:
     """A client of one inference server. Use it as an asynchronous context manager.
 
     Args:
         canaries: Check what the server computes, not only what it says that it serves (None: do not).
     """
 
-    def __init__(self, config: "ClientConfig", root: str | None = None, canaries: "Canaries | None" = None) -> None:
+    def __init__(self, config: "ClientConfig", root: str | None = None, canaries: "LogprobCheck | None" = None) -> None:
         self.root = root or config.api_roots[0]
         self._config, self._canaries = config, canaries
         key = os.environ.get(config.api_key_var, "")
@@ -98,7 +98,7 @@ class Engine:
             limits=httpx.Limits(keepalive_expiry=1.0),
         )
 
-    async def __aenter__(self) -> "Engine":
+    async def __aenter__(self) -> "InferenceClient":
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -139,7 +139,7 @@ class Engine:
         """Ask what is served.
 
         Raises:
-            Unusable: a load that failed has left it without weights.
+            NoWeightsServed: a load that failed has left it without weights.
             UserError: the server is not ours (it has no such route), refuses the key, or does not answer.
         """
         body = await self._call("GET", "/weights", timeout=min(_PROOF_TIMEOUT_SECONDS, self._config.timeout))
@@ -161,7 +161,7 @@ class Engine:
         """Have the server load a committed version and prove it: say what it serves, and compute what the trainer computed.
 
         Raises:
-            EngineTrouble: it failed, or its answer was lost, and it does not serve that version; or it computes something else.
+            ServerError: it failed, or its answer was lost, and it does not serve that version; or it computes something else.
             UserError: it refused, or says afterwards that it serves something else.
         """
         if self._canaries is None:
@@ -176,13 +176,13 @@ class Engine:
         """Have the server load a committed version and say what it serves.
 
         Raises:
-            EngineTrouble, UserError: as `update` does, but what it computes is not looked at.
+            ServerError, UserError: as `update` does, but what it computes is not looked at.
         """
         body = {"weight_dir": str(weights.directory.resolve()), "version": weights.version}
         try:
             answer = await self._call("POST", "/update_weights", body)
             served = replace(await self.served(), seconds=_seconds(answer))
-        except EngineTrouble:
+        except ServerError:
             found = await self._served_or_none()
             if found is None or not found.holds(weights):  # that counts, not what became of its answer
                 raise
@@ -198,7 +198,7 @@ class Engine:
         """Have the server load its base weights again and say so.
 
         Raises:
-            EngineTrouble: it failed, or did not answer.
+            ServerError: it failed, or did not answer.
             UserError: it refused, or says afterwards that it serves something else.
         """
         await self._call("POST", "/reload_weights")
@@ -217,7 +217,7 @@ class Engine:
 
         Raises:
             CannotScore: the server refuses, or answers without them.
-            EngineTrouble: it did not answer, or failed.
+            ServerError: it did not answer, or failed.
         """
         body = {
             "token_ids": list(tokens),
@@ -230,7 +230,7 @@ class Engine:
         try:
             which = {} if engine is None else {"X-data-parallel-rank": str(engine)}  # vLLM's own header
             answer = await self._call("POST", "/inference/v1/generate", body, headers=which)
-        except EngineTrouble:
+        except ServerError:
             raise
         except UserError as error:
             raise CannotScore(str(error)) from error
@@ -245,12 +245,12 @@ class Engine:
         """The HTTP status of an empty request: whether there is such a route at all.
 
         Raises:
-            EngineTrouble: there was no answer.
+            ServerError: there was no answer.
         """
         try:
             response = await self._http.post(path, json={}, timeout=_PROBE_TIMEOUT_SECONDS)
         except httpx.TransportError as error:
-            raise EngineTrouble(f"{self.root} did not answer POST {path}: {error!r}") from error
+            raise ServerError(f"{self.root} did not answer POST {path}: {error!r}") from error
         return response.status_code
 
     async def _served_or_none(self) -> Served | None:
@@ -287,19 +287,19 @@ class Engine:
                 # A connection that broke says nothing about the server; every call here may be repeated.
                 response = await self._http.request(method, path, json=body, timeout=limit, headers=headers)
         except httpx.TransportError as error:
-            raise EngineTrouble(
+            raise ServerError(
                 f"the inference server at {self.root} did not answer {method} {path}: {error!r}"
             ) from error
         if response.status_code == 401:
-            raise NotOurs(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
+            raise NotOurServer(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
         if response.status_code == 404:
-            raise NotOurs(f"{self.root}{path} does not exist: is this server started with `inference`?")
+            raise NotOurServer(f"{self.root}{path} does not exist: is this server started with `inference`?")
         if response.status_code == _UNSENT:
-            raise NotSent(f"the inference server at {self.root}: {_message(response)}")
+            raise VersionNotSent(f"the inference server at {self.root}: {_message(response)}")
         if response.status_code == _BUSY:
-            raise EngineTrouble(f"the inference server at {self.root} is at another change: {_message(response)}")
+            raise ServerError(f"the inference server at {self.root} is at another change: {_message(response)}")
         if response.status_code >= 500:
-            kind = Unusable if (path, response.status_code) == ("/weights", _UNUSABLE) else EngineTrouble
+            kind = NoWeightsServed if (path, response.status_code) == ("/weights", _UNUSABLE) else ServerError
             raise kind(f"the inference server at {self.root} failed {method} {path}: {_message(response)}")
         if not response.is_success:
             raise UserError(f"the inference server at {self.root} refused {method} {path}: {_message(response)}")

@@ -13,8 +13,8 @@ import pytest
 
 from prime_rl.config.shared import ClientConfig, how_to_start
 from prime_rl.errors import UserError
-from prime_rl.orchestrator import engine as engine_module
-from prime_rl.orchestrator.engine import CannotScore, Engine, EngineTrouble, Served, Unusable
+from prime_rl.fleet import client as engine_module
+from prime_rl.fleet.client import CannotScore, InferenceClient, NoWeightsServed, Served, ServerError
 from prime_rl.transport.weights import WeightsManifest
 from support.scripted import until
 
@@ -71,7 +71,7 @@ def manifest(version: int = 3) -> WeightsManifest:
 async def test_the_base_url_works_with_and_without_v1(server, suffix):
     """`client.base_url` may end in /v1 or not: the weight routes are found either way."""
     server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "h"}
-    async with Engine(ClientConfig(base_url=server.url + suffix)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url + suffix)) as engine:
         assert await engine.served() == Served(2, "h")
 
 
@@ -79,7 +79,7 @@ async def test_the_key_is_sent(server, monkeypatch):
     """The key in the configured environment variable guards the weight routes too."""
     monkeypatch.setenv("MY_KEY", "secret")
     server.answers["GET", "/weights"] = 200, {"version": 0, "hash": "h"}
-    async with Engine(ClientConfig(base_url=server.url, api_key_var="MY_KEY")) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url, api_key_var="MY_KEY")) as engine:
         await engine.served()
     assert server.asked[-1][3] == "Bearer secret"
 
@@ -88,7 +88,7 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
     """What is served is proven to be what was committed: version and hash are asked for after every update."""
     server.answers["POST", "/update_weights"] = 200, {}
     server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
-    async with Engine(ClientConfig(base_url=server.url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
         assert await engine.update(manifest()) == Served(3, "abc")
         server.answers["POST", "/update_weights"] = 200, {"seconds": {"stage": 0.5, "pause": 0.25}}
         assert (await engine.update(manifest())).seconds == {"stage": 0.5, "pause": 0.25}
@@ -111,7 +111,7 @@ async def test_an_update_is_believed_only_when_the_server_says_what_it_serves(se
 async def test_refusals_name_their_cause(server, status, body, message):
     """One clear line: what was refused, by whom, and why."""
     server.answers["POST", "/update_weights"] = status, body
-    async with Engine(ClientConfig(base_url=server.url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
         with pytest.raises(UserError, match=message):
             await engine.update(manifest())
 
@@ -120,10 +120,10 @@ async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served
     """The server failed after it had loaded the weights: what it serves decides, so that nothing is sampled again."""
     server.answers["POST", "/update_weights"] = 500, {}
     server.answers["GET", "/weights"] = 200, {"version": 3, "hash": "abc"}
-    async with Engine(ClientConfig(base_url=server.url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
         assert await engine.update(manifest()) == Served(3, "abc")
         server.answers["GET", "/weights"] = 200, {"version": 2, "hash": "older"}
-        with pytest.raises(EngineTrouble):
+        with pytest.raises(ServerError):
             await engine.update(manifest())
 
 
@@ -133,18 +133,18 @@ async def test_an_update_whose_answer_was_lost_counts_when_the_version_is_served
 async def test_a_failure_of_the_server_is_told_from_a_refusal(server, status, trouble):
     """The first is worth another attempt, the second is not."""
     server.answers["GET", "/weights"] = status, {}
-    async with Engine(ClientConfig(base_url=server.url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
         with pytest.raises(UserError) as caught:
             await engine.served()
-    assert isinstance(caught.value, EngineTrouble) is trouble
-    assert isinstance(caught.value, Unusable) is (status == 500)  # of what is served, and of nothing else
+    assert isinstance(caught.value, ServerError) is trouble
+    assert isinstance(caught.value, NoWeightsServed) is (status == 500)  # of what is served, and of nothing else
 
 
 async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(server):
     """The log-probabilities of all tokens but the first, at temperature 1; what JSON cannot write is no number."""
     entries = [None, {"7": {"logprob": -0.5}}, {"5": {"logprob": None}}]
     server.answers["POST", "/inference/v1/generate"] = 200, {"choices": [], "prompt_logprobs": entries}
-    async with Engine(ClientConfig(base_url=server.url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
         found = [await engine.score([9, 7, 5]) for _ in range(2)]
     assert [logprobs[0] for logprobs in found] == [-0.5, -0.5]
     assert all(math.isnan(logprobs[1]) for logprobs in found)
@@ -168,18 +168,18 @@ async def test_a_prompt_is_scored_by_the_route_of_episodes_and_computed_anew(ser
 )
 async def test_a_server_that_does_not_score_prompts_is_told_from_one_that_failed(server, status, body):
     server.answers["POST", "/inference/v1/generate"] = status, body
-    async with Engine(ClientConfig(base_url=server.url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
         with pytest.raises(CannotScore):
             await engine.score([9, 7])
         server.answers["POST", "/inference/v1/generate"] = 500, {}
-        with pytest.raises(EngineTrouble):
+        with pytest.raises(ServerError):
             await engine.score([9, 7])
 
 
 async def test_waiting_for_a_server_that_never_comes_is_bounded_and_says_so(server, heard):
     """A wait has a subject, an owner and a deadline, in the log too; its end says what the server answered."""
     waits = []
-    async with Engine(ClientConfig(base_url=server.url, ready_timeout=0.6)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url, ready_timeout=0.6)) as engine:
         with pytest.raises(UserError, match=r"no inference server at .*: GET /health gives HTTP 404"):
             await engine.wait_ready(lambda *wait: waits.append(wait))
     assert waits[0][0] == "a healthy server"
@@ -193,7 +193,7 @@ async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same
     """The log hears of it while the first look hangs, and the deadline holds for that look, too."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        async with Engine(ClientConfig(base_url=url, ready_timeout=1.5)) as engine:
+        async with InferenceClient(ClientConfig(base_url=url, ready_timeout=1.5)) as engine:
             waiting = asyncio.create_task(engine.wait_ready(lambda *wait: None))
             while not heard.messages and not waiting.done():
                 await asyncio.sleep(0.05)
@@ -206,7 +206,7 @@ async def test_a_server_that_accepts_and_never_answers_is_waited_for_in_the_same
 async def test_a_server_that_is_there_is_no_news(server, heard, monkeypatch):
     """Nothing is said of a wait that is over before it is noticed; of another its end is said, too."""
     server.answers["GET", "/health"] = 200, {}
-    async with Engine(ClientConfig(base_url=server.url)) as engine:
+    async with InferenceClient(ClientConfig(base_url=server.url)) as engine:
         monkeypatch.setattr(engine_module, "_SAY_WAIT_AFTER_SECONDS", 3.0)
         await engine.wait_ready(lambda *wait: None)
         await asyncio.sleep(3.1)

@@ -6,11 +6,11 @@ import random
 import pytest
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.orchestrator.fleet import Fleet, RoutedPool, rest_seconds
-from unit.orchestrator.test_fleet import FleetWorld, Server, run, serving_fleet
+from prime_rl.fleet.replicas import ReplicaPool, RoutedEnvPool, rest_seconds
+from unit.fleet.test_replicas import FleetWorld, Server, run, serving_fleet
 
 
-def fail(fleet: Fleet, replica, times: int) -> None:
+def fail(fleet: ReplicaPool, replica, times: int) -> None:
     """Lost by a failed episode, and back, so often."""
     for _ in range(times):
         fleet.failed(replica)
@@ -131,7 +131,7 @@ async def test_an_evaluation_is_not_swallowed_either(sick):
             bad = server in [f"http://{number}" for number in range(sick)]
             return EpisodeResult(episode_id, env, "task", Outcome.ENGINE_UNAVAILABLE if bad else Outcome.OK)
 
-    routed = RoutedPool(Pool(), fleet)
+    routed = RoutedEnvPool(Pool(), fleet)
     deadline = asyncio.get_running_loop().time() + 60
     jobs = [routed.run(episode_id=str(n), env="env", deadline=deadline) for n in range(30)]
     results = await asyncio.gather(*jobs)

@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-import prime_rl.orchestrator.recovery as recovery
+import prime_rl.fleet.recovery as recovery
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
+from prime_rl.fleet import weight_sync as serving
+from prime_rl.fleet.client import Served, ServerError
 from prime_rl.monitor import Status, read_metrics
-from prime_rl.orchestrator import serving
-from prime_rl.orchestrator.engine import EngineTrouble, Served
 from prime_rl.transport.incarnations import read_lease
 from support.scripted import World, has_batch, until
-from unit.orchestrator.test_fleet import FleetWorld, run
+from unit.fleet.test_replicas import FleetWorld, run
 
 EVAL = {"interval": 2, "at_start": False, "environments": [{"id": "env", "name": "held-out"}]}
 
@@ -265,7 +265,7 @@ async def test_one_that_cannot_say_what_it_serves_does_not_keep_the_others(tmp_p
     world = FleetWorld(tmp_path, servers=3)
 
     async def served():
-        raise EngineTrouble("GET /weights fails at server1")
+        raise ServerError("GET /weights fails at server1")
 
     world.servers[1].served = served
     await run(world)
@@ -327,7 +327,7 @@ async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeyp
             bad.up = False
             hung.set()
             await released.wait()  # client.timeout: 600 s
-            raise EngineTrouble("did not answer")
+            raise ServerError("did not answer")
         return await up(weights)
 
     bad.update = update
@@ -369,14 +369,14 @@ async def test_a_version_that_all_servers_are_lost_over_again_and_again(tmp_path
             if weights.version == 1:
                 asked.append(server.root)
                 server.base()  # started again by somebody
-                raise EngineTrouble(f"{server.root} died of it")
+                raise ServerError(f"{server.root} died of it")
             return await load(weights)
 
         server.update = die
     running = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=running)
     world.trainer.commit(1)
-    with pytest.raises(EngineTrouble, match="died of it"):
+    with pytest.raises(ServerError, match="died of it"):
         async with asyncio.timeout(60):
             await running
     assert len(asked) >= 2 * serving._ATTEMPTS

@@ -16,13 +16,13 @@ from loguru import logger
 from prime_rl import faults
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
+from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
+from prime_rl.fleet.logprob_check import LogprobCheckFailed
+from prime_rl.fleet.replicas import Replica, ReplicaPool
+from prime_rl.fleet.versions import PublishedVersions
 from prime_rl.monitor import Status
-from prime_rl.orchestrator.canary import CanaryFailed
 from prime_rl.orchestrator.ckpt import Progress
 from prime_rl.orchestrator.core import Core, Drop, Start
-from prime_rl.orchestrator.engine import EngineTrouble, NotSent, Unusable
-from prime_rl.orchestrator.fleet import Fleet, Replica
-from prime_rl.orchestrator.history import History
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import ask_for_files, call_for_files
 from prime_rl.transport.protocol import BASE, Incarnation, first_lease, goes_on_from, lease_to_hold, lease_to_load
@@ -66,7 +66,7 @@ def _worst(errors: Iterable[LoadError]) -> LoadError:
     """The one that decides: a refusal, which another attempt will not mend, before what the trainer owes, before trouble."""
 
     def weight(error: LoadError) -> int:
-        return 1 if isinstance(error, NotSent) else 2 if isinstance(error, EngineTrouble | CommitError) else 0
+        return 1 if isinstance(error, VersionNotSent) else 2 if isinstance(error, ServerError | CommitError) else 0
 
     return min(errors, key=weight)
 
@@ -75,7 +75,7 @@ def _nothing_owed(version: int) -> bool:
     return False
 
 
-class Serving:
+class WeightSync:
     """What the servers serve. `begin` comes before `follow`.
 
     Attributes:
@@ -86,11 +86,11 @@ class Serving:
         parts: Of these, what each part took the slowest server (`inference.service.UpdateMetrics`).
     """
 
-    def __init__(self, config: "OrchestratorConfig", fleet: Fleet, status: Status, shell: Shell) -> None:
+    def __init__(self, config: "OrchestratorConfig", fleet: ReplicaPool, status: Status, shell: Shell) -> None:
         self.config = config
         self.fleet = fleet
         self.status = status
-        self.history = History(config.output_dir)
+        self.history = PublishedVersions(config.output_dir)
         self.lock = asyncio.Lock()  # bounded: every wait of its holders is
         self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
         self.seconds = 0.0
@@ -152,7 +152,7 @@ class Serving:
                 continue
             if len(failures) == len(ready):
                 failure = _worst(failures.values())
-                if any(isinstance(error, NotSent) for error in failures.values()):
+                if any(isinstance(error, VersionNotSent) for error in failures.values()):
                     owed = _nothing_owed  # it is not to be had any more: the newest is
                 await self._may_retry(failure, version)
                 continue
@@ -179,7 +179,7 @@ class Serving:
         )
         failures: dict[Replica, LoadError] = {}
         for replica, outcome in zip(replicas, outcomes, strict=True):
-            if isinstance(outcome, EngineTrouble):
+            if isinstance(outcome, ServerError):
                 failures[replica] = outcome
             elif isinstance(outcome, BaseException):
                 raise outcome
@@ -193,7 +193,7 @@ class Serving:
         """
         try:
             served = await replica.engine.served()
-        except Unusable:
+        except NoWeightsServed:
             return  # there is nothing to overwrite
         if self.config.trainer:
             base = self.history.manifest(version).hash
@@ -373,7 +373,7 @@ class Serving:
             if not await replica.proven():
                 self._shell.lost(replica)
         worst = _worst(failures.values())
-        lost = isinstance(worst, EngineTrouble | CommitError) and not isinstance(worst, NotSent)
+        lost = isinstance(worst, ServerError | CommitError) and not isinstance(worst, VersionNotSent)
         if self.fleet.serving or not lost:
             await self._may_retry(worst, version)
         else:
@@ -390,7 +390,7 @@ class Serving:
 
     def _count_misread(self, errors: Iterable[LoadError], version: int) -> None:
         """Servers that fail a canary go back to the earlier version and are given this one once more, but not for ever."""
-        failed = next((error for error in errors if isinstance(error, CanaryFailed)), None)
+        failed = next((error for error in errors if isinstance(error, LogprobCheckFailed)), None)
         if failed is None:
             return
         self._misread += 1
@@ -414,7 +414,7 @@ class Serving:
                 load.cancel()
         failures: dict[Replica, LoadError] = {}
         for replica, load in loads.items():
-            failure = load.exception() if load.done() and not load.cancelled() else EngineTrouble("lost meanwhile")
+            failure = load.exception() if load.done() and not load.cancelled() else ServerError("lost meanwhile")
             if isinstance(failure, UserError | CommitError):
                 failures[replica] = failure
             elif failure is not None:
@@ -441,7 +441,7 @@ class Serving:
         try:
             for error in (await self._load([replica], version)).values():
                 raise error
-        except NotSent as error:
+        except VersionNotSent as error:
             self._wanted = version
             self._note_unsent(version, error)
             raise
@@ -460,18 +460,18 @@ class Serving:
 
     async def _may_retry(self, error: LoadError, version: int) -> None:
         """After a failure to load `version`: return after a pause if another attempt may succeed, else raise `error`."""
-        if isinstance(error, NotSent):
+        if isinstance(error, VersionNotSent):
             await self.await_sender(error, version)
             return
         self._failures += 1
         self.history.look()
         gone = not self.history.valid(version)  # removed while it was read: there is another one
-        if self._failures >= _ATTEMPTS or not (gone or isinstance(error, EngineTrouble)):
+        if self._failures >= _ATTEMPTS or not (gone or isinstance(error, ServerError)):
             raise error
         logger.warning("version {} was not loaded, trying again: {}", version, error)
         await asyncio.sleep(_RETRY_SECONDS * self._failures)
 
-    async def await_sender(self, error: NotSent, version: int) -> None:
+    async def await_sender(self, error: VersionNotSent, version: int) -> None:
         """Servers go on as they are while the trainer owes them this version, a newer one or its next incarnation: for at most `weights_timeout`."""
         self.history.look()
         seconds = self.config.weights_timeout
@@ -480,7 +480,7 @@ class Serving:
         self.status.waiting(f"weights/step_{version}, or a newer one,", "trainer", seconds)
         await asyncio.sleep(_RETRY_SECONDS)
 
-    def _ask_for_files(self, error: NotSent, version: int) -> None:
+    def _ask_for_files(self, error: VersionNotSent, version: int) -> None:
         """Under `weights.transport = "auto"`, once for every incarnation of the trainer: it goes on with files."""
         incarnation = self.history.incarnation.number
         with suppress(CommitError):  # removed meanwhile
@@ -492,7 +492,7 @@ class Serving:
             ):
                 ask_for_files(self.config.output_dir, incarnation, str(error))
 
-    def _note_unsent(self, version: int, error: NotSent) -> float:
+    def _note_unsent(self, version: int, error: VersionNotSent) -> float:
         """Returns since when."""
         if UNREACHABLE in str(error):
             self._ask_for_files(error, version)

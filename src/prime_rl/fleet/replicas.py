@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.canary import CanaryFailed
-from prime_rl.orchestrator.engine import Served
+from prime_rl.fleet.client import Served
+from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.transport.weights import WeightsManifest
 from prime_rl.wait import LEAST_POLL_SECONDS, WaitTimeout, wait_async
 
@@ -29,8 +29,8 @@ _FIRST_REST_SECONDS = 1.0  # of a server that fails what it is given, again and 
 _LONGEST_REST_SECONDS = 60.0
 
 
-class EngineClient(Protocol):
-    """What a fleet asks of a server: `engine.Engine`."""
+class ServerClient(Protocol):
+    """What a fleet asks of a server: `client.InferenceClient`."""
 
     @property
     def root(self) -> str: ...
@@ -57,7 +57,7 @@ class Replica:
         released: Whether it has left, and had proven all that it sampled.
     """
 
-    engine: EngineClient
+    engine: ServerClient
     serving: bool = False
     draining: bool = False
     in_flight: int = 0
@@ -86,7 +86,7 @@ class Replica:
         its base model meanwhile, what it had sampled is `tainted`.
 
         Raises:
-            CanaryFailed: it computes something else. It gets no work any more, and nothing that it says proves anything.
+            LogprobCheckFailed: it computes something else. It gets no work any more, and nothing that it says proves anything.
             UserError: it refused; the earlier version is still expected.
         """
         before = self.given
@@ -95,7 +95,7 @@ class Replica:
             self.coming = Served(manifest.version, manifest.hash, "" if before is None else before.boot)
         try:
             self.given = await (self.engine.reload() if manifest is None else self.engine.update(manifest))
-        except CanaryFailed:
+        except LogprobCheckFailed:
             self.serving = False
             self.given = None if before is None else replace(before, hash="")
             raise
@@ -120,12 +120,12 @@ class Replica:
         return served == self.given
 
 
-class Fleet:
+class ReplicaPool:
     """All servers of a run. Which one an episode goes to: the one its group is at, unless that has more than `slack` episodes more than the one
     with the fewest; attempts at one task share their prompt, which a server computes once.
     """
 
-    def __init__(self, engines: Iterable[EngineClient], slack: int = 1) -> None:
+    def __init__(self, engines: Iterable[ServerClient], slack: int = 1) -> None:
         self.replicas: list[Replica] = []
         self._slack = slack
         self._loads: list[
@@ -166,7 +166,7 @@ class Fleet:
         count = len(self.replicas)
         return f" on {len(self.serving)} of {count} servers" if count > 1 else ""
 
-    def add(self, engine: EngineClient) -> Replica:
+    def add(self, engine: ServerClient) -> Replica:
         """A server joins. It is away until it is admitted."""
         replica = Replica(engine)
         self.replicas.append(replica)
@@ -359,7 +359,7 @@ def least_loaded(replicas: Sequence[Replica], sound: bool = False) -> Replica | 
     return min(zip(order, replicas, strict=True), key=lambda pair: pair[0], default=(None, None))[1]
 
 
-class RoutedPool:
+class RoutedEnvPool:
     """An environment pool whose every episode goes to the least loaded serving replica: for one attempt at an evaluation.
 
     Args:
@@ -370,7 +370,7 @@ class RoutedPool:
     def __init__(
         self,
         pool: EnvPool,
-        fleet: Fleet,
+        fleet: ReplicaPool,
         avoid: Collection[Replica] = (),
         hopeless: Callable[[], bool] = lambda: False,
     ) -> None:

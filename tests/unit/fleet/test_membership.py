@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-import prime_rl.orchestrator.members as members
+import prime_rl.fleet.membership as members
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
+from prime_rl.fleet.client import Served
+from prime_rl.fleet.membership import GONE_SECONDS, STALE_SECONDS, Registry, Roster, first_members
 from prime_rl.monitor import Monitor, Status
-from prime_rl.orchestrator.engine import Served
-from prime_rl.orchestrator.members import GONE_SECONDS, STALE_SECONDS, Registry, Roster, first_members
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.transport.members import Member, member_path, publish, read_members
 from support.scripted import has_batch, until
-from unit.orchestrator.test_fleet import FleetWorld, Server
+from unit.fleet.test_replicas import FleetWorld, Server
 
 MODEL = "the model"
 

@@ -7,11 +7,13 @@ import pytest
 
 from prime_rl.config.orchestrator import EvalSection
 from prime_rl.envs.protocol import Outcome
+from prime_rl.fleet import recovery
+from prime_rl.fleet import weight_sync as serving
+from prime_rl.fleet.client import Served, VersionNotSent
 from prime_rl.monitor import read_metrics
-from prime_rl.orchestrator import evaluation, recovery, serving
-from prime_rl.orchestrator.engine import NotSent, Served
+from prime_rl.orchestrator import evaluation
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
-from unit.orchestrator.test_fleet import FleetWorld
+from unit.fleet.test_replicas import FleetWorld
 
 
 class Receiving(ScriptedEngine):
@@ -25,7 +27,7 @@ class Receiving(ScriptedEngine):
     async def update(self, weights) -> Served:
         if weights.version in self.unsent:
             self.refused.append(weights.version)
-            raise NotSent(f"version {weights.version} is superseded")
+            raise VersionNotSent(f"version {weights.version} is superseded")
         return await super().update(weights)
 
 
@@ -79,7 +81,7 @@ async def test_a_version_that_is_never_sent(world: World) -> None:
     run = asyncio.create_task(world.orchestrator().run())
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
-    with pytest.raises(NotSent, match="version 1 is superseded"):
+    with pytest.raises(VersionNotSent, match="version 1 is superseded"):
         async with asyncio.timeout(60):
             await run
 
@@ -199,7 +201,7 @@ async def test_two_servers_that_start_again_after_their_version_is_superseded(tm
 
         async def update(weights, load=load) -> Served:
             if weights.version in unsent:
-                raise NotSent(f"version {weights.version} is superseded")
+                raise VersionNotSent(f"version {weights.version} is superseded")
             return await load(weights)
 
         server.update = update
