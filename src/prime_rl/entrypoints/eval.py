@@ -14,6 +14,7 @@ from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_environment, check_key
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb
+from prime_rl.transport.settings import dry_path
 
 
 def main() -> None:
@@ -57,9 +58,9 @@ def run(config: EvalConfig) -> None:
     config = with_environments(config)
     for env in config.environments:
         check_environment(env)
-    path = config.output_dir / "configs" / "eval.toml"
-    write_toml(config, path)
     if config.dry_run:
+        path = dry_path(config.output_dir, "eval")
+        write_toml(config, path)
         names = ", ".join(env.name for env in config.environments)
         of = "" if config.weights_dir is None else f", versions of {config.weights_dir}"
         print(f"eval: {names} with {config.model.name} at {config.client.servers}{of}")
@@ -68,6 +69,7 @@ def run(config: EvalConfig) -> None:
     from prime_rl.envs.venv import prepare
     from prime_rl.evals.run import run_evals
 
+    write_toml(config, config.output_dir / "configs" / "eval.toml")
     log.setup(config.log.level, "eval", config.output_dir)
     prepare(config.environments)
     asyncio.run(_until_asked_to_stop(run_evals(config)))

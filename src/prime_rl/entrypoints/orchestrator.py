@@ -11,7 +11,7 @@ from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import FOR_GOOD, FinalError, UserError
 from prime_rl.launcher.checks import check_environment, check_model, check_own_functions
-from prime_rl.launcher.rundir import cleaned
+from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
@@ -40,9 +40,7 @@ def run(config: OrchestratorConfig) -> None:
     check_model(config.model.name)
     check_wandb(config.monitor.wandb)
     if config.bench:
-        from prime_rl.launcher.bench import apart
-
-        config = apart(config, logger.info)
+        config = separate_bench(config, logger.info)
     for env in [*config.environments, *(config.eval.environments if config.eval else [])]:
         check_environment(env)
     check_own_functions(config)

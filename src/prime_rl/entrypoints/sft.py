@@ -10,7 +10,7 @@ from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.checks import check_dataset, check_environment, check_model
-from prime_rl.launcher.rundir import cleaned
+from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import Status, log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.transport.commit import disk_errors
@@ -44,9 +44,7 @@ def run(config: SFTConfig, rank: int) -> None:
     if config.data.fake is None:
         check_dataset(config.data.name)
     if config.bench:
-        from prime_rl.launcher.bench import apart
-
-        config = apart(config, logger.info if rank == 0 else logger.debug)
+        config = separate_bench(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:
         if rank == 0:
             path = dry_path(config.output_dir, "sft")

@@ -11,7 +11,7 @@ from prime_rl.config import TrainerConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
 from prime_rl.launcher.checks import check_model
-from prime_rl.launcher.rundir import cleaned
+from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
 from prime_rl.transport.commit import disk_errors
@@ -39,9 +39,7 @@ def run(config: TrainerConfig, rank: int) -> None:
     if rank == 0:  # which logs alone
         check_wandb(config.monitor.wandb)
     if config.bench:
-        from prime_rl.launcher.bench import apart
-
-        config = apart(config, logger.info if rank == 0 else logger.debug)
+        config = separate_bench(config, logger.info if rank == 0 else logger.debug)
     if config.dry_run:
         if rank == 0:
             path = dry_path(config.output_dir, "trainer")

@@ -7,6 +7,7 @@ have it, too, and clients reach now the one, now the other.
 import errno
 import os
 import socket
+from pathlib import Path
 
 from prime_rl.errors import UserError
 from prime_rl.inference.arguments import ALL_ADDRESSES, is_loopback
@@ -31,16 +32,23 @@ def check_unheld(host: str, port: int, option: str) -> None:
 
 
 def _bind(host: str, port: int, option: str) -> socket.socket:
-    # Who listens at all addresses and who listens at loopback meet there.
-    scope = "" if host in (ALL_ADDRESSES, "::") or is_loopback(host) else f" of {host}"
+    everywhere = host in (ALL_ADDRESSES, "::")
+    name = f"prime-rl inference: port {port} at "
+    own = name + ("all" if everywhere else "loopback" if is_loopback(host) else host)
     holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        holder.bind(f"\0prime-rl inference: port {port}{scope}")
+        holder.bind(f"\0{own}")
+        taken = False
     except OSError as error:
-        holder.close()
-        if error.errno != errno.EADDRINUSE:
+        taken = error.errno == errno.EADDRINUSE
+        if not taken:
+            holder.close()
             raise
+    # A server that listens at all addresses meets every other one. Each binds first and looks then, so that one of two sees the other.
+    held = {line.partition("@")[2] for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()} - {own}
+    if taken or name + "all" in held or (everywhere and any(each.startswith(name) for each in held)):
+        holder.close()
         raise UserError(
             f"port {port} is taken by another inference server, which may still be loading: stop it, or choose another with {option}"
-        ) from error
+        )
     return holder

@@ -1,20 +1,40 @@
-"""What `rl` is going to start: a pure function of the configuration and of what this machine has."""
+"""What `rl` is going to start: a pure function of the configuration and of what this machine has.
+
+`make_plan` lists the processes, `lay_out` says which GPUs, ports and how much memory each gets, `visible_gpus` and `memory_gib` look at the machine.
+"""
 
 import shlex
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
-from prime_rl.config import RLConfig
+from prime_rl.config import InferenceConfig, RLConfig
 from prime_rl.config.base import BaseConfig
 from prime_rl.config.inference import SERVER, server_name
 from prime_rl.config.share import PAIR
 from prime_rl.errors import UserError
-from prime_rl.launcher.layout import LAST_PORT, Layout, Machine, lay_out
+from prime_rl.inference.checks import ModelSize
 
 RECOVER = "--recover"  # tells a job to go on from what is committed
+_SERVING_SHARE = 0.4  # of a GPU's memory, where it is shared and nothing is said
+_SERVING_ONLY = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
+_LEAST_SERVING_SHARE = 0.7  # below it the cache would lose more than staging in the host's memory costs
+_OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
+_ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
+_LEAST_CACHE_GIB = 2.0
+_EXTRA_PORTS = 1000  # from the first server of a GPU to the one that was not asked for: the ports between are others'
+# vLLM's engine prepares each step in Python. With a small model that takes longer than the GPU computes, and a second engine uses the time.
+_SMALL_GIB = 4.0
+_SERVERS_A_GPU = 2
+_SIXTEEN_BITS = ("auto", "bfloat16", "float16", "half")  # else files do not say how large weights are
+_LAST_PORT = 65_535
+_CORES_A_GPU = 8  # for two engines, their HTTP servers, the trainer and the environments
+_EPISODES_A_SERVER = 64  # in flight: fewer keep an engine's Python little busy
+_PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -60,69 +80,95 @@ class Plan:
     tmpfs: Path | None = None  # of this host, where the trainer writes weights to
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What the plan depends on besides the configuration.
+
+    Attributes:
+        gpu_gib: Memory of the smallest GPU; None where nobody can say.
+        model: Sizes of the model that is served; None for one that is not on this host, or without GPUs.
+    """
+
+    gpus: Sequence[str]
+    cores: int
+    environ: Mapping[str, str]
+    gpu_gib: float | None = None
+    model: ModelSize | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which GPUs each process uses, and how much of their memory.
+
+    Attributes:
+        servers: GPUs of each server that is started; none on a CPU. Several servers may name the same GPU.
+        trainer: GPUs of the trainer.
+        utilization: Share of a GPU's memory that one server may use; None: vLLM's choice.
+        cache_gib: KV cache of one server, in GiB. None: vLLM sizes it from free memory, so nothing else may allocate on the GPU while it starts.
+        ports: Of the servers, counted from `server.port`.
+        training_gib: What the trainer may use of a GPU that also serves; None where it has its GPUs for itself.
+    """
+
+    servers: tuple[tuple[str, ...], ...]
+    trainer: tuple[str, ...]
+    utilization: float | None = None
+    cache_gib: float | None = None
+    ports: tuple[int, ...] = ()
+    training_gib: float | None = None
+
+
 def make_plan(config: RLConfig, machine: Machine) -> Plan:
     """Plan processes, their GPUs, ports and configs.
 
     Raises:
-        UserError: for an impossible layout (see `layout`), too few ports, or an advertised address for several servers.
+        UserError: for an impossible layout (see `lay_out`), too few ports, or an advertised address for several servers.
     """
-    layout = lay_out(config, machine)
-    if len(layout.servers) > 1 and config.inference is not None and config.inference.server.advertise is not None:
+    layout, inference, output_dir = lay_out(config, machine), config.inference, config.output_dir
+    if len(layout.servers) > 1 and inference is not None and inference.server.advertise is not None:
         raise UserError("inference.server.advertise is the address of one server, but several are started")
-    servers = tuple(_server(config, number, offset) for number, offset in enumerate(layout.ports))
-    placed = {server.name: gpus for server, gpus in zip(servers, layout.servers, strict=True)}
-    placed |= {"trainer": layout.trainer, "orchestrator": ()}
+    servers = [_server(config, number, offset) for number, offset in enumerate(layout.ports)]
+    names = tuple(server.name for server in servers)
+    gpus = {**dict(zip(names, layout.servers, strict=True)), "trainer": layout.trainer, "orchestrator": ()}
     threads = _threads(config, machine, max(1, len(servers)))
-    logs = config.output_dir / "logs"
     sections = _sections(config, layout, servers)
-    configs = {config.output_dir / "configs" / f"{name}.toml": section for name, section in sections.items()}
-    few_cores = machine.cores <= 2
-    processes = [
-        Process(
-            "trainer",
-            _trainer_argv(config, placed["trainer"]),
-            logs / "trainer.log",
-            _environment("trainer", placed, threads, machine),
-            placed["trainer"],
-            drain_children=trainer_ranks(config, placed["trainer"]) > 1,
-            # A server that measures what is free of the GPU must be alone with it.
-            after_ready=tuple(server.name for server in servers)
-            if layout.training_gib and layout.cache_gib is None
-            else (),
-        ),
-        Process(
-            "orchestrator",
-            _argv(config, "orchestrator"),
-            logs / "orchestrator.log",
-            {**_environment("orchestrator", placed, threads, machine), **_client_key(config)},
-            # Server and trainer fill two cores while they import; the orchestrator is needed last.
-            after="trainer" if few_cores else None,
-        ),
-    ]
-    serving = [
-        Process(
-            server.name,
-            _argv(config, SERVER, server.name),
-            logs / f"{server.name}.log",
-            {**_environment(server.name, placed, threads, machine), **_server_key(config)},
-            placed[server.name],
-            service=True,
+    configs = {name: output_dir / "configs" / f"{name}.toml" for name in sections}
+
+    def process(name: str, argv: Sequence[str], key_variable: str | None = None, **more: Any) -> Process:
+        env = _environment(gpus[name], name, threads, machine)
+        if key_variable is not None and inference is not None and inference.api_key is not None:
+            env[key_variable] = inference.api_key
+        log = output_dir / "logs" / f"{name}.log"
+        return Process(
+            name, (sys.executable, *argv, "@", str(configs[name]), *recover(name)), log, env, gpus[name], **more
         )
-        for server in servers
-    ]
-    found = servers or _running_already(config)
-    return Plan((*serving, *processes), configs, found, config.output_dir, config.trainer.weights.tmpfs)
 
+    def recover(name: str) -> list[str]:
+        return [RECOVER] if config.recover and name in PAIR else []
 
-def trainer_ranks(config: RLConfig, gpus: Sequence[str]) -> int:
-    return config.trainer_ranks or max(1, len(gpus))
-
-
-def recovery_interval(config: RLConfig) -> int | Literal["auto"] | None:
-    """Steps between the trainer's recovery checkpoints: its own setting, else the run's where processes are started again."""
-    if config.trainer.recovery_interval is not None or config.bench or config.max_restarts == 0:
-        return config.trainer.recovery_interval
-    return config.recovery_interval
+    ranks = config.trainer_ranks or max(1, len(layout.trainer))
+    # Port 0: torchrun picks a free one, so that two runs on one host never meet.
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
+    torchrun = ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), *rendezvous)
+    serve = ("-m", "prime_rl.entrypoints.inference")
+    processes = (
+        *(process(name, serve, "VLLM_API_KEY", service=True) for name in names),
+        process(
+            "trainer",
+            ("-m", "prime_rl.entrypoints.trainer") if ranks == 1 else (*torchrun, "-m", "prime_rl.trainer.rl.train"),
+            drain_children=ranks > 1,
+            # A server that measures what is free of the GPU must be alone with it.
+            after_ready=names if layout.training_gib and layout.cache_gib is None else (),
+        ),
+        process(
+            "orchestrator",
+            ("-m", "prime_rl.entrypoints.orchestrator"),
+            config.orchestrator.client.api_key_var,
+            # Server and trainer fill two cores while they import; the orchestrator is needed last.
+            after="trainer" if machine.cores <= 2 else None,
+        ),
+    )
+    files = {configs[name]: section for name, section in sections.items()}
+    return Plan(processes, files, tuple(servers) or _running_already(config), output_dir, config.trainer.weights.tmpfs)
 
 
 def describe(plan: Plan) -> str:
@@ -132,8 +178,9 @@ def describe(plan: Plan) -> str:
         where = f"GPU {','.join(process.gpus)}" if process.gpus else "CPU"
         lines.append(f"{process.name:<13}  {where:<10}  log {process.log}")
         lines.append(f"{'':<15}{shlex.join(process.argv)}")
-        if process.env:
-            lines.append(f"{'':<15}{' '.join(f'{k}={_shown(k, v)}' for k, v in sorted(process.env.items()))}")
+        variables = [f"{key}={'***' if key.endswith('KEY') else value}" for key, value in sorted(process.env.items())]
+        if variables:
+            lines.append(f"{'':<15}{' '.join(variables)}")
     for server in plan.servers:
         whose = "already running" if server.port is None else f"port {server.port}"
         lines.append(f"server         {server.url} ({whose})")
@@ -149,8 +196,9 @@ def describe(plan: Plan) -> str:
 
 def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> dict[str, BaseConfig]:
     """What each process is configured with, by its name."""
-    trainer = config.trainer.model_copy(update={"recovery_interval": recovery_interval(config)})
-    orchestrator = config.orchestrator
+    trainer, orchestrator, inference = config.trainer, config.orchestrator, config.inference
+    if trainer.recovery_interval is None and config.max_restarts and not config.bench:
+        trainer = trainer.model_copy(update={"recovery_interval": config.recovery_interval})
     if layout.training_gib is not None:
         limited = trainer.model.model_copy(update={"memory_limit": layout.training_gib})
         weights = trainer.weights.model_copy(update={"shares_gpu": True})
@@ -159,32 +207,23 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
         client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
         orchestrator = orchestrator.model_copy(update={"client": client})
     sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
+    # What is free on a shared GPU is the trainer's, which leaves room for a server's copy only where it publishes from there.
+    published = trainer.weights.transport != "filesystem" and trainer.weights.tmpfs is None
     for number, server in enumerate(servers):
-        assert config.inference is not None
-        sections[server.name] = config.inference.model_copy(
+        assert inference is not None
+        sections[server.name] = inference.model_copy(
             update={
-                "weights_root": config.inference.weights_root or config.output_dir / "weights",
-                "weights_tmpfs": config.inference.weights_tmpfs or config.trainer.weights.tmpfs,
-                "server": config.inference.server.model_copy(update={"port": server.port}),
+                "weights_root": inference.weights_root or config.output_dir / "weights",
+                "weights_tmpfs": inference.weights_tmpfs or trainer.weights.tmpfs,
+                "server": inference.server.model_copy(update={"port": server.port}),
                 "replica": number,
                 "servers_on_host": len(servers),
                 "kv_cache_gib": layout.cache_gib,
                 "gpu_memory_utilization": layout.utilization,
-                **({} if layout.training_gib is None else {"stage_on_device": _stages_on_device(config)}),
+                "stage_on_device": inference.stage_on_device and (layout.training_gib is None or published),
             }
         )
     return sections
-
-
-def _stages_on_device(config: RLConfig) -> bool:
-    """What is free on a shared GPU is the trainer's, which leaves room for a copy of the server's only where it publishes from there."""
-    assert config.inference is not None
-    published = config.trainer.weights.transport != "filesystem" and config.trainer.weights.tmpfs is None
-    return published and config.inference.stage_on_device
-
-
-def _shown(key: str, value: str) -> str:
-    return "***" if key.endswith("KEY") else value
 
 
 def _threads(config: RLConfig, machine: Machine, servers: int) -> dict[str, int]:
@@ -199,12 +238,9 @@ def _threads(config: RLConfig, machine: Machine, servers: int) -> dict[str, int]
     return {SERVER: max(1, serving // servers), "trainer": max(1, training // ranks), "orchestrator": 1}
 
 
-def _environment(
-    name: str, placed: Mapping[str, tuple[str, ...]], threads: Mapping[str, int], machine: Machine
-) -> dict[str, str]:
+def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], machine: Machine) -> dict[str, str]:
     """Variables that the child gets on top of ours. What the user has set stays, except for the placement."""
     defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    gpus = placed[name]
     if not gpus:
         defaults["OMP_NUM_THREADS"] = str(threads.get(name, threads[SERVER]))
     elif name == "trainer":
@@ -214,42 +250,6 @@ def _environment(
         defaults["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     chosen = {key: value for key, value in defaults.items() if key not in machine.environ}
     return {**chosen, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else chosen
-
-
-def _config_path(config: RLConfig, name: str) -> str:
-    return str(config.output_dir / "configs" / f"{name}.toml")
-
-
-def _argv(config: RLConfig, entrypoint: str, name: str | None = None) -> tuple[str, ...]:
-    """The command of process `name`, by default that of the entrypoint."""
-    path = _config_path(config, name or entrypoint)
-    command = (sys.executable, "-m", f"prime_rl.entrypoints.{entrypoint}", "@", path)
-    return (*command, *_recover(config)) if entrypoint in PAIR else command
-
-
-def _recover(config: RLConfig) -> tuple[str, ...]:
-    return (RECOVER,) if config.recover else ()
-
-
-def _trainer_argv(config: RLConfig, gpus: Sequence[str]) -> tuple[str, ...]:
-    ranks = trainer_ranks(config, gpus)
-    if ranks == 1:
-        return _argv(config, "trainer")
-    torchrun = ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", str(ranks))
-    # Port 0: torchrun picks a free one, so that two runs on one host never meet.
-    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "--role", "trainer")
-    train = ("-m", "prime_rl.trainer.rl.train", "@", _config_path(config, "trainer"), *_recover(config))
-    return (sys.executable, *torchrun, *rendezvous, *train)
-
-
-def _server_key(config: RLConfig) -> dict[str, str]:
-    key = None if config.inference is None else config.inference.api_key
-    return {} if key is None else {"VLLM_API_KEY": key}
-
-
-def _client_key(config: RLConfig) -> dict[str, str]:
-    key = None if config.inference is None else config.inference.api_key
-    return {} if key is None else {config.orchestrator.client.api_key_var: key}
 
 
 def _running_already(config: RLConfig) -> tuple[Server, ...]:
@@ -264,9 +264,270 @@ def _server(config: RLConfig, number: int, offset: int) -> Server:
     """One of those that are started, and so many ports after the first."""
     assert config.inference is not None
     listens, port = config.inference.server, config.inference.server.port + offset
-    if port > LAST_PORT:
+    if port > _LAST_PORT:
         raise UserError(f"inference.server.port {listens.port} leaves no ports for {number + 1} servers")
     host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     name = server_name(number)
     return Server(name, url, f"{url}/health", config.ready_timeout, listens.host or "127.0.0.1", port)
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------
+
+
+def lay_out(config: RLConfig, machine: Machine) -> Layout:
+    """The servers get the first GPUs, the trainer the next ones, or the same.
+
+    Raises:
+        UserError: it cannot be, with the arithmetic.
+    """
+    inference = config.inference
+    if inference is None and (config.inference_servers or config.inference_gpus):
+        raise UserError(
+            "inference_servers and inference_gpus are for servers that `rl` starts: there is no [inference]"
+        )
+    serving = inference is not None and _on_cuda(inference.device, machine)
+    training = config.trainer_gpus if _on_cuda(config.trainer.device, machine) else 0
+    if not training and config.trainer_gpus > 1:
+        raise UserError(
+            f"trainer_gpus {config.trainer_gpus}: the trainer does not use GPUs here (see --device); processes on a CPU are --trainer-ranks"
+        )
+    if config.inference_gpus is not None and not serving:
+        raise UserError(
+            f"inference_gpus {config.inference_gpus}: the servers do not use GPUs here (see --device); several on a CPU are --inference-servers"
+        )
+    if training and config.trainer_ranks not in (None, training):
+        raise UserError(f"trainer_ranks {config.trainer_ranks} must equal trainer_gpus {training}: one GPU a rank")
+    counts = [] if inference is None else _server_sizes(config, inference, serving)
+    _check_enough(config, sum(counts), training, machine)
+    left = list(machine.gpus)
+    groups = tuple(tuple(left.pop(0) for _ in range(count)) for count in counts)
+    if inference is None:
+        return Layout((), tuple(left[:training]))
+    if not serving:
+        ports, share = tuple(range(len(groups))), inference.gpu_memory_utilization
+        return Layout(groups, tuple(left[:training]), share, inference.kv_cache_gib, ports)
+    share, limit, trainer = _serving_share(inference, machine), None, left
+    if config.share_gpus:
+        share, limit = _split(config, inference, machine)
+        trainer = list(machine.gpus)
+    engines = _engines_per_gpu(config, inference, len(groups), machine)
+    if engines > 1 and not config.share_gpus:
+        share = inference.gpu_memory_utilization
+    ports = tuple(range(config.inference_servers or len(groups)))
+    cache = inference.kv_cache_gib
+    if engines > 1 or config.share_gpus:
+        room = _room_for_cache(inference, (share or _SERVING_ONLY) / engines, engines, machine)
+        if cache is not None and room is not None and cache > room:
+            raise UserError(
+                f"inference.kv_cache_gib {cache:g}: {engines} server{'s'[: engines > 1]} on a GPU of {machine.gpu_gib:.1f} GiB leave "
+                f"{max(room, 0):.1f} for each, beside weights and engine"
+            )
+        cache = _cache_gib(room, machine) if cache is None else cache
+    if engines > 1:
+        if cache is None:
+            raise UserError(
+                f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each may use for keys and "
+                "values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give inference.kv_cache_gib"
+            )
+        share = (share or _SERVING_ONLY) / engines
+        if config.inference_servers is None:
+            ports = tuple(extra * _EXTRA_PORTS + number for extra in range(engines) for number in range(len(groups)))
+    return Layout(groups * engines, tuple(trainer[:training]), share, cache, ports, limit)
+
+
+def gpus_of_a_server(inference: InferenceConfig) -> int:
+    """How many GPUs one server of this configuration uses on this node."""
+    replicas = inference.data_parallel_size_local or inference.data_parallel_size
+    return inference.tensor_parallel_size * inference.pipeline_parallel_size * replicas
+
+
+def _server_sizes(config: RLConfig, inference: InferenceConfig, serving: bool) -> list[int]:
+    """How many GPUs each server, or each group of servers on one GPU, gets."""
+    wanted, total = config.inference_servers, config.inference_gpus
+    if inference.headless:
+        raise UserError("inference.headless: another node serves its requests; start it by itself, with `inference`")
+    if (wanted or 1) > 1 and inference.data_parallel_size_local not in (None, inference.data_parallel_size):
+        raise UserError(
+            "inference_servers: servers whose replicas are spread over nodes (data_parallel_size_local) are started by themselves"
+        )
+    if not serving:
+        return [0] * (wanted or 1)
+    each = gpus_of_a_server(inference)
+    if config.share_gpus and total is None and each == 1 and wanted:
+        total = config.trainer_gpus
+    if each == 1 and wanted and total and wanted % total == 0:
+        return [1] * total
+    count = wanted or (1 if total is None else total // each)
+    if total is not None and total != count * each:
+        tensor, pipeline = inference.tensor_parallel_size, inference.pipeline_parallel_size
+        sizes = {
+            "tensor_parallel_size": tensor,
+            "pipeline_parallel_size": pipeline,
+            "data_parallel_size": each // tensor // pipeline,
+        }
+        parts = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+        asked = f"{wanted} servers use {wanted * each}" if wanted else f"{total} is no multiple of that"
+        why = f" ({parts})" if parts else ""
+        raise UserError(f"inference_gpus {total} cannot be laid out: a server uses {each}{why}, {asked}")
+    return [each] * count
+
+
+def _check_enough(config: RLConfig, serving: int, training: int, machine: Machine) -> None:
+    """Raise UserError where the GPUs that serve and train cannot be shared as asked for, or are more than there are."""
+    total = serving + training
+    if config.share_gpus:
+        if config.inference is None:
+            raise UserError("share_gpus splits GPUs between trainer and server, but there is no [inference]")
+        if not serving or not training:
+            raise UserError(
+                "share_gpus splits GPUs between trainer and server: here both do not use GPUs (see --device)"
+            )
+        if serving != training:
+            raise UserError(f"share_gpus needs as many GPUs that train as serve, not {training} and {serving}")
+        total = serving
+    if total <= len(machine.gpus):
+        return
+    parts = " + ".join(
+        f"{count} for {name}" for name, count in (("inference", serving), ("trainer", training)) if count
+    )
+    have = f"{len(machine.gpus)} visible ({', '.join(machine.gpus)})"
+    if not machine.gpus:
+        limit = machine.environ.get("CUDA_VISIBLE_DEVICES")
+        have = "no GPU was found" if limit is None else f"CUDA_VISIBLE_DEVICES is '{limit}'"
+    hint = "; one GPU can do both: --share-gpus" if not config.share_gpus and 2 * len(machine.gpus) == total else ""
+    raise UserError(
+        f"the run needs {total} GPUs ({parts}), but {have}: see --trainer-gpus, --inference-gpus, --device{hint}"
+    )
+
+
+def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, machine: Machine) -> int:
+    """How many servers share each GPU: as asked for, else two where the model is small, host and batch are large enough, and a server uses one GPU."""
+    orchestrator = config.orchestrator
+    if config.inference_servers is not None:
+        return config.inference_servers // groups
+    single = gpus_of_a_server(inference) > 1 or inference.deterministic or inference.server.advertise is not None
+    if single or inference.kv_cache_gib is not None or machine.model is None or machine.model.weights > _SMALL_GIB:
+        return 1
+    in_flight = orchestrator.batch_size * (config.async_level + 1)
+    if isinstance(orchestrator.max_concurrent, int):
+        in_flight = min(in_flight, orchestrator.max_concurrent)
+    if machine.cores < _CORES_A_GPU * groups or in_flight < _EPISODES_A_SERVER * _SERVERS_A_GPU * groups:
+        return 1
+    if inference.server.port + _EXTRA_PORTS * (_SERVERS_A_GPU - 1) + groups > _LAST_PORT:
+        return 1
+    share = inference.gpu_memory_utilization or (_SERVING_SHARE if config.share_gpus else _SERVING_ONLY)
+    room = _room_for_cache(inference, share / _SERVERS_A_GPU, _SERVERS_A_GPU, machine)
+    return 1 if _cache_gib(room, machine) is None else _SERVERS_A_GPU
+
+
+def _room_for_cache(inference: InferenceConfig, utilization: float, engines: int, machine: Machine) -> float | None:
+    """What one server's share of a GPU leaves for its KV cache, in GiB; None where sizes are not known or `[vllm]` sets them."""
+    named = _vllm_options(inference)
+    as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
+    if named & {"kv_cache_memory_bytes", "gpu_memory_utilization"} or not as_filed:
+        return None
+    if machine.gpu_gib is None or machine.model is None:
+        return None
+    weights = _weights_gib(inference, machine.model)
+    # Room for a staged copy of one server is in the trainer's plan.
+    copies = 1 if engines == 1 else 2
+    return utilization * machine.gpu_gib - copies * weights - _ENGINE_GIB
+
+
+def _cache_gib(room: float | None, machine: Machine) -> float | None:
+    """The KV cache to give a server; None where there is too little room for one sequence, or its size is not known."""
+    if room is None or machine.model is None or room < max(_LEAST_CACHE_GIB, machine.model.sequence or 0.0):
+        return None
+    return round(min(room, machine.model.cache or room), 1)
+
+
+def _serving_share(inference: InferenceConfig, machine: Machine) -> float | None:
+    """The share of a GPU that only serves; None: vLLM's choice. It leaves room to stage a version on the device, unless that is much of the memory."""
+    given = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in _vllm_options(inference)
+    if given or not (inference.stage_weights and inference.stage_on_device):
+        return inference.gpu_memory_utilization
+    if machine.gpu_gib is None or machine.model is None:
+        return None
+    weights = _weights_gib(inference, machine.model)
+    share = 1 - (weights + _OVERHEAD_GIB) / machine.gpu_gib
+    return share if _LEAST_SERVING_SHARE <= share < _SERVING_ONLY else None
+
+
+def _split(config: RLConfig, inference: InferenceConfig, machine: Machine) -> tuple[float, float]:
+    """How the memory of GPUs that train and serve is split: the share of all servers of a GPU, and what the trainer may use, in GiB."""
+    share, limit = inference.gpu_memory_utilization or _SERVING_SHARE, config.trainer.model.memory_limit
+    total = machine.gpu_gib
+    if total is None:
+        if limit is None:
+            raise UserError(
+                "share_gpus: nvidia-smi does not say how much memory there is; give trainer.model.memory_limit"
+            )
+        return share, limit
+    room = (1 - share) * total - _OVERHEAD_GIB
+    if (limit or 0.0) > room or room <= 0:
+        raise UserError(
+            f"share_gpus: of {total:.1f} GiB the server takes {share:.0%} = {share * total:.1f} (inference.gpu_memory_utilization), "
+            f"contexts {_OVERHEAD_GIB:.0f}, which leaves {max(room, 0):.1f} for the trainer"
+            + (f", not {limit:.1f} (trainer.model.memory_limit)" if limit else "")
+        )
+    return share, limit or round(room, 1)
+
+
+def _vllm_options(inference: InferenceConfig) -> set[str]:
+    """Names of vLLM's own options that `[vllm]` sets."""
+    return {name.replace("-", "_") for name in inference.vllm}
+
+
+def _weights_gib(inference: InferenceConfig, model: ModelSize) -> float:
+    """Weights on each GPU of a server."""
+    return model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
+
+
+def _on_cuda(device: str, machine: Machine) -> bool:
+    return device == "cuda" or (device == "auto" and len(machine.gpus) > 0)
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+def visible_gpus(environ: Mapping[str, str]) -> list[str]:
+    """Names as CUDA_VISIBLE_DEVICES wants them: indices, or UUIDs where the variable holds those. Empty without GPUs."""
+    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    return _installed() if wanted is None else parse_visible(wanted)
+
+
+def memory_gib(gpus: Sequence[str]) -> float | None:
+    """Memory of the smallest of these GPUs, in GiB; None where nvidia-smi does not say."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    try:
+        asked = [tool, f"--id={','.join(gpus)}", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+        lines = subprocess.run(asked, capture_output=True, text=True, timeout=30).stdout.split()
+    except subprocess.TimeoutExpired:
+        return None
+    return min((int(line) for line in lines if line.isdigit()), default=0) / 1024 or None
+
+
+def parse_visible(value: str) -> list[str]:
+    """CUDA reads the list up to the first invalid entry, such as -1."""
+    gpus: list[str] = []
+    for item in (part.strip() for part in value.split(",")):
+        if not item or item.startswith("-"):
+            break
+        gpus.append(item)
+    return gpus
+
+
+def _installed() -> list[str]:
+    # nvidia-smi sees what a container was given; /proc shows the whole host and serves where the tool is missing.
+    if tool := shutil.which("nvidia-smi"):
+        try:
+            listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30)
+        except subprocess.TimeoutExpired:
+            return []
+        count = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    else:
+        count = len(list(_PROC_GPUS.iterdir())) if _PROC_GPUS.is_dir() else 0
+    return [str(index) for index in range(count)]

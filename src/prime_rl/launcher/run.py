@@ -16,11 +16,8 @@ from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
 from prime_rl.inference.checks import model_size
 from prime_rl.launcher import checks, doctor, rundir
-from prime_rl.launcher.bench import run_apart
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
-from prime_rl.launcher.gpus import memory_gib, visible_gpus
-from prime_rl.launcher.layout import Machine
-from prime_rl.launcher.plan import Plan, describe, make_plan
+from prime_rl.launcher.plan import Machine, Plan, describe, make_plan, memory_gib, visible_gpus
 from prime_rl.launcher.supervise import Outcome, Policy, Restart, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
@@ -39,7 +36,7 @@ def run(config: RLConfig) -> int:
     if (warning := checks.public_key(sys.argv)) is not None:
         print(warning, file=sys.stderr)
     if config.bench:
-        config = run_apart(config, print)
+        config = rundir.separate_bench(config, print)
     gpus = visible_gpus(os.environ)
     gpu_gib = memory_gib(gpus) if config.inference is not None and gpus else None
     model = None

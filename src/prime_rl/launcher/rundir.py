@@ -8,12 +8,13 @@ import socket
 import sqlite3
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self, TypeVar
 
+from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor.record import build, read_table
 from prime_rl.monitor.status import read_status, unless_full
@@ -28,12 +29,13 @@ HEARTBEAT_SECONDS = 10.0
 _MISSED_BEATS = 3
 _OWNER = "launcher.json"
 _LEDGER = "ledger.sqlite"
+_BENCH = "bench"
 _LOCK_SECONDS = 60.0  # long enough for another process to remove a large run
 
 # What a run writes, by directory. `--clean` removes these and nothing else: an output_dir may hold other things, and
 # somebody will say `--output-dir .` in a repository that has a configs/ of its own.
-_PROCESSES = ("rl", "trainer", "sft", "orchestrator", "inference", "inference-*")
-_OF_ONE_RUN = {"trainer", "sft", "orchestrator"}  # servers outlive runs, and an `eval` may come after one
+_PROCESSES = ("rl", "trainer", "sft", "orchestrator", "eval", "inference", "inference-*")
+_OF_ONE_RUN = {"trainer", "sft", "orchestrator"}  # servers outlive runs
 _COMMITTED = ("step_*", ".step_*")
 _ASIDE = ("given_up_*_step_*", ".given_up_*")  # renamed by a new incarnation of the trainer
 _REPLACED = ("*.json", ".*.json.tmp-*")  # small files, each replaced as a whole; a dead writer may have left its half
@@ -45,6 +47,7 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     "incarnations": ("*",),
     "leases": _REPLACED,
     "settings": _REPLACED,
+    "evals": ("*",),
     "metrics": tuple(f"{name}.jsonl" for name in _PROCESSES),
     "status": tuple(pattern for name in _PROCESSES for pattern in (f"{name}.json", f"{name}.*.json", f".{name}.*")),
     "logs": (*(f"{name}.log" for name in _PROCESSES), "trainer.*.log", "sft.*.log", "restarts.jsonl", "envs", "wandb"),
@@ -52,6 +55,8 @@ _WRITTEN: dict[str, tuple[str, ...]] = {
     ".": (f"{_LEDGER}*",),
 }
 _BY_PROCESS = ("settings", "metrics", "status", "logs", "configs")
+
+Config = TypeVar("Config", RLConfig, TrainerConfig, SFTConfig, OrchestratorConfig)
 
 
 @dataclass(frozen=True)
@@ -223,9 +228,8 @@ def clean(output_dir: Path, writer: str | None = None) -> None:
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
         for path in [path for pattern in patterns for path in directory.glob(pattern)]:
-            if (
-                name in _BY_PROCESS and path.name.lstrip(".").partition(".")[0] in alive
-            ) or path.name == f"{writer}.log":
+            owner = "eval" if name == "evals" else path.name.lstrip(".").partition(".")[0]
+            if (owner in alive and name in (*_BY_PROCESS, "evals")) or path.name == f"{writer}.log":
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -292,3 +296,50 @@ def _try_lock(fd: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+# -- benchmarks --------------------------------------------------------------------------------------------------------
+
+
+def bench_dir(output_dir: Path) -> Path:
+    """The directory of benchmarks, `bench/` in the run directory; a process that is given that directory itself stays in it.
+
+    Raises:
+        UserError: it holds a run.
+    """
+    directory = output_dir if output_dir.name == _BENCH else output_dir / _BENCH
+    if recoverable(directory) or set(results(directory)) - {"metrics"}:  # benchmarks write these, too
+        raise UserError(
+            f"{directory} is the place of benchmarks, and holds a run: rename it, or choose another --output-dir"
+        )
+    return directory
+
+
+def separate_bench(config: Config, say: Callable[[str], None]) -> Config:
+    """The config of a benchmark of one process, or of all: no run is touched, neither the one in its `output_dir` nor one in W&B.
+
+    Nothing is evaluated (no trainer commits what the server could be verified against); a whole run saves nothing and resumes from nothing.
+
+    Args:
+        say: Shows where the benchmark writes, unless that is the given directory.
+
+    Raises:
+        UserError: a run is in the way.
+    """
+    directory = bench_dir(config.output_dir)
+    if directory != config.output_dir:
+        say(f"benchmark: what it writes goes to {directory}, no run is touched")
+    changes: dict[str, Any] = {"output_dir": directory}
+    if isinstance(config, RLConfig):
+        sections = {
+            "trainer": config.trainer.model_copy(update={**changes, "ckpt": None}),
+            "orchestrator": config.orchestrator.model_copy(update={**changes, "ckpt": None, "eval": None}),
+            "inference": config.inference and config.inference.model_copy(update=changes),
+        }
+        return config.model_copy(update={**changes, **sections, "ckpt": None, "recover": False})
+    if (wandb := config.monitor.wandb) is not None:
+        update = {"wandb": wandb.model_copy(update={"id": None})}
+        changes["monitor"] = config.monitor.model_copy(update=update)
+    if isinstance(config, OrchestratorConfig):
+        changes["eval"] = None
+    return config.model_copy(update=changes)

@@ -17,9 +17,7 @@ from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.gpus import visible_gpus
-from prime_rl.launcher.layout import gpus_of_a_server
-from prime_rl.launcher.plan import Process
+from prime_rl.launcher.plan import Process, gpus_of_a_server, visible_gpus
 from prime_rl.launcher.supervise import Incarnation
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor import Status

@@ -108,7 +108,7 @@ def _compare(output_dir: Path, mine: Committed) -> None:
 
 def dry_path(output_dir: Path, name: str) -> Path:
     """Where a dry run writes the resolved configuration of process `name`: beside, not over, that of a run which the directory holds."""
-    held = any((output_dir / part).is_dir() for part in ("settings", "weights", "rollouts", "checkpoints"))
+    held = any((output_dir / part).is_dir() for part in ("settings", "weights", "rollouts", "checkpoints", "evals"))
     return output_dir / "configs" / ("dry-run" if held else "") / f"{name}.toml"
 
 

@@ -23,6 +23,9 @@ def test_a_second_server_on_a_port_is_refused_before_the_first_listens(monkeypat
                 ports.hold_port(host, PORT)
         ports.hold_port("127.0.0.1", PORT + 1)
         ports.hold_port("10.9.8.7", PORT)
+        ports.hold_port("0.0.0.0", PORT + 2)
+        with pytest.raises(UserError, match=f"port {PORT + 2} is taken"):
+            ports.hold_port("10.9.8.7", PORT + 2)
     finally:
         for holder in held:
             holder.close()

@@ -13,7 +13,7 @@ from prime_rl.config.shared import BENCH_STEPS, TRAINER_STEPS, CkptConfig, Monit
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
 from prime_rl.launcher import run as rl
-from prime_rl.launcher.bench import apart, bench_dir, run_apart
+from prime_rl.launcher.rundir import bench_dir, separate_bench
 from prime_rl.monitor import log, read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.orchestrator.plans import limits
@@ -103,7 +103,7 @@ def test_the_orchestrators_benchmark(tmp_path: Path) -> None:
 def test_a_benchmark_evaluates_nothing(tmp_path: Path) -> None:
     """Of no version could the server prove that it serves it: each evaluation would end the benchmark."""
     given = OrchestratorConfig(output_dir=tmp_path, bench=True, eval=EvalSection(num_examples=4), **environment())
-    assert apart(given, print).eval is None
+    assert separate_bench(given, print).eval is None
 
 
 def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,8 +122,10 @@ def test_the_benchmark_of_a_whole_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {path: after.get(path) for path in before} == before
     configs = {tmp_path / "bench" / "configs" / f"{name}.toml" for name in ("rl", "trainer", "orchestrator")}
     assert after.keys() - before.keys() == configs
-    for process in (inner := run_apart(given, print)).trainer, inner.orchestrator:
-        assert apart(process, pytest.fail).output_dir == tmp_path / "bench"  # as the processes do that it starts
+    for process in (inner := separate_bench(given, print)).trainer, inner.orchestrator:
+        assert (
+            separate_bench(process, pytest.fail).output_dir == tmp_path / "bench"
+        )  # as the processes do that it starts
     assert inner.orchestrator.eval is None
 
 
@@ -150,6 +152,6 @@ def test_a_run_in_wandb(kind: type[BaseConfig], tmp_path: Path) -> None:
     monitor = MonitorConfig(wandb=WandbConfig(name="mine", id="abc"))
     needed = environment() if kind is OrchestratorConfig else {}
     given: Any = kind(output_dir=tmp_path, bench=True, monitor=monitor, **needed)
-    wandb = apart(given, print).monitor.wandb
+    wandb = separate_bench(given, print).monitor.wandb
     assert wandb is not None
     assert (wandb.name, wandb.id) == ("mine", None)

@@ -11,9 +11,7 @@ from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import ModelSize
-from prime_rl.launcher.gpus import parse_visible
-from prime_rl.launcher.layout import Machine
-from prime_rl.launcher.plan import Plan, describe, make_plan
+from prime_rl.launcher.plan import Machine, Plan, describe, make_plan, parse_visible
 
 
 def config(

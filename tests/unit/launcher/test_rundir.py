@@ -112,6 +112,8 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
         (tmp_path / name).mkdir(parents=True)
     for name in (
         "configs/trainer.toml",
+        "evals/rt/step_0/results.jsonl",
+        "evals/.lock",
         "configs/mine.toml",
         "logs/trainer.log",
         "metrics/trainer.jsonl",
@@ -126,7 +128,7 @@ def test_results_are_refused_and_clean_removes_only_them(tmp_path: Path) -> None
         "ledger.sqlite",
         "ledger.sqlite-journal",
     ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     with pytest.raises(UserError, match=r"\(rollouts, weights, checkpoints, recovery, metrics\).*--clean.*--recover"):
         refuse_results(tmp_path)
