@@ -1,7 +1,8 @@
-"""The documentation names code, options and files that exist."""
+"""The documentation names code, options and files that exist, in lines that can be read."""
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "prime_rl"
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*/README.md")])
+COLUMNS = 120
 CONFIGS = (RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig, SFTConfig, EvalConfig)
 ROOMS = {path.name.removesuffix(".py") for path in SOURCE.iterdir() if not path.name.startswith("_")}
 
@@ -45,9 +47,22 @@ def names(node: ast.stmt) -> set[str]:
     return {target.id for target in targets if isinstance(target, ast.Name)}
 
 
+def prose(page: Path) -> Iterator[str]:
+    """Yield lines, without code blocks, tables and what scripts write between markers."""
+    code = generated = False
+    for line in page.read_text().splitlines():
+        if marker := re.match(r"<!-- .*: (begin|end) -->", line):
+            generated = marker[1] == "begin"
+        elif line.lstrip().startswith("```"):
+            code = not code
+        elif not (code or generated or line.startswith("|")):
+            yield line
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_page(page: Path) -> None:
-    """Contract: dotted names of rooms are code or options; linked files exist."""
+    """Contract: dotted names of rooms are code or options; linked files exist; prose fits its columns."""
+    assert "examples" in page.parts or [line for line in prose(page) if len(line) > COLUMNS] == []
     text = page.read_text()
     dotted = {
         name for name in re.findall(r"`((?:\w+\.)+\w+)(?:\(\))?`", text) if name.split(".")[0] in {*ROOMS, "prime_rl"}
