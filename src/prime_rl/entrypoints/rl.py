@@ -44,7 +44,7 @@ def _examine(what: str, arguments: Sequence[str]) -> int:
     from prime_rl.orchestrator.audit import audit_text
 
     if list(arguments) in (["-h"], ["--help"]):
-        print("`rl audit RUN`: where every episode of a run went, and whether drops were biased by length or reward.")
+        print("`rl audit RUN`: where every episode of a run went, with mean length and reward.")
         return 0
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("usage: rl audit RUN (the run's output directory)")

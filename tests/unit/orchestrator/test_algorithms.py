@@ -25,6 +25,7 @@ from prime_rl.config.orchestrator import (
     ReinforcePP,
 )
 from prime_rl.errors import UserError
+from prime_rl.orchestrator import algorithms
 from prime_rl.orchestrator.algorithms import Attempt, advantages, carries_signal, check_algorithm, unfit
 from prime_rl.orchestrator.algorithms.penalties import penalized
 
@@ -304,6 +305,16 @@ def test_signal(config: AlgorithmConfig) -> None:
     assert carries_signal(config, [*alike, Attempt(1.0, 10, 20, rewards={"a": 1.0, "b": 0.0})])
     if config.group_relative:
         assert not any(of_one(config, alike))
+
+
+def test_signal_of_a_new_estimator_over_whole_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamic sampling asks any estimator that is registered, whether it looks at groups or at batches."""
+    config = GRPO()
+    monkeypatch.delitem(algorithms._OF_A_GROUP, "grpo")
+    monkeypatch.setitem(algorithms._OF_A_BATCH, "grpo", lambda groups, config: [grpo(one, config) for one in groups])
+    assert config.group_relative
+    assert carries_signal(config, rewarded(1.0, 0.0))
+    assert not carries_signal(config, rewarded(1.0, 1.0))
 
 
 # -- one's own, and what is refused --------------------------------------------------------------------------------------------

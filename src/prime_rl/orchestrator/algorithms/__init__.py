@@ -13,7 +13,7 @@ from prime_rl.errors import UserError
 from prime_rl.importing import load_function
 from prime_rl.orchestrator.algorithms.attempt import Attempt
 from prime_rl.orchestrator.algorithms.gdpo import gdpo, lacks
-from prime_rl.orchestrator.algorithms.grpo import centred, grpo
+from prime_rl.orchestrator.algorithms.grpo import grpo
 from prime_rl.orchestrator.algorithms.max_rl import max_rl
 from prime_rl.orchestrator.algorithms.opo import opo
 from prime_rl.orchestrator.algorithms.penalties import penalized
@@ -78,13 +78,11 @@ def carries_signal(config: "AlgorithmConfig", group: Sequence[Attempt]) -> bool:
     if not isinstance(config, ByReward) or not (config.group_relative or config.type == "custom"):
         return bool(group)
     parts = [[attempt for _, attempt in part] for part in _by_agent(group, config)]
-    if config.type == "reinforce_pp":
-        return any(any(centred([attempt.reward for attempt in part])) for part in parts)
-    if config.type == "gdpo":  # what normalizing over the batch does not change
-        return any(
-            value != 0 for part in gdpo(parts, config.model_copy(update={"batch_normalize": False})) for value in part
-        )
-    return any(value != 0 for part in parts for value in _group(config, part))
+    if config.type in _OF_A_BATCH:  # normalizing over a batch leaves zeros zero
+        values = _OF_A_BATCH[config.type](parts, config)
+    else:
+        values = [_group(config, part) for part in parts]
+    return any(value != 0 for part in values for value in part)
 
 
 def unfit(config: "AlgorithmConfig", attempt: Attempt) -> str:
