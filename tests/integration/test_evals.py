@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
@@ -18,9 +19,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from chat_api import ChatApi, refusal
 
+from prime_rl.monitor import read_status
 from prime_rl.transport.commit import list_steps, stage
 from prime_rl.transport.incarnations import leases
 from prime_rl.transport.weights import hash_directory, manifest_extra, version_dir, write_base_version
+from prime_rl.wait import wait
 
 SUPPORT = Path(__file__).parents[1] / "support"
 TIMEOUT = 240
@@ -234,6 +237,19 @@ def test_fine_tuning_is_evaluated_while_it_goes_on_and_again_where_it_is_resumed
     assert [found["policy"] for found in after] == ["step_0", "step_2", "step_4", "step_5"]
     same = [old["hash"] == new["hash"] for old, new in zip(before, after, strict=True)]
     assert same == [True, True, False, False]
+    assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
+
+
+def test_an_evaluation_that_is_killed_beside_fine_tuning_is_restarted(tiny_model, tmp_path):
+    """Contract: it is supervised as the processes of `rl` are, and goes on with what it had finished."""
+    with scripted_engine(tiny_model) as url, ThreadPoolExecutor(1) as executor:
+        tuning = executor.submit(fine_tune, tmp_path, tiny_model, url)
+        wait(lambda: "eval" in read_status(tmp_path), subject="first status", owner="the evaluation", seconds=TIMEOUT)
+        os.kill(read_status(tmp_path)["eval"].pid, signal.SIGKILL)
+        done = tuning.result(TIMEOUT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (restart,) = map(json.loads, (tmp_path / "logs" / "restarts.jsonl").read_text().splitlines())
+    assert (restart["process"], restart["reason"]) == ("eval", "was killed by SIGKILL")
     assert [len(attempts(tmp_path, f"step_{version}")) for version in (0, 2, 4, 5)] == [3, 3, 3, 3]
 
 

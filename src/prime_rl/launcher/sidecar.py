@@ -3,9 +3,8 @@
 import os
 import signal
 import sys
-import time
+import threading
 from collections.abc import Mapping
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -18,15 +17,16 @@ from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.plan import Process, gpus_of_a_server, visible_gpus
-from prime_rl.launcher.supervise import Incarnation
-from prime_rl.lifeline import Lifeline
+from prime_rl.launcher.rundir import forget_status_of
+from prime_rl.launcher.supervise import Outcome, Policy, Supervisor
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
-from prime_rl.processes import describe_exit
 from prime_rl.transport.incarnations import EVAL, drop_lease, write_lease
 from prime_rl.transport.protocol import first_lease
 
 _POLL_SECONDS = 0.5
+_STOP_SECONDS = 60.0  # for the end of what hangs in the kernel
+_MAX_RESTARTS = 3
 # An engine would take what torchrun sets for its ranks for its own.
 _TORCHRUN_PREFIXES = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "TORCH_NCCL_")
 
@@ -61,7 +61,10 @@ def server_config(config: SFTConfig) -> InferenceConfig | None:
 
 
 class EvalSidecar:
-    """`with EvalSidecar(config) as sidecar: train(config); sidecar.finish()`. Nothing is started where nothing is to be evaluated."""
+    """`with EvalSidecar(config) as sidecar: train(config); sidecar.finish()`. Nothing is started where nothing is to be evaluated.
+
+    A supervisor in a thread of its own restarts what fails; leaving the `with` block ends it with all that it started.
+    """
 
     def __init__(self, config: SFTConfig, environ: Mapping[str, str] = os.environ) -> None:
         """Raises UserError: there is no GPU for the server."""
@@ -72,8 +75,9 @@ class EvalSidecar:
             if not name.startswith(_TORCHRUN_PREFIXES)
         }
         self._gpus = self._gpus_of_server(environ)
-        self._children: dict[str, Incarnation] = {}
-        self._exit_stack = ExitStack()
+        self._supervisor: Supervisor | None = None
+        self._thread = threading.Thread(target=self._supervise, name="evaluation", daemon=True)
+        self._outcome: Outcome | None = None
 
     def __enter__(self) -> Self:
         output_dir = self._config.output_dir
@@ -83,23 +87,34 @@ class EvalSidecar:
         Status(output_dir, "sft")  # replaces an earlier run's outcome
         # Before anything is committed: the evaluation takes seconds to begin.
         write_lease(output_dir, first_lease(None), EVAL)
-        lifeline = self._exit_stack.enter_context(Lifeline())
-        self._exit_stack.callback(self._kill)
+        processes = []
         for name, config in {EVAL: eval_config(self._config), SERVER: server_config(self._config)}.items():
             if config is None:
                 continue
             path = output_dir / "configs" / f"{name}.toml"
             write_toml(config, path)
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
-            process = Process(name, argv, output_dir / "logs" / f"{name}.log", self._variables(name))
-            self._children[name] = Incarnation(process, lifeline, self._environ)
-            logger.info("started {} (log: {})", name, process.log)
+            log = output_dir / "logs" / f"{name}.log"
+            processes.append(Process(name, argv, log, self._variables(name), service=name == SERVER))
+            forget_status_of(output_dir, name)  # an earlier run's
+            logger.info("starting {} (log: {})", name, log)
+        self._supervisor = Supervisor(
+            processes, (), output_dir, logger.info, policy=Policy(_MAX_RESTARTS), environ=self._environ
+        )
+        self._thread.start()
         return self
+
+    def _supervise(self) -> None:
+        assert self._supervisor is not None
+        self._outcome = self._supervisor.run(signals=False)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._exit_stack.close()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+            self._thread.join(_STOP_SECONDS)
+            drop_lease(self._config.output_dir, EVAL)  # of one that did not come to its end
 
     def finish(self) -> None:
         """After the training: wait until its last version is evaluated, unless it was stopped.
@@ -107,38 +122,29 @@ class EvalSidecar:
         Raises:
             UserError: the evaluation failed, or its server is gone; the weights are there.
         """
-        evaluation, server = self._children.get(EVAL), self._children.get(SERVER)
-        training = read_status(self._config.output_dir).get("sft")
-        if evaluation is None or (training is not None and training.outcome == "stopped"):
+        output_dir = self._config.output_dir
+        training = read_status(output_dir).get("sft")
+        if self._supervisor is None or (training is not None and training.outcome == "stopped"):
             return
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # the training's own handler has nothing left to finish
+        # The training's own handler has nothing left to finish.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        logger.info("training has ended: waiting for the evaluation of its last version (log: {})", evaluation.spec.log)
-        while (status := evaluation.status) is None:  # bounded: every wait of `eval` has its deadline
-            if server is not None and server.status is not None:
-                raise self._failed(server)
-            time.sleep(_POLL_SECONDS)
-        if status != 0:
-            raise self._failed(evaluation)
-        report = self._config.output_dir / "evals" / "report.md"
+        log = output_dir / "logs" / f"{EVAL}.log"
+        logger.info("training has ended: waiting for the evaluation of its last version (log: {})", log)
+        while self._thread.is_alive():
+            self._thread.join(_POLL_SECONDS)
+        if self._outcome is not Outcome.SUCCESS:
+            # It follows a run that has ended: what is chosen, and the last version, are evaluated, and nothing is waited for.
+            configs = output_dir / "configs"
+            server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if self._config.inference else ""
+            raise UserError(
+                "\n".join(
+                    ["the training is complete, but " + self._supervisor.failures[0], *self._supervisor.failures[1:]]
+                )
+                + f"\nwhat is missing: {server}uv run eval @ {configs / f'{EVAL}.toml'} (weights: {output_dir / 'weights'})"
+            )
+        report = output_dir / "evals" / "report.md"
         logger.info("evaluated, see {}\n{}", report, report.read_text() if report.is_file() else "nothing")
-
-    def _failed(self, child: Incarnation) -> UserError:
-        reason = "\n".join([describe_exit(child.status or 0), *child.last_words()])
-        configs = self._config.output_dir / "configs"
-        # It follows a run that has ended: what is chosen, and the last version, are evaluated, and nothing is waited for.
-        server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if SERVER in self._children else ""
-        return UserError(
-            f"the training is complete, but {child.name} {reason}\n"
-            f"what is missing: {server}uv run eval @ {configs / f'{EVAL}.toml'} (weights: {self._config.output_dir / 'weights'})"
-        )
-
-    def _kill(self) -> None:
-        for child in self._children.values():
-            child.reap()
-        drop_lease(self._config.output_dir, EVAL)  # of one that did not come to its end
 
     def _gpus_of_server(self, environ: Mapping[str, str]) -> list[str]:
         server = server_config(self._config)

@@ -402,17 +402,18 @@ class Supervisor:
         servers: Sequence[Server],
         output_dir: Path,
         say: Callable[[str], None],
-        tick: Callable[[], None],
+        tick: Callable[[], None] = lambda: None,
         policy: Policy | None = None,
         doctor: Callable[[bool], Sequence[str]] = lambda full: (),
         drain_seconds: float = DRAIN_SECONDS,
         stop_seconds: float = STOP_SECONDS,
         drained: Callable[[], str] = lambda: "the current step will be finished",
+        environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._policy = policy or Policy()
         self._due = [_Due(process, 0.0) for process in processes]
         self._servers = {server.name: _ServerWatch(server) for server in servers}
-        self._output_dir = output_dir
+        self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds = drain_seconds
         self._stop_seconds = stop_seconds
@@ -429,12 +430,13 @@ class Supervisor:
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
         self.restarts: list[Restart] = []
+        self.failures: list[str] = []  # how the processes ended that made the run fail, and the ends of their logs
         self.to_correct = False  # a process ended by an error that only the user can correct
 
-    def run(self) -> Outcome:
-        """Block until the run is over and its processes are stopped."""
-        numbers = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
+    def run(self, signals: bool = True) -> Outcome:
+        """Block until the run is over and its processes are stopped. `signals`: handle Ctrl-C and its like, in the main thread alone."""
+        numbers = [signal.SIGINT, signal.SIGTERM] if signals else []
+        if signals and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
             numbers.append(signal.SIGHUP)
         before = {number: signal.signal(number, self._interrupt) for number in numbers}
         try:
@@ -446,6 +448,10 @@ class Supervisor:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def stop(self) -> None:
+        """End the run now, from any thread; what is lost is lost."""
+        self._interrupts = 2
 
     def _interrupt(self, number: int, frame: object) -> None:
         """What wraps us (`uv run`, `timeout`) hands on a signal that our group got as well: one request may come twice."""
@@ -487,7 +493,7 @@ class Supervisor:
                 continue
             self._due.remove(due)
             name, now = due.spec.name, self._clock.now
-            self._children[name] = Incarnation(due.spec, lifeline, os.environ, due.options, now)
+            self._children[name] = Incarnation(due.spec, lifeline, self._environ, due.options, now)
             self._watchdog.begin(name, now)
             if (watch := self._servers.get(name)) is not None:
                 watch.began, watch.ready, watch.due = now, False, now
@@ -589,10 +595,11 @@ class Supervisor:
         return True
 
     def _report(self, failure: _Failure) -> None:
-        child = failure.child
+        child, last_words = failure.child, failure.child.last_words()
         self._say(f"error: {child.name} {failure.reason}; the end of {child.spec.log}:")
-        for line in child.last_words():
+        for line in last_words:
             self._say(f"  {line}")
+        self.failures += [f"{child.name} {failure.reason}", *last_words]
 
     def _consult_doctor(self, full: bool = True) -> None:
         for line in self._doctor(full):
