@@ -5,7 +5,3 @@ FOR_GOOD = 78  # exit status (EX_CONFIG of sysexits.h) of a process that is not 
 
 class UserError(Exception):
     """Bad input or a broken surrounding: entrypoints print it as one line (`error: …`) and exit with status 1."""
-
-
-class FinalError(UserError):
-    """Starting the process again would only hide it: it exits with `FOR_GOOD`."""

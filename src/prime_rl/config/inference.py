@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from prime_rl.config.base import BaseConfig, Older, Problem, Section, option
 from prime_rl.config.shared import Device, ModelConfig
-from prime_rl.redact import has_password
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -19,12 +18,6 @@ SERVER = "inference"  # the first of a run
 def server_name(replica: int) -> str:
     """Of the first server of a run "inference", of the others "inference-1" and so on."""
     return f"{SERVER}-{replica}" if replica else SERVER
-
-
-def _address(url: str) -> str:
-    if not url.startswith(("http://", "https://")) or has_password(url):
-        raise ValueError("must be an address like http://host:8000, without a password")
-    return url
 
 
 class InferenceModel(ModelConfig):
@@ -46,15 +39,13 @@ class ServerConfig(Section):
     """Where the server listens."""
 
     older: ClassVar[dict[str, Older]] = {"port": Older("port", _port_of)}
+    removed: ClassVar[dict[str, str]] = {
+        "register_dir": "clients list their servers, in client.base_url",
+        "advertise": "clients list their servers, in client.base_url",
+    }
 
     host: str | None = option(None, "Address (None: loopback, or all addresses when there is an API key).")
     port: Port = option(8000, "Port.")
-    register_dir: Path | None = option(
-        None, "Directory that clients find servers in; this one registers there (None: nowhere)."
-    )
-    advertise: Annotated[str, AfterValidator(_address)] | None = option(
-        None, "URL that others reach the server at (None: host and port, or this host's address)."
-    )
     api_servers: PositiveInt = option(1, "Processes that answer requests, where one cannot keep up with the engine.")
 
 
@@ -164,12 +155,4 @@ class InferenceConfig(BaseConfig):
                     f"data_parallel_start_rank {start} with data_parallel_size_local {local}: replicas 1 to {size - 1} are for headless nodes",
                     "data_parallel_start_rank",
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _registers_what_serves(self) -> Self:
-        if self.headless and self.server.register_dir is not None:
-            raise Problem(
-                "headless serves no requests: the node that does registers itself", "headless", "server.register_dir"
-            )
         return self

@@ -232,14 +232,11 @@ class _Sharing:
 
     def address(self, client: str) -> Problem | None:
         """Let a client and the inference server agree on host and port."""
-        key, router, discover = f"{client}.base_url", f"{client}.admin_base_url", f"{client}.discover"
+        key, router = f"{client}.base_url", f"{client}.admin_base_url"
         host_key, port_key = "inference.server.host", "inference.server.port"
         leave_out = "but [inference] starts its own: leave one of the two out"
         if self.get(router) not in (ABSENT, None):
             return Problem(f"{router} names servers behind a router, {leave_out}", router)
-        if self.get(discover) not in (ABSENT, None):
-            # The server that is started registers beside the others. A base_url beside it is refused by the client's section.
-            return self.unify([discover, "inference.server.register_dir"])
         host, port, url = (None if (value := self.get(one)) is ABSENT else value for one in (host_key, port_key, key))
         if isinstance(url, list) and len(url) > 1:
             return Problem(f"{key} names {len(url)} servers, {leave_out} (`rl` has inference_servers for several)", key)

@@ -158,15 +158,13 @@ class ClientConfig(Section):
     """The inference servers to talk to."""
 
     older: ClassVar[dict[str, Older]] = {"port": Older("base_url", _port_to_url)}
+    removed: ClassVar[dict[str, str]] = {"discover": "servers are listed: give their addresses in base_url"}
 
-    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = option(
-        "http://localhost:8000/v1", "Address of the server, with or without /v1, or of several (None: see discover)."
+    base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] = option(
+        "http://localhost:8000/v1", "Address of the server, with or without /v1, or of several."
     )
     admin_base_url: Annotated[str | list[str], AfterValidator(_one_or_several)] | None = option(
         None, "Servers behind base_url, a router: for weights and proofs (None: base_url is no router)."
-    )
-    discover: Path | None = option(
-        None, "Directory that servers register in, with server.register_dir, in place of base_url."
     )
     api_key_var: str = option("VLLM_API_KEY", "Environment variable that holds the API key.")
     ready_timeout: PositiveFloat = option(600.0, "Seconds to wait for a server to become ready.")
@@ -179,21 +177,6 @@ class ClientConfig(Section):
                 raise Problem(
                     f"{key} holds a password, which would be written and shown: put the key into $VLLM_API_KEY", key
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if self.discover is None:
-            if self.base_url is None:
-                raise Problem("no server: give base_url, or discover", "base_url", "discover")
-        elif self.base_url is not None:
-            if "base_url" in self.model_fields_set:
-                raise Problem(
-                    "base_url names the servers and discover says where they register: give one of them",
-                    "base_url",
-                    "discover",
-                )
-            self.base_url = None
         return self
 
     @model_validator(mode="after")
@@ -219,17 +202,17 @@ class ClientConfig(Section):
         """The key that says where the servers are, or both."""
         if self.admin_base_url is not None:
             return "client.base_url, client.admin_base_url"
-        return "client.base_url" if self.discover is None else "client.discover"
+        return "client.base_url"
 
     @property
     def servers(self) -> str:
         """Where the servers are, for people."""
-        return ", ".join(self.base_urls) if self.discover is None else f"the servers registered in {self.discover}"
+        return ", ".join(self.base_urls)
 
     @property
     def base_urls(self) -> list[str]:
-        """The addresses, as they were given; none where servers register."""
-        return [self.base_url] if isinstance(self.base_url, str) else self.base_url or []
+        """The addresses, as they were given."""
+        return [self.base_url] if isinstance(self.base_url, str) else self.base_url
 
     @property
     def api_roots(self) -> list[str]:

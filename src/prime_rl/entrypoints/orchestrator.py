@@ -9,7 +9,7 @@ from loguru import logger
 from prime_rl import faults, lifeline
 from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.envs.venv import prepare
-from prime_rl.errors import FOR_GOOD, FinalError, UserError
+from prime_rl.errors import UserError
 from prime_rl.launcher.checks import check_environment, check_model, check_own_functions
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
@@ -27,8 +27,6 @@ def main() -> None:
     log.setup(config.log.level, "orchestrator")
     try:
         run(config)
-    except FinalError as error:
-        log.fail(error, FOR_GOOD)
     except (UserError, CommitError) as error:
         log.fail(error)
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -21,7 +21,6 @@ from prime_rl.evals.report import Entry, number, print_table, write_report
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
 from prime_rl.evals.store import Store, alone, check_settings, setting
 from prime_rl.evals.targets import API, Target, Versions, is_lost, targets
-from prime_rl.fleet.client import Misrouted
 from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
@@ -76,8 +75,6 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[Entry]:
                 listed = tasks_of(pool, plan) if isinstance(tasks, EndlessTasks) else tasks
                 say_what_is_odd(env, [task.task_id for task in listed], plan.num_examples)
             await run.all(servers)
-    except Misrouted as error:
-        raise UserError(str(error)) from error
     except Denied as error:
         raise UserError(f"{refused_key(config.client)}: {error}. {run.kept()}") from error
     except asyncio.CancelledError:

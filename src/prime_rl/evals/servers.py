@@ -16,7 +16,6 @@ from prime_rl.errors import UserError
 from prime_rl.evals.targets import Target
 from prime_rl.fleet.client import InferenceClient, Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheck
-from prime_rl.fleet.membership import first_members
 from prime_rl.fleet.replicas import Replica, ReplicaPool
 from prime_rl.fleet.router import NO_VERSION, connect_all
 from prime_rl.monitor import Status
@@ -40,7 +39,7 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
         UserError: nobody answers there, or the key is refused.
     """
     client = config.client
-    if client.type == "tokens" or client.discover is not None or len(client.base_urls) != 1 or client.admin_roots:
+    if client.type == "tokens" or len(client.base_urls) != 1 or client.admin_roots:
         return "tokens"
     root, key = client.api_roots[0], os.environ.get(client.api_key_var, "")
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -225,12 +224,7 @@ async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -
         UserError: none came up in time, or they do not serve the same, or another model.
     """
     canaries = LogprobCheck(any_base=True) if config.canary and config.weights_dir is not None else None
-    engine = partial(_connect, stack, config.client, canaries)
-    engines = connect_all(config.client, engine)
-    if config.client.discover is not None:
-        _, found = await first_members(config.client, config.model.name, status.waiting)
-        engines = [engine(member.address) for member in found]
-    fleet = ReplicaPool(engines)
+    fleet = ReplicaPool(connect_all(config.client, partial(_connect, stack, config.client, canaries)))
     ready = await fleet.wait_ready(status.waiting, config.client.ready_timeout)
     await admit(fleet, ready, config.model.name, same=config.weights_dir is None)
     return Servers(fleet, status.waiting)

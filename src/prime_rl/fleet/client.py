@@ -33,14 +33,6 @@ class ServerError(UserError):
     """The server did not answer, or answered that something went wrong on its side: worth another attempt."""
 
 
-class Misrouted(Exception):
-    """Somebody answers for this run whom nobody gives its weights. No `UserError`: nobody is to try again, the run ends."""
-
-
-class NotOurServer(UserError):
-    """The server has no such route, or another key: it is another program's, or another run's."""
-
-
 class VersionNotSent(ServerError):
     """The trainer's sender did not give the server this version: it is superseded, or the trainer is away. The server goes on as before."""
 
@@ -291,9 +283,9 @@ class InferenceClient:
                 f"the inference server at {self.root} did not answer {method} {path}: {error!r}"
             ) from error
         if response.status_code == 401:
-            raise NotOurServer(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
+            raise UserError(f"the inference server at {self.root} refused the key in ${self._config.api_key_var}")
         if response.status_code == 404:
-            raise NotOurServer(f"{self.root}{path} does not exist: is this server started with `inference`?")
+            raise UserError(f"{self.root}{path} does not exist: is this server started with `inference`?")
         if response.status_code == _UNSENT:
             raise VersionNotSent(f"the inference server at {self.root}: {_message(response)}")
         if response.status_code == _BUSY:

@@ -1,7 +1,8 @@
-"""Who is away, and how it comes back.
+"""Bring lost replicas back, and let replicas leave.
 
-A server that is lost gets no work; what it alone sampled is made again by the others. It is looked at until it answers, is given what the others
-serve, proves it, and gets work again. One that joins comes the same way; one that leaves is let go when nothing is in flight there.
+A replica that is lost gets no work; what it alone sampled is sampled again by the others. It is probed until it answers, is given what the others
+serve, is verified, and gets work again. A replica that was asked to leave (`POST /leave`) drains: it gets nothing new, finishes what is in
+flight there, is verified once more and is removed. It joins again when it is restarted at the same address.
 """
 
 import asyncio
@@ -21,12 +22,13 @@ from prime_rl.wait import wait_async
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig
 
-_ATTEMPTS = 5  # to bring back the only server
+_ATTEMPTS = 5  # to load what the run serves, of its only replica
 _RETRY_SECONDS = 1.0  # before the second attempt; then twice that, and so on
-_REST_SECONDS = 15.0  # at most between two looks at a server that is away, while others serve
+_REST_SECONDS = 15.0  # at most between two attempts
+_PROBE_SECONDS = 5.0  # between two looks at all replicas, and at one that drains
+_SILENT_PROBES = 3  # unanswered in a row, until the others take over
+_DRAIN_POLL_SECONDS = 0.25
 _CLOSE_SECONDS = 30.0
-_WATCH_SECONDS = 5.0
-_SILENT_TIMES = 3  # that a server does not answer before the others take over what it had
 
 
 class Shell(Protocol):
@@ -40,126 +42,92 @@ class Shell(Protocol):
 
 
 class Recovery:
-    """Brings lost servers back, and lets servers join and leave. It asks `serving` what is served, and has it load that; `serving` knows nothing of
-    it. `begin` comes after `WeightSync.begin`.
-    """
+    """Watches all replicas of a run. `begin` comes after `WeightSync.begin`."""
 
-    def __init__(self, config: "OrchestratorConfig", serving: WeightSync, status: Status, shell: Shell) -> None:
+    def __init__(self, config: "OrchestratorConfig", weight_sync: WeightSync, status: Status, shell: Shell) -> None:
         self._config = config
-        self._serving, self._fleet = serving, serving.fleet
+        self._weight_sync, self._fleet = weight_sync, weight_sync.fleet
         self._status, self._shell = status, shell
-        self.begun = False
-        # The run depends on this server: nobody takes over from it, and nobody joins.
-        self._alone = len(self._fleet.replicas) == 1 and config.client.discover is None
+        self._alone = len(self._fleet.replicas) == 1  # nothing takes over from it
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
+        self._drains: dict[Replica, asyncio.Task[None]] = {}
+        self._departed: dict[Replica, str] = {}  # replicas that have left, and the incarnation of each that did
         self._troubles: dict[Replica, str] = {}  # why each that is away is not back
         self._doubted: dict[Replica, int] = {}  # the version that each that is away was found not to serve any more
         self._empty_since: float | None = None  # when the last one was lost
 
     def begin(self) -> None:
-        """Servers that are not there yet join as they come."""
-        self.begun = True
+        """Replicas that do not answer yet get work once they do."""
         for replica in self._fleet.away:
-            self._watch_over(replica)
+            self._bring_back_soon(replica)
+
+    async def close(self) -> None:
+        """End all recoveries and drains."""
+        tasks = [*self._recoveries.values(), *self._drains.values()]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_CLOSE_SECONDS)
+
+    async def watch(self) -> None:
+        """Probe all replicas every few seconds, until it is cancelled: lose those that do not answer, drain those that are to leave, and let those
+        that left join once they are restarted."""
+        while True:  # bounded: the run cancels it at its end
+            await asyncio.sleep(_PROBE_SECONDS)
+            serving, departed = self._fleet.serving, list(self._departed)
+            await asyncio.gather(*map(self._probe, serving), *map(self._rejoin, departed))
+            if self._weight_sync.recovering and all(task.done() for task in self._recoveries.values()):
+                self._check_hope()
+
+    async def _probe(self, replica: Replica) -> None:
+        if (
+            not self._alone and not await replica.engine.answers()
+        ):  # alone, its episodes fail, or the loads of versions do
+            replica.silent += 1
+            if replica.silent >= _SILENT_PROBES and replica.serving:
+                self.recover(replica)
+            return
+        replica.silent = 0
+        try:
+            served = await replica.engine.served()
+        except UserError:
+            return  # whatever is wrong is found when it is verified
+        if served.leaving and replica not in self._drains and replica.serving:
+            task = self._drains[replica] = asyncio.create_task(self._leave(replica, served.boot))
+            task.add_done_callback(self._shell.note_failure)
+
+    # -- lost replicas -------------------------------------------------------------------------------------------------------
 
     def failed(self, replica: Replica) -> None:
         """An episode failed there for want of a server: others take over, and one that goes on failing rests longer and longer."""
-        if not replica.draining:  # whoever drains it looks whether it is still there
+        if not replica.draining:  # its drain probes it
             self._fleet.failed(replica)
             self.recover(replica)
 
     def recover(self, replica: Replica) -> None:
-        """It is gone, or serves something else: it gets no work until it is back and has proven what it serves."""
+        """It is gone, or serves something else: it gets no work until it is back and has been verified."""
         if replica not in self._fleet:
             return  # it has left
-        leaving = replica.draining  # whoever drains it lets it go
+        draining = replica.draining
         self._fleet.lose(replica)
         self._note_empty()
-        if not leaving:
-            self._watch_over(replica)
-
-    def join(self, replica: Replica) -> None:
-        """A server that was added to the fleet: it is given what the others serve, proves it, and gets work."""
-        if self.begun:  # else `begin` does it
-            self._watch_over(replica)
-
-    def drain(self, replica: Replica) -> bool:
-        """A replica is to leave: `release` it once nothing is in flight there. Returns whether it drains: only one that serves does, and not while an
-        update is under way."""
-        if not replica.serving or self._serving.moving:
-            return False
-        self._fleet.drain(replica)
-        self._note_empty()
-        return True
-
-    async def release(self, replica: Replica, ask: bool) -> int:
-        """A server leaves the fleet for good. What it can prove counts, if it is there to be asked; the rest is made again.
-
-        Returns:
-            How many episodes are made again.
-        """
-        recovery = self._recoveries.pop(replica, None)
-        if recovery is not None and not recovery.done():
-            recovery.cancel()
-            await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
-        self._troubles.pop(replica, None)
-        self._doubted.pop(replica, None)
-        core = self._serving.core
-        async with self._serving.shipping:
-            if replica not in self._fleet:
-                return 0  # released meanwhile
-            finished = replica.unproven.intersection(core.unproven())
-            if ask and (self._config.bench or await replica.proven()):
-                core.prove(finished)
-                self._fleet.forget(finished)
-                replica.released = True
-            lost = (replica.unproven | replica.tainted) & core.without_proof()
-            if lost:
-                replica.released = False
-                self._serving.doubt(replica, "the server left")
-            self._fleet.remove(replica)
-            self._note_empty()
-        self._shell.wake()
-        return len(lost)
+        if not draining:
+            self._bring_back_soon(replica)
 
     def _note_empty(self) -> None:
-        if self._serving.recovering:
+        if self._weight_sync.recovering:
             self._empty_since = self._empty_since or time.monotonic()
 
-    def _watch_over(self, replica: Replica) -> None:
+    def _bring_back_soon(self, replica: Replica) -> None:
         present = self._recoveries.get(replica)
         if present is None or present.done():
-            work = self._bring_the_only_one_back(replica) if self._alone else self._bring_back(replica)
-            task = self._recoveries[replica] = asyncio.create_task(work)
+            task = self._recoveries[replica] = asyncio.create_task(self._bring_back(replica))
             task.add_done_callback(self._shell.note_failure)
 
-    def _admit(self, replica: Replica) -> None:
-        self._fleet.admit(replica)
-        self._empty_since = None
-        self._troubles.pop(replica, None)
-        self._doubted.pop(replica, None)
-        self._shell.wake()
-
-    async def _bring_the_only_one_back(self, replica: Replica) -> None:
-        """The run depends on it: it is waited for, and after a few failures the run ends."""
-        attempt = 0
-        while attempt < _ATTEMPTS:  # bounded: the last attempt raises, and so does `await_sender`
-            await replica.engine.wait_ready(self._status.waiting)
-            try:
-                while not await self._catch_up(replica):  # bounded: by the requests' deadlines
-                    await asyncio.sleep(POLL_SECONDS)
-                return
-            except VersionNotSent as error:
-                await self._serving.await_sender(error, self._serving.core.version)
-            except (UserError, CommitError):
-                attempt += 1
-                if attempt == _ATTEMPTS:
-                    raise
-                await asyncio.sleep(_RETRY_SECONDS * attempt)
-
     async def _bring_back(self, replica: Replica) -> None:
-        """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`."""
-        rest, penalty = _RETRY_SECONDS, rest_seconds(replica.failures)
+        """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`, or the only replica cannot be given
+        what the run serves."""
+        delay, penalty, failures = _RETRY_SECONDS, rest_seconds(replica.failures), 0
         while replica in self._fleet:  # bounded: `_check_hope`, and the run's end cancels it
             await self._hand_over(replica)
             if penalty:
@@ -170,52 +138,89 @@ class Recovery:
                 )  # fmt: skip
                 await asyncio.sleep(penalty)
                 penalty = 0.0
-            trouble = "it does not answer"
+            trouble, failed = "it does not answer", False
             if await replica.engine.answers():
                 try:
                     if await self._catch_up(replica):
-                        version = self._serving.core.version
-                        logger.info("{} serves version {}{}", replica.name, version, self._fleet.where())
+                        logger.info(
+                            "{} serves version {}{}", replica.name, self._weight_sync.core.version, self._fleet.where()
+                        )
                         return
                     trouble = ""
-                except (UserError, CommitError) as error:
+                except VersionNotSent as error:
                     trouble = str(error)
+                    if self._alone:
+                        await self._weight_sync.await_sender(error, self._weight_sync.core.version)
+                        continue
+                except (UserError, CommitError) as error:
+                    trouble, failed, failures = str(error), True, failures + 1
+                    if self._alone and failures == _ATTEMPTS:
+                        raise
             if trouble and trouble != self._troubles.get(replica):
                 self._troubles[replica] = trouble
                 served = f" (serving{where})" if (where := self._fleet.where()) else ""
                 logger.warning("{} gets no work: {}{}", replica.name, trouble, served)
             self._check_hope()
-            await asyncio.sleep(rest if trouble else POLL_SECONDS)
-            rest = min(2 * rest, _REST_SECONDS if self._fleet.serving else _RETRY_SECONDS)
+            await asyncio.sleep(delay if trouble else POLL_SECONDS)
+            others_go_on = bool(self._fleet.serving)
+            delay = min(2 * delay, _REST_SECONDS if others_go_on or (self._alone and failed) else _RETRY_SECONDS)
 
     async def _hand_over(self, replica: Replica) -> None:
-        """What a server that is away cannot prove is made again, if there is another one to do it."""
+        """What a replica that is away cannot prove is sampled again, if there is another one to do it."""
         if replica.unproven | replica.tainted and self._fleet.serving and not self._config.bench:
             if replica.unproven and not replica.tainted and await replica.proven():
                 return
-            async with self._serving.shipping:
+            async with self._weight_sync.shipping:
                 if not replica.serving:
-                    self._serving.doubt(replica, "the server is gone")
+                    self._weight_sync.doubt(replica, "the server is gone")
             self._shell.wake()
 
-    def check_hope_of_joining(self) -> None:
-        """While none serves and none is being brought back: somebody must join in time.
+    async def _catch_up(self, replica: Replica) -> bool:
+        """Have a healthy replica load what the others serve, and let it in. False: what they serve has changed meanwhile."""
+        sync = self._weight_sync
+        await sync.settled()
+        if self._config.bench or sync.core.must_go_back:
+            self._admit(replica)  # there is nothing to verify, or `follow` loads what counts now
+            return True
+        version, incarnation = sync.core.version, sync.core.incarnation
+        if replica.given is None:
+            await sync.check_base(replica, 0)
+        proven = replica.given is not None and await replica.proven()
+        if not proven:
+            await self._take_back(replica)
+        if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
+            await sync.load_again(replica)
+        if sync.moving or (version, incarnation) != (sync.core.version, sync.core.incarnation) or replica.tainted:
+            return False
+        self._admit(replica)
+        return True
 
-        Raises:
-            UserError: nobody did.
-        """
-        if self._serving.recovering and all(task.done() for task in self._recoveries.values()):
-            self._check_hope()
+    async def _take_back(self, replica: Replica) -> None:
+        async with self._weight_sync.shipping:
+            self._weight_sync.notice_incarnation()
+            if replica.given is not None:
+                version = replica.given.version
+                if self._doubted.get(replica) != version:  # each attempt finds it so
+                    self._doubted[replica] = version
+                    logger.warning("{} does not serve version {} any more", replica.name, version)
+                self._weight_sync.doubt(replica, "the server lost the weights it was given")
+
+    def _admit(self, replica: Replica) -> None:
+        self._fleet.admit(replica)
+        self._empty_since = None
+        self._troubles.pop(replica, None)
+        self._doubted.pop(replica, None)
+        self._shell.wake()
 
     def _check_hope(self) -> None:
-        """While none serves: somebody must come back in time.
+        """While none serves: one must come back in time.
 
         Raises:
-            UserError: nobody did.
+            UserError: none did.
         """
-        seconds = self._config.client.ready_timeout
         if self._empty_since is None:
             return
+        seconds = self._config.client.ready_timeout
         self._status.waiting("a healthy server", "inference", seconds)
         if time.monotonic() - self._empty_since > seconds:
             listed = "; ".join(f"{replica.name}: {trouble}" for replica, trouble in self._troubles.items())
@@ -224,69 +229,78 @@ class Recovery:
                 f"{listed or 'all have left'}"
             )
 
-    async def _catch_up(self, replica: Replica) -> bool:
-        """Have a healthy server load what the others serve, and let it in. False: what they serve has changed meanwhile."""
-        serving = self._serving
-        while serving.moving:  # bounded: by the requests' deadlines
-            await asyncio.sleep(POLL_SECONDS)
-        if self._config.bench or serving.core.must_go_back:
-            self._admit(replica)  # there is nothing to prove, or `follow` loads what counts now
-            return True
-        version, incarnation = serving.core.version, serving.core.incarnation
-        if replica.given is None:
-            await serving.check_base(replica, 0)
-        proven = replica.given is not None and await replica.proven()
-        if not proven:
-            await self._take_back(replica)
-        if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
-            await serving.load_again(replica)
-        if (
-            serving.moving
-            or (version, incarnation) != (serving.core.version, serving.core.incarnation)
-            or replica.tainted
-        ):
-            return False
-        self._admit(replica)
-        return True
-
-    async def _take_back(self, replica: Replica) -> None:
-        async with self._serving.shipping:
-            self._serving.notice_incarnation()
-            if replica.given is not None:
-                version = replica.given.version
-                if self._doubted.get(replica) != version:  # each attempt finds it so
-                    self._doubted[replica] = version
-                    logger.warning("{} does not serve version {} any more", replica.name, version)
-                self._serving.doubt(replica, "the server lost the weights it was given")
-
-    async def watch(self) -> None:
-        """Among several servers: one that does not answer any more is lost, and the others take over what it had. Until it is cancelled."""
-        while not self._alone:  # bounded: the run cancels it at its end
-            await asyncio.sleep(_WATCH_SECONDS)
-            asked = self._fleet.serving
-            answers = await asyncio.gather(*(replica.engine.answers() for replica in asked))
-            for replica, answered in zip(asked, answers, strict=True):
-                replica.silent = 0 if answered else replica.silent + 1
-                if replica.silent >= _SILENT_TIMES and replica.serving:
-                    self.recover(replica)
-
     async def brought_back(self) -> None:
-        """Wait until a server serves, or what is served is superseded."""
+        """Wait until a replica serves, or what is served is superseded."""
         for replica in self._fleet.away:
-            self._watch_over(replica)
+            self._bring_back_soon(replica)
         pending = [task for task in self._recoveries.values() if not task.done()]
         client = self._config.client
-        subject, seconds = "healthy server", _ATTEMPTS * (client.ready_timeout + client.timeout)
         await wait_async(
-            lambda: not self._serving.recovering or any(task.done() for task in pending),
-            subject=subject, owner="inference", seconds=seconds, poll=POLL_SECONDS,
-            stop=lambda: self._serving.superseded,
+            lambda: not self._weight_sync.recovering or any(task.done() for task in pending),
+            subject="healthy server", owner="inference", seconds=_ATTEMPTS * (client.ready_timeout + client.timeout),
+            poll=POLL_SECONDS, stop=lambda: self._weight_sync.superseded,
         )  # fmt: skip
 
-    async def close(self) -> None:
-        """End the recoveries, if there are any."""
-        tasks = list(self._recoveries.values())
-        for task in tasks:
-            task.cancel()
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await asyncio.gather(*tasks, return_exceptions=True)
+    # -- replicas that leave -------------------------------------------------------------------------------------------------
+
+    async def _leave(self, replica: Replica, boot: str) -> None:
+        """Drain it between two updates, so that what is in flight there stays of the version that it serves; then remove it."""
+        try:
+            await self._weight_sync.settled()
+            if replica.serving:
+                self._fleet.drain(replica)
+                self._note_empty()
+                logger.info(
+                    "{} is to leave: it gets nothing new, {} episodes in flight there go on",
+                    replica.name,
+                    replica.in_flight,
+                )
+            silent, probed = 0, time.monotonic()
+            while replica.draining and replica.in_flight and silent < _SILENT_PROBES:  # bounded: by episodes' deadlines
+                await asyncio.sleep(_DRAIN_POLL_SECONDS)
+                if time.monotonic() - probed >= _PROBE_SECONDS:
+                    silent, probed = 0 if await replica.engine.answers() else silent + 1, time.monotonic()
+            await self._release(replica, boot, ask=silent < _SILENT_PROBES)
+        finally:
+            del self._drains[replica]
+
+    async def _release(self, replica: Replica, boot: str, ask: bool) -> None:
+        """Remove a replica. What it can prove counts, if it is there to be asked; the rest is sampled again."""
+        recovery = self._recoveries.pop(replica, None)
+        if recovery is not None and not recovery.done():
+            recovery.cancel()
+            await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
+        self._troubles.pop(replica, None)
+        self._doubted.pop(replica, None)
+        core = self._weight_sync.core
+        async with self._weight_sync.shipping:
+            finished = replica.unproven.intersection(core.unproven())
+            if ask and (self._config.bench or await replica.proven()):
+                core.prove(finished)
+                self._fleet.forget(finished)
+                replica.released = True
+            lost = (replica.unproven | replica.tainted) & core.without_proof()
+            if lost:
+                replica.released = False
+                self._weight_sync.doubt(replica, "the server left")
+            self._fleet.remove(replica)
+            self._departed[replica] = boot
+            self._note_empty()
+        self._shell.wake()
+        logger.info(
+            "{} has left, and may be stopped: {} ({} servers left to serve)",
+            replica.name,
+            f"{len(lost)} episodes that it had are made again" if lost else "nothing of it is made again",
+            len(self._fleet.serving),
+        )
+
+    async def _rejoin(self, departed: Replica) -> None:
+        """Let a server that has left join again, once it was restarted."""
+        try:
+            served = await departed.engine.served()
+        except UserError:
+            return
+        if served.boot != self._departed[departed] and not served.leaving:
+            del self._departed[departed]
+            self._bring_back_soon(self._fleet.add(departed.engine))
+            logger.info("{} joins", departed.name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from loguru import logger
 
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import Misrouted, NotOurServer, Served, ServerError
+from prime_rl.fleet.client import Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.replicas import ServerClient
 from prime_rl.transport.weights import WeightsManifest
@@ -26,8 +26,6 @@ TOKEN_ROUTES = (
 )  # either is enough: environments use the first one that is there
 NO_VERSION = -1  # of servers that do not serve the same: no version that anybody was given
 _NO_SUCH_ROUTE = (404, 405, 501)
-# At each proof, at once: by turns or by chance, a router hides one server among few from so many hardly ever.
-_LOOKS, _LOOKS_PER_PART = 6, 2
 
 T = TypeVar("T")
 
@@ -49,7 +47,7 @@ class RouterClient:
     def __init__(self, router: Router, parts: Sequence[ServerClient]) -> None:
         self._router, self._parts = router, parts
         self._update: asyncio.Future[None] | None = None  # under way: parts may differ meanwhile
-        self._said_unchecked, self._said_different = False, ""
+        self._said_different = ""
         self._passes = False  # it is known to pass token routes on
 
     @property
@@ -83,14 +81,12 @@ class RouterClient:
         """What all parts serve, in incarnations of which each counts; `NO_VERSION` where they serve different weights, which an update ends.
 
         Raises:
-            Misrouted: the router leads to somebody else, too.
             UserError: as a single server's.
         """
         answers = await self._ask()
         if self._update is not None and len(_weights(answers)) > 1:
             await asyncio.wait({self._update})  # bounded: by the requests that an update consists of
             answers = await self._ask()
-        await self._look_through({one.boot for one in answers})
         joined = _joined(answers)
         if len(_weights(answers)) == 1:
             return joined
@@ -133,32 +129,6 @@ class RouterClient:
 
     async def _ask(self) -> list[Served]:
         return await _all(part.served() for part in self._parts)
-
-    async def _look_through(self, boots: set[str]) -> None:
-        """Whoever answers through the router has to be one of the parts. Not every router passes the question on.
-
-        Raises:
-            Misrouted: one of them is somebody else.
-        """
-        looks = _LOOKS + _LOOKS_PER_PART * len(self._parts)
-        found = await asyncio.gather(*(self._router.served() for _ in range(looks)), return_exceptions=True)
-        errors = [one for one in found if isinstance(one, BaseException)]
-        if unexpected := next((error for error in errors if not isinstance(error, UserError)), None):
-            raise unexpected
-        seen = {one.boot for one in found if isinstance(one, Served)}
-        if not seen:
-            if not self._said_unchecked:
-                self._said_unchecked = True
-                logger.warning("it is not checked that {} leads to the listed servers alone: {}", self.root, errors[0])
-            return
-        strangers = seen - boots
-        if strangers:
-            strangers -= {one.boot for one in await self._ask()}  # that were started again just now
-        if strangers or any(isinstance(error, NotOurServer) for error in errors):  # the router passes the question on
-            raise Misrouted(
-                f"the router at {self.root} leads to a server that client.admin_base_url does not name, which nobody gives weights: "
-                "name it there, or take it from the router"
-            )
 
 
 def connect_all(config: "ClientConfig", connect: Callable[[str], Any]) -> list[ServerClient]:

@@ -106,13 +106,18 @@ class WeightSync:
         self._wanted: int | None = None  # the version that a server that comes back was not sent last
         self._failed = (0, 0)  # a version that all servers were lost over, and how often in a row
         self._shell = shell
-        self._moving = False  # what is served is being changed
+        self._settled = asyncio.Event()
+        self._settled.set()
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
 
     @property
     def moving(self) -> bool:
         """Whether the servers that serve are given another version at this moment."""
-        return self._moving
+        return not self._settled.is_set()
+
+    async def settled(self) -> None:
+        """Wait until no version is being loaded by the servers that serve."""
+        await self._settled.wait()  # bounded: by the requests' deadlines
 
     @property
     def recovering(self) -> bool:
@@ -348,11 +353,11 @@ class WeightSync:
     async def _move(self, version: int) -> bool:
         """Have every serving server load a version, which may be removed meanwhile, or which one of them may not survive. Returns whether it
         is served: by all that are left."""
-        self._moving = True
+        self._settled.clear()
         try:
             return await self._try(version)
         finally:
-            self._moving = False
+            self._settled.set()
 
     async def _try(self, version: int) -> bool:
         asked = self.fleet.serving
@@ -447,7 +452,7 @@ class WeightSync:
             raise
         finally:
             del self._reading[replica]
-            if not (self._moving or self.core.must_go_back):
+            if not (self.moving or self.core.must_go_back):
                 self._hold(self.core.incarnation, self.core.version)
 
     async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[None]]") -> None:
@@ -525,7 +530,7 @@ class WeightSync:
         replica.losses += 1
         episodes = replica.unproven | replica.tainted
         flying = self.core.doubt(detail, episodes)
-        if len(self.fleet.replicas) == 1 and not self._moving:
+        if len(self.fleet.replicas) == 1 and not self.moving:
             self.core.retract()
         self.fleet.forget(episodes)
         self._give_up(flying)

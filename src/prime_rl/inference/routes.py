@@ -32,7 +32,6 @@ from prime_rl.inference.checks import local_model
 from prime_rl.inference.guard import Guard
 from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, PassOn, lead, listen, route_path
 from prime_rl.inference.pulse import Pulse
-from prime_rl.inference.register import Departure, Registration
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
 from prime_rl.inference.seeds import RefuseSeeds
@@ -74,12 +73,7 @@ def _service(request: Request) -> WeightService:
     return request.app.state.prime_service
 
 
-def _departure(request: Request) -> Departure:
-    return request.app.state.prime_departure
-
-
 Service = Annotated[WeightService, Depends(_service)]
-Leaving = Annotated[Departure, Depends(_departure)]
 router = APIRouter(dependencies=[Depends(limit_body)])
 
 
@@ -99,17 +93,21 @@ async def reload_weights(service: Service) -> dict[str, Any]:
 
 
 @router.get("/weights")
-async def weights(request: Request, service: Service, departure: Leaving) -> dict[str, Any]:
+async def weights(request: Request, service: Service) -> dict[str, Any]:
     state = request.app.state
     models = [*state.prime_models, *compat.adapters(state)]
-    more = {"engines": service.engines, "leaving": departure.asked, "models": models}
+    more = {"engines": service.engines, "leaving": state.prime_leaving, "models": models}
     return asdict(await service.served()) | more
 
 
 @router.post("/leave")
-async def leave(departure: Leaving) -> dict[str, Any]:
-    departure.ask()
-    return {"leaving": departure.asked}
+async def leave(request: Request) -> dict[str, Any]:
+    """Ask for no new episodes. Requests are answered on; only a restart takes it back, as clients may have removed the server already."""
+    state = request.app.state
+    if not state.prime_leaving:
+        logger.info("asked to leave: no new episodes are wanted; requests are answered until this server is stopped")
+    state.prime_leaving = True
+    return {"leaving": True}
 
 
 @router.post("/pause")
@@ -172,7 +170,7 @@ class PrimeRoutes:
         model_config, engines = engine_client.model_config, args.data_parallel_size
         # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
         status = Status(settings.output_dir, settings.process, of=identify(settings.server))
-        state.prime_departure = Departure()
+        state.prime_leaving = False
         state.prime_service = WeightService(
             compat.every_engine(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
@@ -192,12 +190,6 @@ class PrimeRoutes:
             state.prime_listener = await listen(self._app, settings.shared)
         status.phase("serving")
         status.ready()
-        if settings.register_dir is not None:
-            state.prime_registration = asyncio.create_task(
-                Registration(
-                    settings.register_dir, settings.address, args.model, state.prime_service.boot, state.prime_departure
-                ).run()
-            )
         loop, service = asyncio.get_running_loop(), state.prime_service
 
         def end_soon() -> None:

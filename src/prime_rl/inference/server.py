@@ -18,7 +18,6 @@ from prime_rl.importing import quick_imports
 from prime_rl.inference import checks, compat, pulse
 from prime_rl.inference.arguments import arguments, chunks_on_cpu, environment, guarded_host
 from prime_rl.inference.ports import hold_port
-from prime_rl.inference.register import published_address
 from prime_rl.inference.settings import PLUGIN, Settings
 from prime_rl.monitor import Status, log
 from prime_rl.transport.settings import agree, dry_path
@@ -86,7 +85,6 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     allowed = os.environ["VLLM_PLUGINS"].split(",")
     if PLUGIN not in allowed:  # the user's own list
         os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
-    register_dir = config.server.register_dir.expanduser().resolve() if config.server.register_dir else None
     several = config.server.api_servers > 1 and not config.headless
     shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
     if shared is not None:
@@ -96,8 +94,6 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
         output_dir=config.output_dir.resolve(),
         weights_root=config.weights_root.expanduser().resolve() if config.weights_root else None,
         weights_tmpfs=config.weights_tmpfs.expanduser().resolve() if config.weights_tmpfs else None,
-        register_dir=register_dir,
-        address=published_address(config) if register_dir else "",
         stage_weights=config.stage_weights,
         stage_on_device=config.stage_on_device,
         servers_on_host=config.servers_on_host,

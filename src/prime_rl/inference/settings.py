@@ -17,7 +17,6 @@ class Settings:
     Args:
         process: The server's name in the run.
         weights_root: Below it lie all weights that a request may name (None: any committed version that this host sees).
-        register_dir: Where the server registers, as one that is reached at `address`.
         server: Process id of the server, which the engine ends with.
         shared: Directory of the processes that answer where there are several, see `leader`; None for one.
         refuses_seeds: Whether a request with a seed would kill the engine, see `seeds`.
@@ -27,8 +26,6 @@ class Settings:
     output_dir: Path
     weights_root: Path | None
     weights_tmpfs: Path | None
-    register_dir: Path | None
-    address: str
     stage_weights: bool
     stage_on_device: bool
     servers_on_host: int

@@ -121,11 +121,9 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
     """Plan processes, their GPUs, ports and configs.
 
     Raises:
-        UserError: for an impossible layout (see `lay_out`), too few ports, or an advertised address for several servers.
+        UserError: for an impossible layout (see `lay_out`), or too few ports.
     """
     layout, inference, output_dir = lay_out(config, machine), config.inference, config.output_dir
-    if len(layout.servers) > 1 and inference is not None and inference.server.advertise is not None:
-        raise UserError("inference.server.advertise is the address of one server, but several are started")
     servers = [_server(config, number, offset) for number, offset in enumerate(layout.ports)]
     names = tuple(server.name for server in servers)
     gpus = {**dict(zip(names, layout.servers, strict=True)), "trainer": layout.trainer, "orchestrator": ()}
@@ -184,8 +182,6 @@ def describe(plan: Plan) -> str:
     for server in plan.servers:
         whose = "already running" if server.port is None else f"port {server.port}"
         lines.append(f"server         {server.url} ({whose})")
-    if not plan.servers:
-        lines.append("server         those that register (orchestrator.client.discover)")
     if plan.tmpfs is not None:
         started = plan.servers and all(server.port is not None for server in plan.servers)
         limit = "" if started else "; servers on other hosts cannot load them"
@@ -203,7 +199,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
         limited = trainer.model.model_copy(update={"memory_limit": layout.training_gib})
         weights = trainer.weights.model_copy(update={"shares_gpu": True})
         trainer = trainer.model_copy(update={"model": limited, "weights": weights})
-    if len(servers) > 1 and orchestrator.client.discover is None:
+    if len(servers) > 1:
         client = orchestrator.client.model_copy(update={"base_url": [f"{server.url}/v1" for server in servers]})
         orchestrator = orchestrator.model_copy(update={"client": client})
     sections: dict[str, BaseConfig] = {"rl": config, "trainer": trainer, "orchestrator": orchestrator}
@@ -254,8 +250,6 @@ def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], mac
 
 def _running_already(config: RLConfig) -> tuple[Server, ...]:
     client = config.orchestrator.client
-    if client.discover is not None:
-        return ()  # the orchestrator waits for whoever registers
     first, *others = [f"{root}/health" for root in client.api_roots]
     return (Server(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others)),)
 
@@ -406,7 +400,7 @@ def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, 
     orchestrator = config.orchestrator
     if config.inference_servers is not None:
         return config.inference_servers // groups
-    single = gpus_of_a_server(inference) > 1 or inference.deterministic or inference.server.advertise is not None
+    single = gpus_of_a_server(inference) > 1 or inference.deterministic
     if single or inference.kv_cache_gib is not None or machine.model is None or machine.model.weights > _SMALL_GIB:
         return 1
     in_flight = orchestrator.batch_size * (config.async_level + 1)

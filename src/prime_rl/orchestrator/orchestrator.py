@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,6 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.fleet.client import InferenceClient
-from prime_rl.fleet.membership import Members
 from prime_rl.fleet.recovery import Recovery
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ServerClient
 from prime_rl.fleet.weight_sync import WeightSync
@@ -67,11 +65,9 @@ class Orchestrator:
         engines: Sequence[ServerClient],
         status: Status,
         monitor: Monitor,
-        connect: Callable[[str], ServerClient] | None = None,
         teachers: Teachers | None = None,
     ) -> None:
-        """`engines`: of the servers that are listed; `connect` makes those of servers that register (None: as `client.InferenceClient`, for the run);
-        `teachers`: who is ready, and whom `pool` knows (None: none is needed)."""
+        """`engines`: clients of all servers; `teachers`: who is ready, and whom `pool` knows (None: none is needed)."""
         self.config = config
         self.pool = pool
         self.teachers = teachers or Teachers(config)
@@ -89,14 +85,6 @@ class Orchestrator:
         self.fleet = ReplicaPool(engines, slack=config.rollouts_per_example)
         self.serving = WeightSync(config, self.fleet, status, self)
         self.recovery = Recovery(config, self.serving, status, self)
-        self.members = Members(
-            config.client,
-            config.model.name,
-            self.fleet,
-            self.recovery,
-            connect or partial(InferenceClient, config.client),
-            self.note_failure,
-        )
         self.evaluations = Evaluations(config, pool, monitor, status, self.serving, self.recovery)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.limits = LimitWatch(config.output_dir)
@@ -135,10 +123,8 @@ class Orchestrator:
                 await self._finish()
             finally:
                 await _end([*tasks, *self._take_running()])
-                await self.members.close()
                 await self.recovery.close()
         finally:
-            await self.members.close()
             if self.journal is not None:
                 self.journal.close()
 
@@ -182,7 +168,7 @@ class Orchestrator:
             self._log_missing()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.pool.start(config.client.ready_timeout))
-            ready = group.create_task(self._first_servers())
+            ready = group.create_task(self.fleet.wait_ready(self.status.waiting, config.client.ready_timeout))
         self.evaluations.check_tasks()
         version = 0
         if config.bench:
@@ -200,10 +186,6 @@ class Orchestrator:
             ", ".join(f"{env.name} ({count(self.pool.tasks(env.name))} tasks)" for env in config.environments),
             config.batch_size, config.rollouts_per_example, config.async_level, self.core.step, version,
         )  # fmt: skip
-
-    async def _first_servers(self) -> list[Replica]:
-        await self.members.begin(self.status.waiting)
-        return await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
 
     def _make_core(self, version: int) -> None:
         config, journal, history = self.config, self.journal, self.serving.history
@@ -533,7 +515,6 @@ class Orchestrator:
             ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new incarnation meanwhile
         await self._write_books(last=True)
         self.journal.check(self.core)
-        await self.members.close()
         await self.recovery.close()
         self.serving.history.release()
 

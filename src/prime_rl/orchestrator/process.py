@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
-from prime_rl.errors import FinalError, UserError
-from prime_rl.fleet.client import InferenceClient, Misrouted
+from prime_rl.errors import UserError
+from prime_rl.fleet.client import InferenceClient
 from prime_rl.fleet.logprob_check import LogprobCheck
 from prime_rl.fleet.router import connect_all
 from prime_rl.monitor import Monitor, Status, read_metrics
@@ -75,17 +75,16 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
         async with AsyncExitStack() as stack:
             connect = partial(_connect, stack, config.client, LogprobCheck() if config.canary else None)
             engines = connect_all(config.client, connect)
-            orchestrator = Orchestrator(config, pool, engines, status, monitor, connect, teachers)
+            orchestrator = Orchestrator(config, pool, engines, status, monitor, teachers)
             _hear(partial(_on_signal, orchestrator, current))
             await orchestrator.run()
         status.done("stopped" if orchestrator.stopping else "finished")
         if config.bench:
             print(bench_table(read_metrics(config.output_dir / "metrics" / "orchestrator.jsonl")))
-    except* (UserError, CommitError, Misrouted) as group:
-        final = group.subgroup(Misrouted)
-        message = str(_first(final or group))
+    except* (UserError, CommitError) as group:
+        message = str(_first(group))
         status.done(f"failed: {message}")
-        raise (FinalError if final else UserError)(message) from group
+        raise UserError(message) from group
     finally:
         collector.cancel()
         if pool is not None:

@@ -84,7 +84,6 @@ SHARED = {
     *(
         "base_url",
         "admin_base_url",
-        "discover",
         "server",
         "client",
         "wandb",

@@ -478,26 +478,14 @@ def test_servers_of_one_host_are_told_apart_by_port_and_path() -> None:
     assert ClientConfig(base_url=urls).api_roots == urls
 
 
-def test_servers_are_listed_or_register_not_both() -> None:
-    argv = ["--environment.id", "x", "--client.discover", "servers"]
-    client = parse(OrchestratorConfig, argv, {}).client
-    assert (client.base_urls, client.source) == ([], "client.discover")
-    with pytest.raises(ConfigError, match="give one of them"):
-        parse(OrchestratorConfig, [*argv, "--client.base-url", "http://a:1"], {})
-    with pytest.raises(ConfigError, match="give base_url, or discover"):
-        parse(OrchestratorConfig, ["--environment.id", "x", "--client.base-url", "None"], {})
-
-
-def test_the_server_that_rl_starts_registers_beside_the_others(tmp_path: Path) -> None:
-    """And the run's own file, fed back, gives the same run."""
-    config = rl("--orchestrator.client.discover", "servers", "--inference.server.port", "8001")
-    assert config.inference.server.register_dir == Path("servers") == config.orchestrator.client.discover
-    assert config.orchestrator.client.base_url is None
-    write_toml(config, tmp_path / "rl.toml")
-    assert parse(RLConfig, ["@", str(tmp_path / "rl.toml")], {}) == config
-    assert "register_dir is other" in problem(
-        "--orchestrator.client.discover", "servers", "--inference.server.register-dir", "other"
-    )
+@pytest.mark.parametrize(
+    ("argv", "key"),
+    [(["--orchestrator.client.discover", "x"], "discover"), (["--inference.server.register-dir", "x"], "register-dir"),
+     (["--inference.server.advertise", "http://h:1"], "advertise")],
+)  # fmt: skip
+def test_registration_of_servers_is_gone_and_the_error_says_what_to_do(argv: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}.*any more: .*base_url"):
+        rl(*argv)
 
 
 def test_servers_are_named_or_started_not_both() -> None:

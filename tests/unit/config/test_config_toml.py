@@ -57,8 +57,6 @@ CONSTRAINED |= {"headless", "data_parallel_start_rank"}
 CONSTRAINED |= {
     "keep_interval",
     "checkpointed_layers",
-    "advertise",
-    "register_dir",
     "tmpfs",
     "transport",
     "attention",

@@ -316,7 +316,7 @@ async def test_a_lost_server_that_takes_long_to_load_comes_back(tmp_path):
 
 async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeypatch):
     """The others serve the version as soon as it is known to be lost."""
-    monkeypatch.setattr(recovery, "_WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "_PROBE_SECONDS", 0.1)
     world = FleetWorld(tmp_path, servers=3, max_steps=4, max_error_rate=1.0)
     bad = world.servers[1]
     hung, released = asyncio.Event(), asyncio.Event()

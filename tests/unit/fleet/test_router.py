@@ -7,14 +7,13 @@ from dataclasses import replace
 import pytest
 
 from prime_rl.config.shared import ClientConfig
-from prime_rl.errors import FinalError, UserError
+from prime_rl.errors import UserError
 from prime_rl.evals import servers as eval_servers
-from prime_rl.fleet.client import Misrouted, NotOurServer, Served, ServerError
+from prime_rl.fleet.client import Served, ServerError
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.fleet.router import NO_VERSION, RouterClient, connect_all
-from prime_rl.monitor import Monitor, Status, read_status
-from prime_rl.orchestrator import process
+from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from unit.fleet.test_replicas import FleetPool, FleetWorld, Server, run
 
@@ -27,7 +26,6 @@ class Router:
     def __init__(self, servers: list[Server]) -> None:
         self.turns = itertools.cycle(servers)
         self.statuses = {"/v1/sample": 422, "/inference/v1/generate": 422}
-        self.passes_on = True
 
     async def wait_ready(self, on_wait) -> None:
         await asyncio.sleep(0)
@@ -36,9 +34,7 @@ class Router:
         return True
 
     async def served(self) -> Served:
-        if not self.passes_on:
-            raise UserError("refused the key")
-        return await next(self.turns).served()
+        raise AssertionError("what is served is never asked through a router")
 
     async def update(self, weights) -> Served:
         raise AssertionError("weights never go through a router")
@@ -167,119 +163,6 @@ async def test_the_gravest_error_of_an_update_is_told(servers, routed, errors, r
 
 async def _raise(error: Exception) -> Served:
     raise error
-
-
-@pytest.mark.parametrize("others", [0, 1, 2])
-async def test_a_router_that_leads_elsewhere_is_found(servers, routed, others):
-    """Contract: a server that nobody updates or asks must not sample, also where the router leads to those that are named, too: no attempt is
-    made again, a proof fails with the run."""
-    stranger = Server("http://c")
-    stranger.now = Served(0, stranger.now.hash, "somebody else")
-    routed._router.turns = itertools.cycle([*servers[:others], stranger])
-    fleet = ReplicaPool([routed])
-    for _ in range(4):
-        with pytest.raises(Misrouted, match=r"leads to a server that client.admin_base_url does not name"):
-            await fleet.replicas[0].proven()
-
-
-async def test_a_part_that_is_started_again_while_it_is_looked_for_is_no_stranger(servers, routed):
-    """Contract: what answers through the router is compared with who is there now."""
-    seen = []
-
-    async def restarted(served=servers[1].served) -> Served:
-        seen.append(await served())
-        if len(seen) == 1:
-            servers[1].base()  # after it was asked itself, before it is asked through the router
-        return seen[-1]
-
-    servers[1].served = restarted
-    await routed.served()
-    assert len({one.boot for one in seen}) == 2
-
-
-async def test_a_router_that_leads_elsewhere_ends_the_run(tmp_path):
-    """Contract: at the start, before anybody is given weights."""
-    world = RoutedWorld(tmp_path)
-    stranger = Server("http://c")
-    stranger.now = Served(0, stranger.now.hash, "somebody else")
-    world.router.turns = itertools.cycle([*world.servers, stranger])
-    with pytest.raises(Misrouted, match="does not name"):
-        await run(world)
-
-
-async def test_a_stranger_that_comes_later_ends_the_run(tmp_path):
-    """Contract: nothing that was sampled since is in a batch."""
-    world = RoutedWorld(tmp_path)
-    stranger = Server("http://c")
-    stranger.now = Served(0, stranger.now.hash, "somebody else")
-    counted = []
-
-    def before(episode, version):
-        if version >= 1 and not counted:
-            counted.extend(tmp_path.glob("rollouts/step_*"))
-            world.router.turns = itertools.cycle([*world.servers, stranger])
-
-    world.pool.before = before
-    with pytest.raises(Misrouted, match="does not name"):
-        await run(world)
-    assert counted
-    assert sorted(tmp_path.glob("rollouts/step_*")) == sorted(counted)
-
-
-async def test_what_a_stranger_ends_is_said_in_one_line_and_for_good(tmp_path, monkeypatch):
-    """Contract: no traceback, and `rl` does not start it again."""
-
-    class Ends:
-        started, stopping = True, False
-
-        def __init__(self, *_) -> None:
-            pass
-
-        async def run(self) -> None:
-            raise ExceptionGroup("tasks", [UserError("something else, too"), Misrouted("somebody else")])
-
-    class Pool:
-        async def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(process, "Orchestrator", Ends)
-    monkeypatch.setattr(process, "make_pool", lambda *_: Pool())
-    monkeypatch.setattr(process, "spare_collector", lambda: None)
-    with pytest.raises(FinalError, match="^somebody else$"):
-        await process.orchestrate(RoutedWorld(tmp_path).config)
-    assert read_status(tmp_path)["orchestrator"].outcome == "failed: somebody else"
-
-
-async def test_a_router_that_fails_the_question_is_said_once(servers, routed, heard):
-    """Contract: each part has proven itself at its own address; a passing error of the router makes nothing again."""
-
-    async def served() -> Served:
-        raise ServerError("no answer")
-
-    routed._router.served = served
-    await routed.served()
-    assert len([message for message in heard.messages if "is not checked that http://router leads" in message]) == 1
-
-
-async def test_another_program_behind_the_router_is_a_stranger(servers, routed):
-    """Contract: who knows no such route, or another key, is none of ours, where others answer the question."""
-    turns = itertools.cycle([servers[0].served, None])
-
-    async def served() -> Served:
-        if (ask := next(turns)) is None:
-            raise NotOurServer("http://router/weights does not exist")
-        return await ask()
-
-    routed._router.served = served
-    with pytest.raises(Misrouted):
-        await routed.served()
-
-
-async def test_a_router_that_does_not_pass_the_question_on_is_said_once(routed, heard):
-    routed._router.passes_on = False
-    await routed.served()
-    await routed.served()
-    assert len([message for message in heard.messages if "is not checked that http://router leads" in message]) == 1
 
 
 async def test_a_router_without_a_token_route_is_refused(servers, routed):

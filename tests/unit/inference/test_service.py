@@ -20,7 +20,6 @@ from fastapi.testclient import TestClient
 from prime_rl import faults
 from prime_rl.inference import reads
 from prime_rl.inference.allowed_roots import AllowedRoots, Rejected, check_fit
-from prime_rl.inference.register import Departure
 from prime_rl.inference.routes import PrimeRoutes, add_alias
 from prime_rl.inference.service import UpdateMetrics, WeightService
 from prime_rl.monitor.status import Status, read_status
@@ -622,7 +621,7 @@ def make_client(base: Path, root: Path) -> TestClient:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.prime_service = make(FakeEngine(), base, root)
         app.state.prime_models = ["m"]
-        app.state.prime_departure = Departure()
+        app.state.prime_leaving = False
         yield
 
     app = FastAPI(lifespan=lifespan)

@@ -8,7 +8,6 @@ import pytest
 
 from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, TrainerConfig
 from prime_rl.config.orchestrator import TrainingEnv
-from prime_rl.config.shared import ClientConfig
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import ModelSize
 from prime_rl.launcher.plan import Machine, Plan, describe, make_plan, parse_visible
@@ -233,7 +232,6 @@ def test_on_a_shared_gpu_servers_stage_where_weights_are_published(transport: st
         (None, {"inference_servers": 2}, r"there is no \[inference\]"),
         (InferenceConfig(headless=True, vllm={"nnodes": 2}), {}, "another node serves its requests"),
         (InferenceConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_address="h"), {"inference_servers": 2}, "spread over nodes"),
-        (InferenceConfig.model_validate({"server": {"advertise": "http://h:1"}}), {"inference_servers": 2}, "address of one server"),
     ],
 )  # fmt: skip
 def test_servers_that_would_clash_are_refused(
@@ -289,14 +287,6 @@ def test_of_several_servers_that_run_already_any_is_asked() -> None:
     several.orchestrator.client.base_url = ["http://a:1/v1", "http://b:2"]
     (server,) = make_plan(several, machine(2)).servers
     assert (server.health, server.others) == ("http://a:1/health", ("http://b:2/health",))
-
-
-def test_for_servers_that_register_only_the_orchestrator_waits() -> None:
-    found = config(serve=False)
-    found.orchestrator.client = ClientConfig(discover=Path("servers"))
-    plan = make_plan(found, machine(2))
-    assert plan.servers == ()
-    assert "those that register" in describe(plan)
 
 
 def test_one_rank_is_plain_and_several_go_through_torchrun() -> None:

@@ -1,4 +1,4 @@
-"""Two real servers that register in a directory: one joins a run that is under way, the other one leaves it."""
+"""Two real servers: one joins a run that is under way, the other one leaves it."""
 
 import json
 import signal
@@ -12,7 +12,6 @@ import pytest
 
 from conftest import free_port
 from prime_rl.transport.commit import list_steps
-from prime_rl.transport.members import read_members
 from prime_rl.transport.weights import verify_weights
 from support.processes import Command, wait_for_all
 
@@ -32,7 +31,7 @@ def until(condition: Callable[[], bool], *commands: Command) -> None:
 @pytest.mark.slow
 def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
     """The orchestrator is started before any server. What the leaving one has in flight is not made again; the run ends on the other alone."""
-    run, place = tmp_path / "run", tmp_path / "servers"
+    run = tmp_path / "run"
     ports = [free_port(), free_port()]
     urls = [f"http://127.0.0.1:{port}" for port in ports]
     shared = ["--output-dir", run, "--model.name", MODEL, "--max-steps", STEPS]
@@ -40,7 +39,7 @@ def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
     def serve(number: int) -> Command:
         return Command(
             "inference", "--output-dir", tmp_path / f"server{number}", "--model.name", MODEL, "--weights-root", run / "weights",
-            "--server.port", ports[number], "--server.register-dir", place, "--cpu.fork-engine", "--max-model-len", 256,
+            "--server.port", ports[number], "--cpu.fork-engine", "--max-model-len", 256,
             log=tmp_path / f"server{number}.log",
         )  # fmt: skip
 
@@ -49,8 +48,8 @@ def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
             Command(
                 "orchestrator",
                 *shared,
-                "--client.discover",
-                place,
+                "--client.base-url",
+                *urls,
                 "--batch-size",
                 16,
                 "--rollouts-per-example",
@@ -72,27 +71,24 @@ def test_a_server_joins_and_another_one_leaves(tmp_path: Path) -> None:
         def said(text: str) -> bool:
             return text in orchestrator.log.read_text(errors="replace")
 
-        until(lambda: said(f"waiting for an inference server to register in {place}"), orchestrator)
+        until(lambda: said(f"waiting for an inference server at {urls[0]}"), orchestrator)
         first = stack.enter_context(serve(0))
         until(lambda: 1 in list_steps(run / "rollouts"), orchestrator, trainer, first)
         trainer.process.send_signal(signal.SIGSTOP)  # the run waits for it until the second server is there
         second = stack.enter_context(serve(1))
-        until(lambda: said(f"{urls[1]} joins"), orchestrator, first, second)
         until(lambda: said(f"{urls[1]} serves version"), orchestrator, first, second)
         trainer.process.send_signal(signal.SIGCONT)
         until(lambda: len(list_steps(run / "rollouts")) >= 4, orchestrator, trainer)
         assert httpx.post(f"{urls[0]}/leave", timeout=10).json() == {"leaving": True}
         assert httpx.get(f"{urls[0]}/weights", timeout=10).json()["leaving"] is True
         until(lambda: said(f"{urls[0]} has left, and may be stopped"), orchestrator, trainer, first)
-        assert {member.address: member.leaving for member in read_members(place)[0]} == {urls[0]: True, urls[1]: False}
         first.process.terminate()
         first.wait(60)
-        assert [member.address for member in read_members(place)[0]] == [urls[1]]  # it has withdrawn
         wait_for_all([orchestrator, trainer], TIMEOUT)
         served = httpx.get(f"{urls[1]}/weights", timeout=10).json()
         assert (served["version"], served["hash"]) == (STEPS, verify_weights(run / "weights" / f"step_{STEPS}").hash)
         with Command(
-            "eval", "--output-dir", tmp_path / "eval", "--model.name", MODEL, "--client.discover", place, "--environment-ids", "reverse-text",
+            "eval", "--output-dir", tmp_path / "eval", "--model.name", MODEL, "--client.base-url", urls[1], "--environment-ids", "reverse-text",
             "--num-examples", 4, "--sampling.max-tokens", 24, "--seq-len", 256, log=tmp_path / "eval.log",
         ) as evaluation:  # fmt: skip
             evaluation.succeed(TIMEOUT)
