@@ -330,23 +330,6 @@ class Watchdog:
         return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
 
 
-@dataclass
-class _ServerWatch:
-    """When the health route of a server is asked, and what it answered. Times by the launcher's clock, in seconds."""
-
-    server: Server
-    began: float = 0.0
-    ready: bool = False
-    answered: float = 0.0
-    due: float = 0.0
-    requests: int = 0
-
-    @property
-    def own(self) -> bool:
-        """Of one that somebody else runs only the first answer is awaited: later it is between it and the orchestrator."""
-        return self.server.port is not None
-
-
 def healthy(url: str) -> bool:
     """Whether the server answers 200 within two seconds. A proxy is never asked for this host's own servers."""
     local = urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
@@ -361,20 +344,38 @@ def healthy(url: str) -> bool:
 # -- the loop --------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Due:
-    """A pending start: not before `at` (launcher's clock), not before `spec.after` has reported or `AFTER_SECONDS` have passed, and not before the
-    services of `spec.after_ready` are ready."""
+@dataclass
+class _Managed:
+    """A process through all its incarnations, or a server that somebody else runs. Times by the launcher's clock, in seconds."""
 
-    spec: Process
-    at: float
+    name: str
+    spec: Process | None  # None: somebody else runs it
+    server: Server | None = None
+    due: float | None = None  # when to start it; None: it runs, or is over
     options: tuple[str, ...] = ()
+    child: Incarnation | None = None  # the last one
+    over: bool = False  # it ended well, or the run goes on without it
+    was_ready: bool = False  # in one of its incarnations
+    # Of a server, since it was started:
+    serving: bool = False
+    answered: float = 0.0
+    ask_at: float = 0.0
+    requests: int = 0
+
+    @property
+    def running(self) -> bool:
+        return self.child is not None and self.child.running
+
+    @property
+    def is_job(self) -> bool:
+        return self.spec is not None and not self.spec.service
 
 
 @dataclass(frozen=True)
 class _Failure:
     """A process that must not have ended, or had to be killed, and why."""
 
+    managed: _Managed
     child: Incarnation
     reason: str
     user_error: str | None = None  # its last line, where that says what the user has to correct
@@ -394,6 +395,10 @@ class Supervisor:
         tick: Called at every look.
         doctor: Says which process keeps the run from going on, in one line, or in full when the run ends by it.
         drained: Says what the jobs still do when they are asked to stop.
+
+    Attributes:
+        failures: How the processes ended that made the run fail, and the ends of their logs.
+        to_correct: Whether a process ended by an error that only the user can correct.
     """
 
     def __init__(
@@ -411,27 +416,23 @@ class Supervisor:
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._policy = policy or Policy()
-        self._due = [_Due(process, 0.0) for process in processes]
-        self._servers = {server.name: _ServerWatch(server) for server in servers}
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
-        self._drain_seconds = drain_seconds
-        self._stop_seconds = stop_seconds
+        self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
+        self._managed = {spec.name: _Managed(spec.name, spec, due=0.0) for spec in processes}
+        for server in servers:
+            self._managed.setdefault(server.name, _Managed(server.name, None)).server = server
         self._clock = LoopClock()
         self._budget = RestartBudget(self._policy, newest_steps(output_dir))
         self._watchdog = Watchdog(self._policy)
-        self._children: dict[str, Incarnation] = {}
-        self._jobs_left = {process.name for process in processes if not process.service}
-        self._was_ready: set[str] = set()
-        self._next_judgement = 0.0
-        self._next_table = 0.0
+        self._next_judgement = self._next_table = 0.0
         self._stopped: Mapping[str, Sequence[ProcessId]] = {}
         self._interrupts = 0
         self._interrupted_at = -math.inf
         self._drain_deadline: float | None = None
         self.restarts: list[Restart] = []
-        self.failures: list[str] = []  # how the processes ended that made the run fail, and the ends of their logs
-        self.to_correct = False  # a process ended by an error that only the user can correct
+        self.failures: list[str] = []
+        self.to_correct = False
 
     def run(self, signals: bool = True) -> Outcome:
         """Block until the run is over and its processes are stopped. `signals`: handle Ctrl-C and its like, in the main thread alone."""
@@ -464,9 +465,11 @@ class Supervisor:
         while True:  # bounded: as long as the run; every process is watched for stalls
             if self._clock.tick():
                 self._watchdog.reset(self._clock.now)
-                for watch in self._servers.values():
-                    watch.answered = self._clock.now
-            self._start_due(lifeline)
+                for managed in self._managed.values():
+                    managed.answered = self._clock.now
+            for managed in self._managed.values():
+                if managed.due is not None and self._clock.now >= managed.due and self._may_start(managed.spec):
+                    self._start(managed, lifeline)
             if (outcome := self._look()) is not None:
                 return outcome
             self._tick()
@@ -482,103 +485,107 @@ class Supervisor:
         if self._drain_deadline is not None:
             return self._look_while_draining(self._drain_deadline)
         failures = [*self._ended(), *self._kill_stalled()]
-        if not self._jobs_left:
+        if not self._jobs_left():
             return Outcome.SUCCESS
         answers = [self._restart(failure) for failure in failures]  # each is reported
-        return None if all(answers) and self._look_at_next_server() else Outcome.FAILURE
+        return None if all(answers) and self._ask_next_server() else Outcome.FAILURE
 
-    def _start_due(self, lifeline: Lifeline) -> None:
-        for due in self._due[:]:
-            if self._clock.now < due.at or not self._may_start(due.spec):
-                continue
-            self._due.remove(due)
-            name, now = due.spec.name, self._clock.now
-            self._children[name] = Incarnation(due.spec, lifeline, self._environ, due.options, now)
-            self._watchdog.begin(name, now)
-            if (watch := self._servers.get(name)) is not None:
-                watch.began, watch.ready, watch.due = now, False, now
+    def _jobs_left(self) -> bool:
+        return any(managed.is_job and not managed.over for managed in self._managed.values())
 
-    def _may_start(self, spec: Process) -> bool:
+    def _running(self) -> list[tuple[_Managed, Incarnation]]:
+        managed = self._managed.values()
+        return [(each, each.child) for each in managed if each.child is not None and each.child.running]
+
+    def _may_start(self, spec: Process | None) -> bool:
+        assert spec is not None
         reported = spec.after is None or self._clock.now > AFTER_SECONDS or spec.after in read_status(self._output_dir)
         # A server that never serves ends the run, or leaves it.
-        return reported and all(name in self._was_ready or name not in self._servers for name in spec.after_ready)
+        return reported and all(self._managed[name].was_ready or self._managed[name].over for name in spec.after_ready)
+
+    def _start(self, managed: _Managed, lifeline: Lifeline) -> None:
+        assert managed.spec is not None
+        now, managed.due, managed.serving = self._clock.now, None, False
+        managed.ask_at = now
+        managed.child = Incarnation(managed.spec, lifeline, self._environ, managed.options, now)
+        self._watchdog.begin(managed.name, now)
 
     # -- failures ----------------------------------------------------------------------------------------------------------
 
     def _ended(self) -> list[_Failure]:
         """Reap what has ended; return those that must not have: a job that failed, a service that stopped."""
         failures = []
-        for child in self._running():
+        for managed, child in self._running():
             if (status := child.status) is None:
                 continue
-            self._reap(child)
-            early = self._ended_early(child) if status == 0 else None
-            if status == 0 and early is None and not child.spec.service:
-                self._jobs_left.discard(child.name)
+            self._reap(managed, child)
+            # A job that ended well by its exit status alone was stopped by somebody, apart from the run.
+            last = read_status(self._output_dir).get(child.name)
+            finished = managed.is_job and (last is None or last.outcome == "finished")
+            if status == 0 and finished:
+                managed.over = True
                 continue
+            reason = describe_exit(status)
+            if status == 0 and managed.is_job and last is not None:
+                reason = f"ended too early ({last.outcome or 'without a last word'})"
             user_error = child.user_error() if status > 0 else None
-            failures.append(_Failure(child, early or describe_exit(status), user_error, status == FOR_GOOD))
+            failures.append(_Failure(managed, child, reason, user_error, status == FOR_GOOD))
         return failures
-
-    def _ended_early(self, child: Incarnation) -> str | None:
-        """A job that ended well by its exit status alone: somebody stopped it, apart from the run."""
-        last = read_status(self._output_dir).get(child.name)
-        if child.spec.service or last is None or last.outcome == "finished":
-            return None
-        return f"ended too early ({last.outcome or 'without a last word'})"
 
     def _kill_stalled(self) -> list[_Failure]:
         if self._clock.now < self._next_judgement:
             return []
         self._next_judgement = self._clock.now + JUDGE_SECONDS
-        statuses = read_status(self._output_dir)
-        self._was_ready.update(name for name, status in statuses.items() if status.ready is not None)
-        running = self._running()
+        statuses, running = read_status(self._output_dir), self._running()
+        for managed in self._managed.values():
+            managed.was_ready |= managed.name in statuses and statuses[managed.name].ready is not None
         if self._clock.now >= self._next_table:  # long on a big machine: not looked at more often than needed
             self._next_table = self._clock.now + min(TABLE_SECONDS, self._policy.heartbeat_timeout / 6)
-            self._stopped = _stopped_processes(running)
-        services = [child.name for child in running if child.spec.service]
+            self._stopped = _stopped_processes([child for _, child in running])
+        services = [managed.name for managed, _ in running if not managed.is_job]
         faults = self._watchdog.stalled(self._clock.now, statuses, self._stopped, services)
-        return [self._kill(self._children[name], reason) for name, reason in faults.items()]
+        return [
+            self._kill(managed, child, faults[managed.name]) for managed, child in running if managed.name in faults
+        ]
 
-    def _kill(self, child: Incarnation, reason: str) -> _Failure:
+    def _kill(self, managed: _Managed, child: Incarnation, reason: str) -> _Failure:
         """Diagnose while it can still be seen, then kill it."""
         self._consult_doctor(full=False)
-        self._reap(child)
-        return _Failure(child, reason)
+        self._reap(managed, child)
+        return _Failure(managed, child, reason)
 
-    def _reap(self, child: Incarnation) -> None:
+    def _reap(self, managed: _Managed, child: Incarnation) -> None:
         child.reap()
         for process in child.survivors:
             self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
         self._watchdog.end(child.name)
         last = read_status(self._output_dir).get(child.name)
-        if last is not None and last.ready is not None:
-            self._was_ready.add(child.name)
+        managed.was_ready |= last is not None and last.ready is not None
 
     def _restart(self, failure: _Failure) -> bool:
         """Schedule a restart where it may help; return whether the run goes on."""
-        child, name, now = failure.child, failure.child.name, self._clock.now
-        was_ready = name in self._was_ready
+        managed, name, now, most = failure.managed, failure.managed.name, self._clock.now, self._policy.max_restarts
         # Before it was ready a second try would end with the same line.
-        hopeless = failure.permanent or (failure.user_error is not None and not was_ready)
+        hopeless = failure.permanent or (failure.user_error is not None and not managed.was_ready)
         self.to_correct |= hopeless
         grant = None if hopeless else self._budget.ask(name, now, newest_steps(self._output_dir))
         if not isinstance(grant, Grant):
             self._report(failure)
-            if grant is not None and self._policy.max_restarts:
-                self._say(f"error: {name} was started again {self._policy.max_restarts} times {grant}: giving up")
+            if grant is not None and most:
+                self._say(f"error: {name} was started again {most} times {grant}: giving up")
                 self._consult_doctor()
-            return self._does_without(name)
-        recover = was_ready and not child.spec.service
-        options = (RECOVER,) if recover and RECOVER not in child.spec.argv else ()
+            return self._does_without(managed)
+        recover = managed.was_ready and managed.is_job
+        managed.due, managed.options = now + grant.seconds, ()
+        if recover and RECOVER not in failure.child.spec.argv:
+            managed.options = (RECOVER,)
         forget_status_of(self._output_dir, name)
-        self._due.append(_Due(child.spec, now + grant.seconds, options))
-        restart = Restart(time.time(), name, str(failure), grant.number, grant.seconds, now - child.began, recover)
+        lived = now - failure.child.began
+        restart = Restart(time.time(), name, str(failure), grant.number, grant.seconds, lived, recover)
         self.restarts.append(restart)
         self._say(
             f"{name} {restart.reason}: starting it again in {grant.seconds:g} s "
-            f"(restart {grant.number} of at most {self._policy.max_restarts} an hour{', recovering' if recover else ''})"
+            f"(restart {grant.number} of at most {most} an hour{', recovering' if recover else ''})"
         )
         path = self._output_dir / "logs" / "restarts.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -586,12 +593,13 @@ class Supervisor:
             file.write(json.dumps(asdict(restart)) + "\n")
         return True
 
-    def _does_without(self, name: str) -> bool:
+    def _does_without(self, managed: _Managed) -> bool:
         """Whether the run goes on without this process: one server of several is given up alone."""
-        if name not in self._servers or len(self._servers) == 1 or not self._policy.max_restarts:
+        others = [each.name for each in self._managed.values() if each.server and not each.over and each is not managed]
+        if managed.server is None or not others or not self._policy.max_restarts:
             return False
-        del self._servers[name]
-        self._say(f"the run goes on without {name}, on {', '.join(self._servers)}")
+        managed.over = True
+        self._say(f"the run goes on without {managed.name}, on {', '.join(others)}")
         return True
 
     def _report(self, failure: _Failure) -> None:
@@ -607,99 +615,97 @@ class Supervisor:
 
     # -- servers -----------------------------------------------------------------------------------------------------------
 
-    def _look_at_next_server(self) -> bool:
-        """Ask one that is due: each that hangs takes its time, and a look must be short (`LoopClock`). Returns whether the run goes on."""
-        due = [watch for watch in self._servers.values() if self._is_due(watch)]
-        if not due:
+    def _ask_next_server(self) -> bool:
+        """Ask one that is due: each that hangs takes its time, and a look must be short (`LoopClock`). Returns whether the run goes on.
+
+        Of a server that somebody else runs only the first answer is awaited: later it is between it and the orchestrator.
+        """
+        servers = [
+            each for each in self._managed.values() if each.server and (each.running if each.spec else not each.serving)
+        ]
+        managed = min(servers, key=lambda each: each.ask_at, default=None)
+        now = self._clock.now
+        if managed is None or managed.server is None or now < managed.ask_at:
             return True
-        watch, now = min(due, key=lambda each: each.due), self._clock.now
-        server, child = watch.server, self._children.get(watch.server.name)
-        watch.due = now + (_HEALTH_SERVING_SECONDS if watch.ready else _HEALTH_START_SECONDS)
+        server, child = managed.server, managed.child
+        began = 0.0 if child is None else child.began
+        managed.ask_at = now + (_HEALTH_SERVING_SECONDS if managed.serving else _HEALTH_START_SECONDS)
         urls = (server.health, *server.others)  # by turns; the first that answers is enough to begin with
-        watch.requests += 1
-        if healthy(urls[watch.requests % len(urls)]):
-            if not watch.ready:
-                self._was_ready.add(server.name)
-                self._say(f"{server.name} ready in {now - watch.began:.1f} s ({server.url})")
-            watch.ready, watch.answered = True, now
+        managed.requests += 1
+        if healthy(urls[managed.requests % len(urls)]):
+            if not managed.serving:
+                self._say(f"{server.name} ready in {now - began:.1f} s ({server.url})")
+            managed.serving = managed.was_ready = True
+            managed.answered = now
             return True
-        silent = now - watch.answered
-        if watch.ready:
-            lost = f"has not answered {server.health} for {silent:.0f} s"
-            late = silent > self._policy.heartbeat_timeout
+        if managed.serving:
+            silent = now - managed.answered
+            late, reason = (
+                silent > self._policy.heartbeat_timeout,
+                f"has not answered {server.health} for {silent:.0f} s",
+            )
         else:
-            lost = f"is not ready after {server.ready_timeout:.0f} s"
-            late = now - watch.began > server.ready_timeout
+            late, reason = now - began > server.ready_timeout, f"is not ready after {server.ready_timeout:.0f} s"
         if not late:
             return True
-        if server.name in self._was_ready:
-            return child is None or self._restart(self._kill(child, lost))
-        hint = "see its log" if watch.own else f"{how_to_start(server.url)}, or give [inference]"
+        if managed.was_ready:
+            return child is None or self._restart(self._kill(managed, child, reason))
+        hint = "see its log" if child is not None else f"{how_to_start(server.url)}, or give [inference]"
         self._say(f"error: no inference server at {server.url} after {server.ready_timeout:.0f} s: {hint}")
         self._consult_doctor()
         if child is not None:
-            self._reap(child)
-        return self._does_without(server.name)
-
-    def _is_due(self, watch: _ServerWatch) -> bool:
-        if self._clock.now < watch.due or (watch.ready and not watch.own):
-            return False
-        child = self._children.get(watch.server.name)
-        return not watch.own or (child is not None and child.running)
+            self._reap(managed, child)
+        return self._does_without(managed)
 
     # -- stopping ----------------------------------------------------------------------------------------------------------
 
     def _drain(self) -> None:
         self._drain_deadline = self._clock.now + self._drain_seconds
         self._say(f"draining: {self._drained()}; interrupt again to stop now")
-        for due in self._due:
-            self._jobs_left.discard(due.spec.name)
-            say_for(self._output_dir, due.spec.name, "stopped")
-        self._due.clear()
-        for child in self._running():
-            if not child.spec.service:
+        for managed in self._managed.values():
+            if managed.due is not None:
+                managed.due, managed.over = None, True
+                say_for(self._output_dir, managed.name, "stopped")
+        for managed, child in self._running():
+            if managed.is_job:
                 child.interrupt()
 
     def _look_while_draining(self, deadline: float) -> Outcome | None:
-        for child in self._running():
+        for managed, child in self._running():
             if (status := child.status) is None:
                 continue
-            self._reap(child)
-            self._jobs_left.discard(child.name)
+            self._reap(managed, child)
+            managed.over = True
             stopped, reason = child.interrupted(status), describe_exit(status)
-            if not child.spec.service:
+            if managed.is_job:
                 say_for(self._output_dir, child.name, "stopped" if stopped else f"failed: it {reason}")
-            if child.spec.service or not stopped:
-                self._report(_Failure(child, reason))
-        if not self._jobs_left:
+            if not managed.is_job or not stopped:
+                self._report(_Failure(managed, child, reason))
+        if not self._jobs_left():
             return Outcome.INTERRUPTED
         if self._clock.now < deadline:
             return None
-        late = ", ".join(child.name for child in self._running() if not child.spec.service)
+        late = ", ".join(managed.name for managed, _ in self._running() if managed.is_job)
         self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
         self._consult_doctor()
         return Outcome.INTERRUPTED
-
-    def _running(self) -> list[Incarnation]:
-        return [child for child in self._children.values() if child.running]
 
     def _stop_all(self) -> None:
         """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to each process and all that it has started."""
         running = self._running()
         if running:
-            self._say(f"stopping {', '.join(child.name for child in running)}")
-        for child in running:
-            watch = self._servers.get(child.name)
-            loading = watch is not None and not watch.ready and self._drain_deadline is None
+            self._say(f"stopping {', '.join(managed.name for managed, _ in running)}")
+        for managed, child in running:
             # A server that is still loading hears no SIGTERM and has nothing to lose.
+            loading = managed.server is not None and not managed.serving and self._drain_deadline is None
             child.signal(signal.SIGKILL if loading else signal.SIGTERM)
         with suppress(WaitTimeout):
             wait(
-                lambda: all(child.status is not None for child in running),
+                lambda: all(child.status is not None for _, child in running),
                 subject="end of the processes", owner="themselves", seconds=self._stop_seconds, poll=POLL_SECONDS,
                 stop=lambda: self._interrupts > 1,
             )  # fmt: skip
-        for child in running:
+        for _, child in running:
             child.reap()
 
 
