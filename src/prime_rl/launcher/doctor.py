@@ -13,7 +13,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from prime_rl.config.inference import SERVER
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 from prime_rl.launcher.console import limit_line, minutes
-from prime_rl.launcher.supervise import Restart, killed_rank
+from prime_rl.launcher.supervise import Policy, Restart, killed_rank, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.record import as_table, build
 from prime_rl.monitor.status import ProcessStatus
@@ -92,7 +92,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """Times are unix seconds, timeouts seconds, sizes bytes. `processes`: those that the run has, by name.
+    """Times are unix seconds, sizes bytes. `processes`: those that the run has, by name.
 
     `recoverable`: the run has committed something. `free`: of the file system of the run directory.
     """
@@ -103,8 +103,7 @@ class Facts:
     workers: Sequence[WorkerFacts] = ()
     free: int = 1 << 40
     recoverable: bool = False
-    heartbeat_timeout: float = 60.0
-    stall_timeout: float = 1800.0
+    policy: Policy = field(default_factory=Policy)
 
 
 @dataclass(frozen=True)
@@ -158,15 +157,6 @@ def collect(run: Path) -> Facts:
     planned = {path.stem for path in (run / "configs").glob("*.toml")}
     servers = sorted(filter(is_server, planned | mains.keys()))
     names = [*(name for name in JOBS if name in planned or name in mains), *servers]
-    try:
-        settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
-    except (OSError, ValueError):  # of TOML or of UTF-8
-        settings = {}
-
-    def seconds(name: str, default: float) -> float:
-        value = settings.get(name)  # somebody may have edited the file
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
-
     orchestrator = mains.get("orchestrator")
     return Facts(
         now=time.time(),
@@ -175,8 +165,7 @@ def collect(run: Path) -> Facts:
         workers=[] if orchestrator is None or not _here(orchestrator) else _workers(orchestrator.pid, processes),
         free=shutil.disk_usage(run).free,
         recoverable=bool(rundir.results(run)),
-        heartbeat_timeout=seconds("heartbeat_timeout", Facts.heartbeat_timeout),
-        stall_timeout=seconds("stall_timeout", Facts.stall_timeout),
+        policy=_policy(run),
     )
 
 
@@ -198,6 +187,21 @@ def _process(
     return ProcessFacts(state, status, stopped, errors[-1] if errors else None, ranks, restart)
 
 
+def _policy(run: Path) -> Policy:
+    """The timeouts that the run was started with."""
+    try:
+        settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
+    except (OSError, ValueError):  # of TOML or of UTF-8
+        settings = {}
+
+    def seconds(name: str) -> float:
+        value, default = settings.get(name), float(getattr(Policy, name))
+        # Somebody may have edited the file.
+        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
+
+    return Policy(heartbeat_timeout=seconds("heartbeat_timeout"), stall_timeout=seconds("stall_timeout"))
+
+
 def _state(status: ProcessStatus) -> ProcessState:
     if not status.started or not _here(status):
         return ProcessState.UNKNOWN
@@ -217,13 +221,15 @@ def _here(status: ProcessStatus) -> bool:
 def _launcher(run: Path) -> ProcessFacts:
     claim = rundir.read_claim(run)
     if claim is None:
-        return ProcessFacts(ProcessState.ABSENT)
-    if claim.host != socket.gethostname():
+        state = ProcessState.ABSENT
+    elif claim.host != socket.gethostname():
         fresh = time.time() - claim.heartbeat < _FRESH_SECONDS
-        return ProcessFacts(ProcessState.UNKNOWN if fresh else ProcessState.DEAD)
-    if claim.boot != boot_id():
-        return ProcessFacts(ProcessState.DEAD)
-    return ProcessFacts(_local_state(ProcessId(claim.pid, claim.started)))
+        state = ProcessState.UNKNOWN if fresh else ProcessState.DEAD
+    elif claim.boot != boot_id():
+        state = ProcessState.DEAD
+    else:
+        state = _local_state(ProcessId(claim.pid, claim.started))
+    return ProcessFacts(state)
 
 
 def _workers(orchestrator: int, processes: Table) -> list[WorkerFacts]:
@@ -379,21 +385,16 @@ def _follow(facts: Facts, name: str, path: tuple[str, ...]) -> _Chain:
         return _Chain(path, restart, restarts=True)
     if (own_fault := _fault(facts, name, process, waited_for)) is not None:
         return _Chain(path, own_fault)
-    wait = None if process.status is None else process.status.waiting
-    if wait is None:
+    status = process.status
+    if status is None or (wait := status.waiting) is None:
         return _Chain(path)
-    waited = facts.now - wait.since
     chains = _chains(facts, _owners(facts, wait.owner), (*path, wait.subject))
     chains = chains or [_Chain((*path, wait.subject, wait.owner))]
-    for chain in chains:
-        if chain.fault is not None:
-            return _Chain(chain.path, chain.fault, waited, restarts=chain.restarts)
-    overdue = facts.now - wait.deadline
-    if overdue > facts.heartbeat_timeout:
-        fault = f"which still waits for {wait.subject} {overdue:.0f} s after its own deadline"
-        return _Chain(path, fault, waited)
-    last = chains[-1]  # where several owe it, the server is named first: it is well, so look at the others
-    return _Chain(last.path, None, waited, last.hint)
+    faulty = [chain for chain in chains if chain.fault is not None]
+    if not faulty and (overdue := _stall(facts, name, status)) is not None:
+        return _Chain(path, f"which {overdue}")
+    # Where several owe it, the server is named first: it is well, so look at the others.
+    return replace(faulty[0] if faulty else chains[-1], waited=facts.now - wait.since)
 
 
 def _owners(facts: Facts, owner: str) -> list[str]:
@@ -432,14 +433,16 @@ def _fault(facts: Facts, name: str, process: ProcessFacts, waited_for: bool) -> 
     for rank, rank_facts in process.ranks.items():
         if (lifeless := _lifeless(facts, rank_facts)) is not None:
             return f"whose rank {rank} {lifeless}"
-    if status.waiting is not None or not status.progress:
-        return None
-    unchanged = facts.now - status.progress
-    if not is_server(name):
-        return f"which has stalled for {unchanged:.0f} s ({status.phase})" if unchanged > facts.stall_timeout else None
+    stalled = None if status.waiting is not None else _stall(facts, name, status)
+    return None if stalled is None else f"which {stalled}"
+
+
+def _stall(facts: Facts, name: str, status: ProcessStatus) -> str | None:
+    """By the launcher's rules, and the process's own clock."""
+    since = status.progress if status.waiting is None else status.waiting.since
+    unchanged = facts.now - since if since else 0.0
     pulses = status.ready is not None and status.progress > status.ready
-    mute = pulses and unchanged > facts.heartbeat_timeout
-    return f"whose engine has not answered for {unchanged:.0f} s" if mute else None
+    return stall_reason(status, facts.policy, facts.now - status.heartbeat, unchanged, is_server(name), pulses)
 
 
 def _lifeless(facts: Facts, process: ProcessFacts) -> str | None:
@@ -450,7 +453,7 @@ def _lifeless(facts: Facts, process: ProcessFacts) -> str | None:
         return f"died without a last word {silent:.0f} s ago{_last_error(process)}"
     if process.state is ProcessState.STOPPED:
         return f"has been stopped (SIGSTOP) for {silent:.0f} s"
-    return f"has given no sign of life for {silent:.0f} s" if silent > facts.heartbeat_timeout else None
+    return f"has given no sign of life for {silent:.0f} s" if silent > facts.policy.heartbeat_timeout else None
 
 
 # -- text ------------------------------------------------------------------------------------------------------------------

@@ -298,36 +298,47 @@ class Watchdog:
         return f"has been stopped (SIGSTOP) for {longest:.0f} s" if longest > self._policy.heartbeat_timeout else None
 
     def _silent(self, now: float, watched: _Watched, key: str, status: ProcessStatus, service: bool) -> str | None:
-        timeout, rank = self._policy.heartbeat_timeout, key.partition(".")[2]
-        progress = (status.progress, status.waiting)
+        rank, progress = key.partition(".")[2], (status.progress, status.waiting)
         signs = watched.signs.setdefault(key, _Signs(status.heartbeat, now, progress, now))
         if signs.heartbeat != status.heartbeat or (service and status.ready is None):  # ready_timeout bounds its start
             signs.heartbeat, signs.heartbeat_at = status.heartbeat, now
         if signs.progress != progress:
             signs.pulses = status.ready is not None
             signs.progress, signs.progress_at = progress, now
-        silent, unchanged = now - signs.heartbeat_at, now - signs.progress_at
+        silent = now - signs.heartbeat_at
         if status.outcome is not None:  # the heartbeat ends with the last status; what is left to do is to exit
-            late = not rank and silent > _BEATS_TO_EXIT * timeout
+            late = not rank and silent > _BEATS_TO_EXIT * self._policy.heartbeat_timeout
             return f"said `{status.outcome}` {silent:.0f} s ago and has not ended" if late else None
-        if silent > timeout:
-            return f"{f'rank {rank} ' if rank else ''}has given no sign of life for {silent:.0f} s"
-        if service:
-            mute = signs.pulses and status.waiting is None and unchanged > timeout
-            return f"has had no answer from its engine for {unchanged:.0f} s" if mute else None
-        # Rank 0 reports progress for all ranks.
-        return None if rank else self._without_progress(unchanged, status)
+        if rank:  # rank 0 reports progress for all ranks
+            signs.progress_at = now
+        reason = stall_reason(status, self._policy, silent, now - signs.progress_at, service, signs.pulses)
+        return f"rank {rank} {reason}" if rank and reason else reason
 
-    def _without_progress(self, unchanged: float, status: ProcessStatus) -> str | None:
-        wait = status.waiting
-        if wait is None:
-            where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
-            late = unchanged > self._policy.stall_timeout
-            return f"has stalled for {unchanged:.0f} s ({where})" if late else None
-        overdue = unchanged - (wait.deadline - wait.since)
-        if overdue <= self._policy.heartbeat_timeout:
-            return None
-        return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
+
+def stall_reason(
+    status: ProcessStatus, policy: Policy, silent: float, unchanged: float, service: bool, pulses: bool
+) -> str | None:
+    """Why a living process counts as stalled, as words that follow its name; None where it does not.
+
+    Args:
+        silent: Seconds since its last heartbeat.
+        unchanged: Seconds since its last progress, or since its wait began.
+        service: It makes no progress without requests.
+        pulses: A service that reports its engine's answers as progress.
+    """
+    if silent > policy.heartbeat_timeout:
+        return f"has given no sign of life for {silent:.0f} s"
+    wait = status.waiting
+    if service:
+        mute = pulses and wait is None and unchanged > policy.heartbeat_timeout
+        return f"has had no answer from its engine for {unchanged:.0f} s" if mute else None
+    if wait is None:
+        where = status.phase if status.step is None else f"{status.phase}, step {status.step}"
+        return f"has stalled for {unchanged:.0f} s ({where})" if unchanged > policy.stall_timeout else None
+    overdue = unchanged - (wait.deadline - wait.since)
+    if overdue <= policy.heartbeat_timeout:
+        return None
+    return f"still waits for {wait.subject} from {wait.owner}, {overdue:.0f} s after its own deadline"
 
 
 def healthy(url: str) -> bool:
