@@ -271,8 +271,8 @@ class Simulation:
             self.trained_at.append(begun + self.train_seconds)
 
     def _commit(self, batch: Any, scored: Any) -> None:
-        self.core.prove(self.core.unproven())
-        self.servers.keep(self.core.without_proof())
+        self.core.verify(self.core.unverified())
+        self.servers.keep(self.core.running_or_unverified())
         self.core.advance(batch, scored.trained, scored.filtered, scored.truncated)
         self.core.check_conservation()
 

@@ -114,7 +114,7 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
             loaded = now
         while running and running[0][0] <= sampled + 1e-9:
             core.finish(heapq.heappop(running)[1], None)
-        core.prove(core.unproven())
+        core.verify(core.unverified())
         while (batch := core.ready_batch()) is not None:
             trainer_free = max(trainer_free, now) + world.train + (stall[1] if batch.step == stall[0] else 0.0)
             ends.append(trainer_free)

@@ -89,7 +89,7 @@ class Round:
         self._config, self._pool, self._version = config, pool, version
         self._servers, self._on_kept = servers, on_kept
         self._todo = deque(attempt for attempt in _by_turns([job.missing() for job in jobs]))
-        self._unproven: list[tuple[Attempt, EpisodeResult, int]] = []
+        self._unverified: list[tuple[Attempt, EpisodeResult, int]] = []
         self._incarnation = 0  # raised when what is in flight is void
         self._voids: Counter[tuple[str, str, int]] = Counter()
         self._proving = asyncio.Lock()  # bounded: held for questions that have deadlines
@@ -107,14 +107,14 @@ class Round:
             except BaseException:
                 with contextlib.suppress(UserError, TimeoutError):  # what counts is why it ends
                     async with asyncio.timeout(_LAST_PROOF_SECONDS):
-                        await self._prove()
+                        await self._verify()
                 raise
-            await self._prove()
+            await self._verify()
 
     async def _make_all(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                proof = group.create_task(self._prove_on())
+                proof = group.create_task(self._verify_periodically())
                 seats = min(self._config.max_concurrent, len(self._todo))
                 workers = [group.create_task(self._work()) for _ in range(seats)]
                 await asyncio.wait(workers)  # bounded: each attempt has its deadline
@@ -127,7 +127,7 @@ class Round:
             attempted, incarnation = self._todo.popleft(), self._incarnation
             result = await self._make(attempted)
             result.output_tokens, result.samples = reply_tokens(result), []
-            self._unproven.append((attempted, result, incarnation))
+            self._unverified.append((attempted, result, incarnation))
             if result.outcome is Outcome.ENGINE_DENIED:
                 raise Denied(result.message)
 
@@ -144,19 +144,19 @@ class Round:
             await asyncio.sleep(FIRST_PAUSE_SECONDS * 2.0 ** (tried - 1))
         return result
 
-    async def _prove_on(self) -> None:
+    async def _verify_periodically(self) -> None:
         while True:  # bounded: cancelled when all attempts have ended
             await asyncio.sleep(PROOF_SECONDS)
-            await self._prove()
+            await self._verify()
 
-    async def _prove(self) -> None:
+    async def _verify(self) -> None:
         """Keep what has ended, if the servers prove that they served this target all the time; else have it made again."""
         async with self._proving:
-            ended, self._unproven = self._unproven, []
+            ended, self._unverified = self._unverified, []
             try:
-                proven = self._servers is None or await self._servers.proven()
+                proven = self._servers is None or await self._servers.verify()
             except BaseException:
-                self._unproven = ended + self._unproven
+                self._unverified = ended + self._unverified
                 raise
             self._incarnation += not proven
             for attempted, result, incarnation in ended:

@@ -145,14 +145,14 @@ class Servers:
         self._target = Target(target.name, version, found, target.weights, target.base)
         return self._target
 
-    async def proven(self) -> bool:
+    async def verify(self) -> bool:
         """Whether what ended before this call counts. A server that is gone is waited for, and given the weights again.
 
         Raises:
             UserError: one did not come back, or came back with other weights and none to be given.
         """
         used = self.used
-        proofs = await asyncio.gather(*(replica.proven() for replica in used))
+        proofs = await asyncio.gather(*(replica.verify() for replica in used))
         lost = [replica for replica, proof in zip(used, proofs, strict=True) if not (proof and replica.serving)]
         for replica in lost:
             self.fleet.lose(replica)

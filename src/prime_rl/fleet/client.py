@@ -48,7 +48,7 @@ class CannotScore(UserError):
 @dataclass(frozen=True)
 class Served:
     """What the server says it serves. `boot` names the incarnation of the server, where it tells one; `seconds`, what parts its update took, of one that
-    answered (`inference.service.UpdateMetrics`, and `prove`, its canary); `models`, the names that requests may give."""
+    answered (`inference.service.UpdateMetrics`, and `verify`, its canary); `models`, the names that requests may give."""
 
     version: int
     hash: str
@@ -162,7 +162,7 @@ class InferenceClient:
         served = await self.give(weights)
         began = time.monotonic()
         await self._canaries.check(self, weights, served)
-        return replace(served, seconds={**served.seconds, "prove": time.monotonic() - began})
+        return replace(served, seconds={**served.seconds, "verify": time.monotonic() - began})
 
     async def give(self, weights: WeightsManifest) -> Served:
         """Have the server load a committed version and say what it serves.

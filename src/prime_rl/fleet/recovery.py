@@ -53,7 +53,9 @@ class Recovery:
         self._drains: dict[Replica, asyncio.Task[None]] = {}
         self._departed: dict[Replica, str] = {}  # replicas that have left, and the incarnation of each that did
         self._troubles: dict[Replica, str] = {}  # why each that is away is not back
-        self._doubted: dict[Replica, int] = {}  # the version that each that is away was found not to serve any more
+        self._reported_lost: dict[
+            Replica, int
+        ] = {}  # the version that each that is away was found not to serve any more
         self._empty_since: float | None = None  # when the last one was lost
 
     def begin(self) -> None:
@@ -167,12 +169,12 @@ class Recovery:
 
     async def _hand_over(self, replica: Replica) -> None:
         """What a replica that is away cannot prove is sampled again, if there is another one to do it."""
-        if replica.unproven | replica.tainted and self._fleet.serving and not self._config.bench:
-            if replica.unproven and not replica.tainted and await replica.proven():
+        if replica.unverified | replica.invalid and self._fleet.serving and not self._config.bench:
+            if replica.unverified and not replica.invalid and await replica.verify():
                 return
             async with self._weight_sync.shipping:
                 if not replica.serving:
-                    self._weight_sync.doubt(replica, "the server is gone")
+                    self._weight_sync.invalidate(replica, "the server is gone")
             self._shell.wake()
 
     async def _catch_up(self, replica: Replica) -> bool:
@@ -185,12 +187,12 @@ class Recovery:
         version, incarnation = sync.core.version, sync.core.incarnation
         if replica.given is None:
             await sync.check_base(replica, 0)
-        proven = replica.given is not None and await replica.proven()
+        proven = replica.given is not None and await replica.verify()
         if not proven:
             await self._take_back(replica)
-        if not proven or replica.tainted or (replica.given is not None and replica.given.version != version):
+        if not proven or replica.invalid or (replica.given is not None and replica.given.version != version):
             await sync.load_again(replica)
-        if sync.moving or (version, incarnation) != (sync.core.version, sync.core.incarnation) or replica.tainted:
+        if sync.moving or (version, incarnation) != (sync.core.version, sync.core.incarnation) or replica.invalid:
             return False
         self._admit(replica)
         return True
@@ -200,16 +202,16 @@ class Recovery:
             self._weight_sync.notice_incarnation()
             if replica.given is not None:
                 version = replica.given.version
-                if self._doubted.get(replica) != version:  # each attempt finds it so
-                    self._doubted[replica] = version
+                if self._reported_lost.get(replica) != version:  # each attempt finds it so
+                    self._reported_lost[replica] = version
                     logger.warning("{} does not serve version {} any more", replica.name, version)
-                self._weight_sync.doubt(replica, "the server lost the weights it was given")
+                self._weight_sync.invalidate(replica, "the server lost the weights it was given")
 
     def _admit(self, replica: Replica) -> None:
         self._fleet.admit(replica)
         self._empty_since = None
         self._troubles.pop(replica, None)
-        self._doubted.pop(replica, None)
+        self._reported_lost.pop(replica, None)
         self._shell.wake()
 
     def _check_hope(self) -> None:
@@ -271,18 +273,18 @@ class Recovery:
             recovery.cancel()
             await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
         self._troubles.pop(replica, None)
-        self._doubted.pop(replica, None)
+        self._reported_lost.pop(replica, None)
         core = self._weight_sync.core
         async with self._weight_sync.shipping:
-            finished = replica.unproven.intersection(core.unproven())
-            if ask and (self._config.bench or await replica.proven()):
-                core.prove(finished)
+            finished = replica.unverified.intersection(core.unverified())
+            if ask and (self._config.bench or await replica.verify()):
+                core.verify(finished)
                 self._fleet.forget(finished)
                 replica.released = True
-            lost = (replica.unproven | replica.tainted) & core.without_proof()
+            lost = (replica.unverified | replica.invalid) & core.running_or_unverified()
             if lost:
                 replica.released = False
-                self._weight_sync.doubt(replica, "the server left")
+                self._weight_sync.invalidate(replica, "the server left")
             self._fleet.remove(replica)
             self._departed[replica] = boot
             self._note_empty()

@@ -49,8 +49,8 @@ class Replica:
         serving: Whether it gets work. It does not while it is not heard of, gone, or serving something else.
         draining: Whether it only ends what it has in flight. It then stays on the version that it has: what it samples is of a version that
             the episodes' stamps cover, and a proof of that version is a proof of them.
-        unproven: Episodes that it samples, or has sampled since it proved what it serves.
-        tainted: Those that it sampled before it was found to have been started again: no proof is of them any more.
+        unverified: Episodes that it samples, or has sampled since it proved what it serves.
+        invalid: Those that it sampled before it was found to have been started again: no proof is of them any more.
         silent: How many times in a row it did not answer.
         losses: How many times it could not prove itself.
         failures: How many times in a row it was lost by an episode that failed there, with none between them that ended well.
@@ -61,8 +61,8 @@ class Replica:
     serving: bool = False
     draining: bool = False
     in_flight: int = 0
-    unproven: set[str] = field(default_factory=set)
-    tainted: set[str] = field(default_factory=set)
+    unverified: set[str] = field(default_factory=set)
+    invalid: set[str] = field(default_factory=set)
     silent: int = 0
     losses: int = 0
     failures: int = 0
@@ -83,7 +83,7 @@ class Replica:
 
     async def load(self, manifest: WeightsManifest | None) -> None:
         """Have the server load a committed version and prove it, or its base weights (None), where nothing is ever committed. If it is not the one that was asked before, but was started again and served
-        its base model meanwhile, what it had sampled is `tainted`.
+        its base model meanwhile, what it had sampled is `invalid`.
 
         Raises:
             LogprobCheckFailed: it computes something else. It gets no work any more, and nothing that it says proves anything.
@@ -103,10 +103,10 @@ class Replica:
             self.coming = None
             self._loaded.set()
         if before is not None and before.boot != self.given.boot:  # at once: from here on it proves what it serves now
-            self.tainted |= self.unproven
-            self.unproven.clear()
+            self.invalid |= self.unverified
+            self.unverified.clear()
 
-    async def proven(self) -> bool:
+    async def verify(self) -> bool:
         """Whether the server answers, is the one that was asked before, and serves what it was given; or left when it did. During an update it
         may serve the new version already, which is proven when the update has succeeded."""
         try:
@@ -179,7 +179,7 @@ class ReplicaPool:
         self.lose(replica)
         self.replicas.remove(replica)
         del self._at[self._places.pop(replica)]
-        self.forget(replica.unproven | replica.tainted)
+        self.forget(replica.unverified | replica.invalid)
 
     def admit(self, replica: Replica) -> None:
         """It has proven itself: it gets work, if it is still of the fleet."""
@@ -267,7 +267,7 @@ class ReplicaPool:
         """`replica` samples the episode, until `end`: it counts once that replica has proven itself afterwards."""
         replica.in_flight += 1
         self._weigh(replica)
-        replica.unproven.add(episode)
+        replica.unverified.add(episode)
         self._where[episode] = replica
 
     def end(self, replica: Replica) -> None:
@@ -280,14 +280,14 @@ class ReplicaPool:
         for episode in episodes:
             replica = self._where.pop(episode, None)
             if replica is not None:
-                replica.unproven.discard(episode)
-                replica.tainted.discard(episode)
+                replica.unverified.discard(episode)
+                replica.invalid.discard(episode)
 
     def keep(self, episodes: Collection[str]) -> None:
         """Only these are without a proof."""
         for replica in self.replicas:
-            replica.unproven.intersection_update(episodes)
-            replica.tainted.intersection_update(episodes)
+            replica.unverified.intersection_update(episodes)
+            replica.invalid.intersection_update(episodes)
         self._where = {episode: replica for episode, replica in self._where.items() if episode in episodes}
 
     @contextmanager
@@ -326,7 +326,7 @@ class ReplicaPool:
 
     # -- what they can prove ---------------------------------------------------------------------------------------------------
 
-    async def prove(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
+    async def verify(self, finished: Collection[str]) -> tuple[list[str], list[Replica]]:
         """Ask every replica that serves or drains what it serves.
 
         Args:
@@ -336,8 +336,8 @@ class ReplicaPool:
             Those of them that now count, and the replicas that could not prove themselves.
         """
         asked = [*self.serving, *self.draining]
-        waiting = {replica: replica.unproven.intersection(finished) for replica in asked}
-        proofs = await asyncio.gather(*(replica.proven() for replica in asked))
+        waiting = {replica: replica.unverified.intersection(finished) for replica in asked}
+        proofs = await asyncio.gather(*(replica.verify() for replica in asked))
         counting = [
             episode
             for replica, proof in zip(asked, proofs, strict=True)
@@ -363,7 +363,7 @@ class RoutedEnvPool:
     """An environment pool whose every episode goes to the least loaded serving replica: for one attempt at an evaluation.
 
     Args:
-        avoid: Replicas that spoilt an earlier attempt: they are used if there is no other one.
+        avoid: Replicas that failed their verification after an earlier attempt: they are used if there is no other one.
         hopeless: Whether none that is away will serve this version again.
     """
 
@@ -415,9 +415,9 @@ class RoutedEnvPool:
             if tried.issuperset(self._fleet.serving) or time.monotonic() >= deadline:
                 return result
 
-    async def spoilt(self) -> list[Replica]:
+    async def unverified(self) -> list[Replica]:
         """Replicas that cannot prove that they served the same all the time."""
-        proofs = await asyncio.gather(*(replica.proven() for replica in self._used))
+        proofs = await asyncio.gather(*(replica.verify() for replica in self._used))
         used = zip(self._used.items(), proofs, strict=True)
         return [replica for (replica, before), proof in used if not proof or replica.losses != before]
 

@@ -375,7 +375,7 @@ class WeightSync:
             return True
         self._count_misread(failures.values(), version)
         for replica in list(failures):
-            if not await replica.proven():
+            if not await replica.verify():
                 self._shell.lost(replica)
         worst = _worst(failures.values())
         lost = isinstance(worst, ServerError | CommitError) and not isinstance(worst, VersionNotSent)
@@ -424,9 +424,9 @@ class WeightSync:
                 failures[replica] = failure
             elif failure is not None:
                 raise failure
-            elif replica.tainted:
+            elif replica.invalid:
                 async with self.shipping:
-                    self.doubt(replica, "the server was started again")
+                    self.invalidate(replica, "the server was started again")
         if len(failures) < len(replicas):
             self._failures = 0
             if self._unsent is not None and version >= self._unsent[0]:
@@ -517,19 +517,19 @@ class WeightSync:
 
     # -- what counts -----------------------------------------------------------------------------------------------------------
 
-    async def prove(self) -> None:
+    async def verify(self) -> None:
         """Ask the servers what they serve: what had finished before counts then. One that cannot say so is lost."""
-        counting, wrong = await self.fleet.prove(self.core.unproven())
-        self.core.prove(counting)
-        self.fleet.keep(self.core.without_proof())
+        counting, wrong = await self.fleet.verify(self.core.unverified())
+        self.core.verify(counting)
+        self.fleet.keep(self.core.running_or_unverified())
         for replica in wrong:
             self._shell.lost(replica)
 
-    def doubt(self, replica: Replica, detail: str) -> None:
+    def invalidate(self, replica: Replica, detail: str) -> None:
         """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""
         replica.losses += 1
-        episodes = replica.unproven | replica.tainted
-        flying = self.core.doubt(detail, episodes)
+        episodes = replica.unverified | replica.invalid
+        flying = self.core.invalidate(detail, episodes)
         if len(self.fleet.replicas) == 1 and not self.moving:
             self.core.retract()
         self.fleet.forget(episodes)

@@ -93,7 +93,7 @@ class Core(Generic[Result]):
         # When groups were opened: those of the last turns, and one more.
         self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
         self._flying: dict[str, Start] = {}
-        self._unproven: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
+        self._unverified: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
         self._looked_for_stale = False  # among what has finished, since something in it or the step changed
 
     def restore(self, groups: Iterable[Group[Result]], issued: int, trained: int, dropped: Mapping[Drop, int]) -> None:
@@ -167,11 +167,11 @@ class Core(Generic[Result]):
     # -- what happened -------------------------------------------------------------------------------------------------------
 
     def finish(self, episode: str, result: Result) -> None:
-        """An episode ended with a result that can be trained, once the engines have proven what they served (`prove`)."""
+        """An episode ended with a result that can be trained, once the engines have proven what they served (`verify`)."""
         start, group = self._land(episode)
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
         group.finished.append(finished)
-        self._unproven[episode] = finished
+        self._unverified[episode] = finished
         self._looked_for_stale = self._looked_for_stale and not self._too_old(finished.first)
         self._place(group)
 
@@ -200,31 +200,31 @@ class Core(Generic[Result]):
 
     # -- what the engines served ---------------------------------------------------------------------------------------------
 
-    def unproven(self) -> list[str]:
-        """Episodes that finished since the last proof. Ask before the engines are asked, and `prove` these."""
-        return list(self._unproven)
+    def unverified(self) -> list[str]:
+        """Episodes that finished since the last proof. Ask before the engines are asked, and `verify` these."""
+        return list(self._unverified)
 
-    def prove(self, episodes: Iterable[str]) -> None:
+    def verify(self, episodes: Iterable[str]) -> None:
         """The engines have proven what they serve, after these had finished: they count."""
         for episode in episodes:
-            finished = self._unproven.pop(episode, None)
+            finished = self._unverified.pop(episode, None)
             if finished is not None:
                 self._record_finished(finished)
 
-    def without_proof(self) -> set[str]:
+    def running_or_unverified(self) -> set[str]:
         """Episodes in flight, and those that finished since the last proof."""
-        return {*self._flying, *self._unproven}
+        return {*self._flying, *self._unverified}
 
-    def doubt(self, detail: str, episodes: Collection[str]) -> list[Start]:
+    def invalidate(self, detail: str, episodes: Collection[str]) -> list[Start]:
         """An engine served something else since its last proof: what it sampled since then, finished or in flight, is made again.
 
         Args:
-            episodes: What it sampled; those that are neither in flight nor unproven are passed over.
+            episodes: What it sampled; those that are neither in flight nor unverified are passed over.
 
         Returns:
             What was in flight; the shell cancels it.
         """
-        for finished in [found for found in self._unproven.values() if found.start.episode in episodes]:
+        for finished in [found for found in self._unverified.values() if found.start.episode in episodes]:
             self._give_up(self._groups[finished.start.group], finished, detail)
         return self._give_up_flying([start for name, start in self._flying.items() if name in episodes], detail)
 
@@ -302,8 +302,8 @@ class Core(Generic[Result]):
         """
         if {*trained, *filtered, *truncated} != batch.episodes:
             raise ValueError(f"step {batch.step}: not every finished episode of the batch is trained or dropped")
-        if unproven := batch.episodes & self._unproven.keys():
-            raise ValueError(f"step {batch.step}: nothing proves what sampled {', '.join(sorted(unproven))}")
+        if unverified := batch.episodes & self._unverified.keys():
+            raise ValueError(f"step {batch.step}: nothing proves what sampled {', '.join(sorted(unverified))}")
         self._remove(batch)
         self.trained += len(trained)
         self.dropped[Drop.FILTERED] += len(filtered)
@@ -336,7 +336,7 @@ class Core(Generic[Result]):
                 self._drop(group, Start(group.number, number, attempt, group.task, self.version), Drop.CANCELLED)
             group.again.clear()
             for finished in group.finished:
-                self._unproven.pop(finished.start.episode, None)
+                self._unverified.pop(finished.start.episode, None)
                 self._drop(group, finished.start, Drop.CANCELLED)
             group.finished.clear()
             self._place(group)
@@ -356,12 +356,12 @@ class Core(Generic[Result]):
     @property
     def owed(self) -> int:
         """Issued episodes without a proven end: in flight, in flight when the last incarnation ended, or finished and not proven yet."""
-        return self.in_flight + sum(len(group.again) for group in self._groups.values()) + len(self._unproven)
+        return self.in_flight + sum(len(group.again) for group in self._groups.values()) + len(self._unverified)
 
     @property
     def waiting_for_batch(self) -> int:
         """Finished and proven episodes that are not in a batch yet."""
-        return sum(len(group.finished) for group in self._groups.values()) - len(self._unproven)
+        return sum(len(group.finished) for group in self._groups.values()) - len(self._unverified)
 
     @property
     def open_groups(self) -> list[int]:
@@ -419,7 +419,7 @@ class Core(Generic[Result]):
 
     def _give_up(self, group: Group[Result], finished: Finished[Result], detail: str) -> None:
         group.finished.remove(finished)
-        self._unproven.pop(finished.start.episode, None)
+        self._unverified.pop(finished.start.episode, None)
         self._drop(group, finished.start, Drop.STALE, detail, again=True)
 
     def _give_up_flying(self, starts: list[Start], detail: str) -> list[Start]:
@@ -443,7 +443,7 @@ class Core(Generic[Result]):
         self._looked_for_stale = True
         for group in list(self._groups.values()):
             for finished in [episode for episode in group.finished if self._too_old(episode.first)]:
-                self.prove([finished.start.episode])  # it is dropped at once, but what it was like should be known
+                self.verify([finished.start.episode])  # it is dropped at once, but what it was like should be known
                 group.finished.remove(finished)
                 group.admitted = False  # what is left of it is another group
                 self._drop(group, finished.start, Drop.STALE, "beyond max_off_policy_steps")
@@ -456,7 +456,7 @@ class Core(Generic[Result]):
             if reason is None:
                 self._place(group)
                 continue
-            self.prove([finished.start.episode for finished in group.finished])  # as above
+            self.verify([finished.start.episode for finished in group.finished])  # as above
             self.dropped[Drop.FILTERED] += len(group.finished)
             self._leave(group)
             self._record.discarded([group.number], Drop.FILTERED, reason)

@@ -112,18 +112,18 @@ class Evaluations:
                     RoutedEnvPool(self._pool, serving.fleet, avoid, lambda: serving.superseded),
                 )
                 reports = await self._run_plans(pool, version)
-                spoilt = await pool.spoilt()
+                unverified = await pool.unverified()
                 async with serving.shipping:
                     serving.notice_incarnation()
                 if serving.core.must_go_back:
                     return  # the version was given up meanwhile
-                if not spoilt and not pool.turned_away:
+                if not unverified and not pool.turned_away:
                     for report in reports:
                         self._log(report)
                     return
             logger.warning("the server was lost during the evaluation of version {}: it is made again", version)
-            avoid.update(spoilt)
-            for replica in spoilt:
+            avoid.update(unverified)
+            for replica in unverified:
                 self._recovery.recover(replica)
             await self._recovery.brought_back()
             if serving.core.must_go_back or serving.superseded:

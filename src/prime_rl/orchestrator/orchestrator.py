@@ -273,7 +273,7 @@ class Orchestrator:
             self.tally.finish(result)
             self.core.finish(start.episode, result)
             if self.teachers.sampler_of(start.task.env) is not None:
-                self.core.prove([start.episode])  # what the policy's servers served had no part in it
+                self.core.verify([start.episode])  # what the policy's servers served had no part in it
             return
         self.fleet.forget([start.episode])
         drop = Drop.TIMEOUT if result.outcome is Outcome.TIMEOUT else Drop.ERRORED
@@ -402,7 +402,7 @@ class Orchestrator:
             scored = await asyncio.to_thread(
                 score_batch, batch, self.config, temperatures, self._algorithm_state
             )  # seconds, of a large fleet
-            if not await self._prove(batch) or self._failure is not None:
+            if not await self._verify(batch) or self._failure is not None:
                 return False
             if not scored.samples:
                 self._discard(batch, scored)
@@ -421,13 +421,13 @@ class Orchestrator:
         self._report(batch, metrics)
         return True
 
-    async def _prove(self, batch: Batch[EpisodeResult]) -> bool:
+    async def _verify(self, batch: Batch[EpisodeResult]) -> bool:
         """Have the servers prove what sampled the batch. What they cannot prove is made again; then it is no batch any more."""
         if self.config.bench:
-            self.core.prove(batch.episodes)
+            self.core.verify(batch.episodes)
         else:
-            await self.serving.prove()
-        return batch.episodes.isdisjoint(self.core.unproven())
+            await self.serving.verify()
+        return batch.episodes.isdisjoint(self.core.unverified())
 
     def _discard(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
         self.core.discard(batch, scored.truncated)
@@ -484,8 +484,8 @@ class Orchestrator:
                 journal.ledger.trained_through(history.newest)
             if last or journal.due:
                 async with self.serving.shipping:
-                    if self.core.unproven() and not self.serving.recovering:
-                        await self.serving.prove()
+                    if self.core.unverified() and not self.serving.recovering:
+                        await self.serving.verify()
                     await journal.flush()
             await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
 

@@ -446,14 +446,14 @@ async def test_a_failed_canary_takes_back_an_earlier_proof(tmp_path):
     replica = world.orchestrator().fleet.replicas[0]
     manifest = weights_manifest(tmp_path / "weights" / "step_0")
     await replica.load(manifest)
-    assert await replica.proven()
+    assert await replica.verify()
     world.servers[0].wrong = {0}
     with pytest.raises(LogprobCheckFailed):
         await replica.load(manifest)
-    assert not await replica.proven()
+    assert not await replica.verify()
     world.servers[0].wrong = set()
     await replica.load(manifest)
-    assert await replica.proven()
+    assert await replica.verify()
 
 
 async def test_a_proof_that_is_asked_for_while_the_canary_is_scored_waits_for_it(tmp_path):
@@ -475,6 +475,6 @@ async def test_a_proof_that_is_asked_for_while_the_canary_is_scored_waits_for_it
         load = asyncio.create_task(replica.load(weights_manifest(world.directory / "weights" / "step_1")))
         await until(lambda server=world.servers[0]: len(server.updates) == 2)
         assert not load.done()
-        assert await replica.proven() is (not wrong)
+        assert await replica.verify() is (not wrong)
         await asyncio.wait([load])
         assert isinstance(load.exception(), LogprobCheckFailed) is bool(wrong)

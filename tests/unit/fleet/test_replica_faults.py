@@ -78,7 +78,7 @@ async def test_a_server_that_proves_itself_once_more_and_then_goes_for_good(tmp_
     running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(6))
     await until(has_batch(world, 1), run=running)
     replica = orchestrator.fleet.replicas[1]
-    await until(lambda: any(e in orchestrator.core.unproven() for e in replica.unproven), run=running)
+    await until(lambda: any(e in orchestrator.core.unverified() for e in replica.unverified), run=running)
 
     async def never(on_wait):  # /health: 503; /weights still answers for a moment
         await asyncio.sleep(1e6)

@@ -163,7 +163,7 @@ async def test_a_proof_is_of_one_server_alone():
     fleet.start("b", two)
     fleet.start("late", one)
     two.engine.base()  # started again
-    counting, wrong = await fleet.prove({"a", "b"})
+    counting, wrong = await fleet.verify({"a", "b"})
     assert (counting, wrong) == (["a"], [two])
 
 
@@ -177,9 +177,9 @@ async def test_a_server_that_drains_proves_what_it_has_on_the_version_that_it_ha
     fleet.drain(one)
     assert fleet.place("group") is two
     two.engine.now = two.given = Served(1, "newer", "1")
-    assert await fleet.prove({"a"}) == (["a"], [])
+    assert await fleet.verify({"a"}) == (["a"], [])
     one.engine.base()  # started again
-    assert await fleet.prove({"a"}) == ([], [one])
+    assert await fleet.verify({"a"}) == ([], [one])
 
 
 # -- runs ------------------------------------------------------------------------------------------------------------------------

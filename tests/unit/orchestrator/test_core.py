@@ -17,7 +17,7 @@ def endless_tasks():
 
 def advance(core, batch):
     """Prove and commit a whole batch."""
-    core.prove(core.unproven())
+    core.verify(core.unverified())
     core.advance(batch, trained=batch.episodes, filtered=())
 
 
@@ -63,16 +63,16 @@ class World:
             self.flying.append(start)
             self.starts.append((self.core.step, self.core.version, start))
 
-    def doubt(self) -> None:
+    def invalidate(self) -> None:
         """The server was started again: what is not proven is made again."""
         if self.random.random() < 0.5:  # one of several: what another one samples stays
             others = {start.episode for start in self.flying if self.random.random() < 0.5}
-            lost = self.core.doubt("gone", self.core.without_proof() - others)
+            lost = self.core.invalidate("gone", self.core.running_or_unverified() - others)
             assert {start.episode for start in lost}.isdisjoint(others)
             self.flying = [start for start in self.flying if start not in lost]
             self.fill()
             return
-        assert {start.episode for start in self.core.doubt("gone", self.core.without_proof())} == {
+        assert {start.episode for start in self.core.invalidate("gone", self.core.running_or_unverified())} == {
             start.episode for start in self.flying
         }
         self.core.retract()
@@ -81,7 +81,7 @@ class World:
 
     def advance(self) -> None:
         if self.random.random() < 0.02:
-            self.doubt()
+            self.invalidate()
         choices = []
         if self.flying:
             choices += ["land"] * 4
@@ -254,7 +254,7 @@ def test_what_is_made_again_is_looked_at_again():
     for _ in range(2):
         core.finish(core.next_start().episode, 1.0)
     assert core.ready_batch() is None
-    core.doubt("gone", core.without_proof())
+    core.invalidate("gone", core.running_or_unverified())
     for _ in range(2):
         core.finish(core.next_start().episode, 1.0)
     assert core.ready_batch() is None
@@ -326,7 +326,7 @@ def test_a_discarded_batch_is_collected_again_for_the_same_step():
     core = make_core(Limits(2, 1, 0, 0, 10, 1))
     for _ in range(2):
         core.finish(core.next_start().episode, 0.0)
-    core.prove(core.unproven())
+    core.verify(core.unverified())
     core.discard(core.ready_batch())
     assert core.step == 0
     assert core.dropped[Drop.FILTERED] == 2
@@ -396,9 +396,9 @@ def test_an_unproven_server_takes_back_only_what_finished_since_the_last_proof()
     core = make_core(Limits(4, 2, 0, 8, 100, 10))
     starts = [core.next_start() for _ in range(4)]
     core.finish(starts[0].episode, 1.0)
-    core.prove(core.unproven())
+    core.verify(core.unverified())
     core.finish(starts[1].episode, 1.0)
-    assert core.doubt("gone", core.without_proof()) == starts[2:]
+    assert core.invalidate("gone", core.running_or_unverified()) == starts[2:]
     assert (core.waiting_for_batch, core.dropped[Drop.STALE]) == (1, 3)
     assert [core.next_start().episode for _ in range(3)] == ["0.1.1", "1.0.1", "1.1.1"]
     core.check_conservation()
@@ -418,7 +418,7 @@ def test_every_finished_episode_of_a_batch_is_accounted_for():
     core = make_core(Limits(2, 2, 0, 0, 2))
     for _ in range(2):
         core.finish(core.next_start().episode, 1.0)
-    core.prove(core.unproven())
+    core.verify(core.unverified())
     with pytest.raises(ValueError, match="not every finished episode"):
         core.advance(core.ready_batch(), trained=["0.0.0"], filtered=())
     core.advance(core.ready_batch(), trained=["0.0.0"], filtered=(), truncated=["0.1.0"])

@@ -120,7 +120,7 @@ def test_what_waits_for_a_version_starts_on_a_newer_one() -> None:
     core: Core[None] = Core(Limits(2, 2, 1, 8, 100, 9), (Task("env", n, str(n)) for n in itertools.count()))
     for start in list(iter(core.next_start, None)):
         core.finish(start.episode, None)
-    core.prove(core.unproven())
+    core.verify(core.unverified())
     while (batch := core.ready_batch()) is not None:
         core.advance(batch, batch.episodes, ())
     assert (core.step, core.next_start()) == (2, None)
@@ -139,7 +139,7 @@ def test_only_what_comes_on_top_of_a_batch_is_paced() -> None:
     def train() -> None:
         for episode in list(core._flying)[:2]:
             core.finish(episode, None)
-        core.prove(core.unproven())
+        core.verify(core.unverified())
         batch = core.ready_batch()
         core.advance(batch, batch.episodes, ())
 

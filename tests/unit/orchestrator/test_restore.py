@@ -72,11 +72,11 @@ class World:
             tokens = SampleTokens.of([1, 2], [False, True], [0.0, -1.0], 1, 0.0)
             self.core.finish(episode, EpisodeResult(episode, "env", "t", Outcome.OK, reward=0.5, samples=[tokens]))
 
-    def prove(self) -> None:
-        self.core.prove(self.core.unproven())
+    def verify(self) -> None:
+        self.core.verify(self.core.unverified())
 
-    def doubt(self) -> None:
-        self.forget(self.core.doubt("scripted", self.core.without_proof()))
+    def invalidate(self) -> None:
+        self.forget(self.core.invalidate("scripted", self.core.running_or_unverified()))
 
     def flush(self) -> None:
         self.journal.ledger.flush()
@@ -112,7 +112,7 @@ class World:
         batch = self.core.ready_batch()
         if batch is None:
             return
-        self.prove()
+        self.verify()
         names = sorted(batch.episodes)
         filtered = names[: self.random.randint(0, len(names) - 1)]
         trained = names[len(filtered) :]
@@ -146,12 +146,12 @@ class World:
 
 WEIGHTS = {
     "land": 10,
-    "prove": 2,
+    "verify": 2,
     "flush": 2,
     "train": 2,
     "serve": 3,
     "ship": 3,
-    "doubt": 0.3,
+    "invalidate": 0.3,
     "rewind": 0.3,
     "crash": 0.6,
 }
@@ -204,7 +204,7 @@ def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(
             core.finish(start.episode, EpisodeResult(start.episode, "env", "t", Outcome.OK, reward=start.group % 3 / 2))
         batch = core.ready_batch()
         assert batch is not None
-        core.prove(batch.episodes)
+        core.verify(batch.episodes)
         for group in batch.groups:
             pools.leave(group.number, group.task, [one.result.reward for one in group.finished])
         pools.cut()
