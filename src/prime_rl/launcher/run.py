@@ -69,7 +69,7 @@ def run(config: RLConfig) -> int:
         if _goes_on(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
-            with rundir.cleaned(config.output_dir, "rl"):
+            with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
                 pass
         rundir.forget_dead(config.output_dir)
         _write_configs(plan.configs, config)

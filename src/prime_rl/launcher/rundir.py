@@ -184,7 +184,7 @@ def refuse_results(output_dir: Path) -> None:
 
 
 @contextmanager
-def cleaned(output_dir: Path, process: str) -> Iterator[None]:
+def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterator[None]:
     """Apply `--clean` for `process`, then hold the directory's lock during the `with` block.
 
     So, of several processes that are started with `--clean`, only the first removes anything.
@@ -205,7 +205,7 @@ def cleaned(output_dir: Path, process: str) -> Iterator[None]:
                 f"another {process} is at work in {output_dir}: stop that one, or choose another --output-dir"
             )
         if not others:
-            clean(output_dir, process)
+            clean(output_dir, process, keep_evals)
         elif found := results(output_dir):
             raise UserError(
                 f"--clean would remove what {' and '.join(others)} is at work on in {output_dir} ({', '.join(found)}): "
@@ -214,8 +214,8 @@ def cleaned(output_dir: Path, process: str) -> Iterator[None]:
         yield
 
 
-def clean(output_dir: Path, writer: str | None = None) -> None:
-    """Remove what a run wrote; keep the files of running processes and the open log of `writer`.
+def clean(output_dir: Path, writer: str | None = None, keep_evals: bool = False) -> None:
+    """Remove what a run wrote; keep the files of running processes, the open log of `writer` and, if asked to, what an `eval` made.
 
     Raises:
         UserError: a directory is a link: what it leads to is not ours to empty.
@@ -224,7 +224,7 @@ def clean(output_dir: Path, writer: str | None = None) -> None:
         raise UserError(f"{output_dir / linked[0]} is a link: empty it yourself, --clean stays inside {output_dir}")
     with suppress(CommitError):  # damaged incarnation files: nobody can tell whose memory it is
         remove_tmpfs(output_dir, run_id(output_dir))
-    alive = at_work(output_dir)
+    alive = at_work(output_dir) | ({"eval"} if keep_evals else set())
     for name, patterns in _WRITTEN.items():
         directory = output_dir / name
         for path in [path for pattern in patterns for path in directory.glob(pattern)]:

@@ -271,11 +271,16 @@ def test_clean_by_hand_keeps_the_files_of_a_server_that_stays_up(tmp_path: Path,
 
 
 def test_what_a_server_and_an_eval_measured_is_no_earlier_run(tmp_path: Path) -> None:
-    """Contract: a run starts in the directory of a server or of an evaluation without `--clean`."""
+    """Contract: a run starts in the directory of a server or of an evaluation without `--clean`, and leaves what that has made."""
     (tmp_path / "metrics").mkdir()
     for name in ("inference", "eval"):
         (tmp_path / "metrics" / f"{name}.jsonl").write_text("{}\n")
+    (tmp_path / "evals" / "rt" / "api").mkdir(parents=True)
     refuse_results(tmp_path)
+    with cleaned(tmp_path, "rl", keep_evals=True):
+        pass
+    assert (tmp_path / "metrics" / "eval.jsonl").exists()
+    assert (tmp_path / "evals" / "rt" / "api").is_dir()
 
 
 def test_of_two_that_clean_the_second_removes_nothing(tmp_path: Path, partner: int) -> None:
