@@ -25,7 +25,7 @@ from prime_rl.launcher.supervise import Policy, Restart, killed_rank, stall_reas
 from prime_rl.monitor import read_status
 from prime_rl.monitor.record import as_table, build
 from prime_rl.monitor.status import ProcessStatus
-from prime_rl.processes import ProcessId, Table, boot_id, descendants, identify, is_stopped, table
+from prime_rl.processes import ProcessId, Table, descendants, identify, is_stopped, table
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 
@@ -34,7 +34,6 @@ ENVIRONMENTS = "environments"
 _ADDRESS = re.compile(r"https?://\S+")
 _MIN_FREE_BYTES = 64 * 2**20
 _LONG_WAIT_SECONDS = 60.0
-_FRESH_SECONDS = 30.0  # of a heartbeat on another host
 _RECENT_SECONDS = 600.0  # a restart before that belongs to another story
 _TAIL_BYTES = 1 << 16
 _ERRORS_SHOWN = 2
@@ -222,11 +221,10 @@ def _launcher(run: Path) -> ProcessFacts:
     claim = rundir.read_claim(run)
     if claim is None:
         state = ProcessState.ABSENT
-    elif claim.host != socket.gethostname():
-        fresh = time.time() - claim.heartbeat < _FRESH_SECONDS
-        state = ProcessState.UNKNOWN if fresh else ProcessState.DEAD
-    elif claim.boot != boot_id():
+    elif not rundir.is_held(claim):
         state = ProcessState.DEAD
+    elif claim.host != socket.gethostname():
+        state = ProcessState.UNKNOWN
     else:
         state = _local_state(ProcessId(claim.pid, claim.started))
     return ProcessFacts(state)

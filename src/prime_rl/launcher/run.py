@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,45 +37,53 @@ def run(config: RLConfig) -> int:
         print(warning, file=sys.stderr)
     if config.bench:
         config = rundir.separate_bench(config, print)
-    gpus = visible_gpus(os.environ)
-    gpu_gib = memory_gib(gpus) if config.inference is not None and gpus else None
-    model = None
-    if gpu_gib is not None and config.inference is not None:
-        model = model_size(config.inference.model.name, config.inference.max_model_len)
-    machine = Machine(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
     if config.recover and not rundir.recoverable(config.output_dir):
         print(f"nothing to recover in {config.output_dir}: starting from the beginning")
         config = config.model_copy(update={"recover": False})
     resolved = resume_at(config)
-    plan = make_plan(resolved, machine)
+    plan = make_plan(resolved, _this_machine(config))
     _check(resolved)
+    # `rl.toml` keeps `resume_step = -1`, which means the newest checkpoint when the file is used again.
+    sections = {path: config if path.stem == "rl" else section for path, section in plan.configs.items()}
     if config.dry_run:
-        for refuse in (lambda: _check_directory(config), lambda: _check_port(plan)):
-            try:
-                refuse()
-            except UserError as error:
-                print(f"note: now a run would be refused: {error}", file=sys.stderr)
-        written = {path: dry_path(config.output_dir, path.stem) for path in plan.configs}
-        _write_configs({written[path]: each for path, each in plan.configs.items()}, config)
-        text = describe(plan)
-        for path, place in written.items():  # where the directory holds a run, what is shown is beside what that has
-            text = text.replace(str(path), str(place))
-        print(text)
-        return Outcome.SUCCESS.value
-    venv.prepare(list(_environments(config)))
+        return _show(config, plan, sections)
+    venv.prepare(_environments(config))
     with rundir.Owner(config.output_dir) as owner:
         _check_directory(config)
-        _await_port(plan)
+        _await_ports(plan)
         if _goes_on(config):
             rundir.forget_status(config.output_dir)
         else:  # asked for, or nothing but an earlier benchmark, or the remains of a run that failed at its start
             with rundir.cleaned(config.output_dir, "rl", keep_evals=not config.clean):
                 pass
         rundir.forget_dead(config.output_dir)
-        _write_configs(plan.configs, config)
-        apart = BENCH_STEPS if config.bench else None
-        with Console(config.output_dir, config.max_steps, apart) as console:
+        for path, section in sections.items():
+            write_toml(section, path)
+        with Console(config.output_dir, config.max_steps, BENCH_STEPS if config.bench else None) as console:
             return _supervise(config, plan, owner, console).value
+
+
+def _this_machine(config: RLConfig) -> Machine:
+    gpus, inference, gpu_gib, model = visible_gpus(os.environ), config.inference, None, None
+    if inference is not None and gpus and (gpu_gib := memory_gib(gpus)) is not None:
+        model = model_size(inference.model.name, inference.max_model_len)
+    return Machine(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
+
+
+def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> int:
+    """Print the plan and write its configs, beside those of a run that the directory holds."""
+    for refuse in (lambda: _check_directory(config), lambda: _check_ports(plan)):
+        try:
+            refuse()
+        except UserError as error:
+            print(f"note: now a run would be refused: {error}", file=sys.stderr)
+    text = describe(plan)
+    for path, section in sections.items():
+        place = dry_path(config.output_dir, path.stem)
+        write_toml(section, place)
+        text = text.replace(str(path), str(place))
+    print(text)
+    return Outcome.SUCCESS.value
 
 
 def resume_at(config: RLConfig) -> RLConfig:
@@ -228,19 +236,18 @@ def _check(config: RLConfig) -> None:
         checks.check_environment(environment)
 
 
-def _environments(config: RLConfig) -> Iterator[EnvConfig]:
-    yield from config.orchestrator.environments
-    if config.orchestrator.eval is not None:
-        yield from config.orchestrator.eval.environments
+def _environments(config: RLConfig) -> list[EnvConfig]:
+    evaluated = config.orchestrator.eval
+    return [*config.orchestrator.environments, *(evaluated.environments if evaluated else [])]
 
 
-def _check_port(plan: Plan) -> None:
+def _check_ports(plan: Plan) -> None:
     for server in plan.servers:
         if server.port is not None:
             checks.check_port(server.host, server.port)
 
 
-def _await_port(plan: Plan) -> None:
+def _await_ports(plan: Plan) -> None:
     """What an earlier run was killed with may take a moment to be gone.
 
     Raises:
@@ -249,7 +256,7 @@ def _await_port(plan: Plan) -> None:
     deadline = time.monotonic() + _PORT_SECONDS
     while True:  # bounded: by the deadline
         try:
-            return _check_port(plan)
+            return _check_ports(plan)
         except UserError:
             if time.monotonic() > deadline:
                 raise
@@ -266,9 +273,3 @@ def _goes_on(config: RLConfig) -> bool:
         ckpt is not None and ckpt.resume_step is not None
         for ckpt in (config.ckpt, config.trainer.ckpt, config.orchestrator.ckpt)
     )
-
-
-def _write_configs(configs: Mapping[Path, BaseConfig], config: RLConfig) -> None:
-    """Write `rl.toml` before paths and steps are resolved: `resume_step = -1` stays -1 and means the newest checkpoint when the file is used again."""
-    for path, section in configs.items():
-        write_toml(config if path.stem == "rl" else section, path)

@@ -18,7 +18,7 @@ from prime_rl.config import OrchestratorConfig, RLConfig, SFTConfig, TrainerConf
 from prime_rl.errors import UserError
 from prime_rl.monitor.record import build, read_table
 from prime_rl.monitor.status import read_status, unless_full
-from prime_rl.processes import ProcessId, boot_id, identify, is_alive
+from prime_rl.processes import ProcessId, boot_id, is_alive, me
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.incarnations import run_id
 from prime_rl.transport.settings import at_work, ways_out
@@ -82,12 +82,11 @@ class Owner:
         except OSError as error:
             raise UserError(f"cannot make the output directory {output_dir}: {error.strerror}") from error
         self._path = output_dir / _OWNER
-        me = identify(os.getpid())
-        assert me is not None
-        self._claim = Claim(me.pid, me.started, socket.gethostname(), boot_id(), uuid.uuid4().hex, time.time())
+        itself = me()
+        self._claim = Claim(itself.pid, itself.started, socket.gethostname(), boot_id(), uuid.uuid4().hex, time.time())
         with _locked(output_dir):
-            other = _read(self._path)
-            if other is not None and _alive(other):
+            other = read_claim(self._path.parent)
+            if other is not None and is_held(other):
                 raise UserError(
                     f"{output_dir} is in use by another rl (pid {other.pid} on {other.host}): "
                     "stop that one, or choose another --output-dir"
@@ -101,7 +100,7 @@ class Owner:
         """Tell launchers on other hosts that we live. Raises UserError when one of them has taken over."""
         if time.time() - self._claim.heartbeat < HEARTBEAT_SECONDS:
             return
-        current = _read(self._path)
+        current = read_claim(self._path.parent)
         if current is not None and current.nonce != self._claim.nonce:
             raise UserError(f"{self._path.parent} was taken over by pid {current.pid} on {current.host}")
         self._claim = Claim(**{**asdict(self._claim), "heartbeat": time.time()})
@@ -110,7 +109,7 @@ class Owner:
 
     def release(self) -> None:
         """Give the directory up. One that was made for us and stayed empty goes as well: bad input leaves nothing."""
-        current = _read(self._path)
+        current = read_claim(self._path.parent)
         if current is not None and current.nonce == self._claim.nonce:
             self._path.unlink()
         if self._made and not any(self._path.parent.iterdir()):
@@ -195,7 +194,7 @@ def cleaned(output_dir: Path, process: str, keep_evals: bool = False) -> Iterato
     output_dir.mkdir(parents=True, exist_ok=True)
     with _locked(output_dir):
         owner = read_claim(output_dir)
-        if owner is not None and owner.pid != os.getpid() and _alive(owner):
+        if owner is not None and owner.pid != os.getpid() and is_held(owner):
             raise UserError(
                 f"`rl` (pid {owner.pid} on {owner.host}) runs in {output_dir}: stop it, or choose another --output-dir"
             )
@@ -264,16 +263,12 @@ def _unlink(directory: Path, patterns: Iterable[str]) -> None:
 
 
 def read_claim(output_dir: Path) -> Claim | None:
-    """The present holder of a run directory, dead or alive; None where there is none."""
-    return _read(output_dir / _OWNER)
+    """The present holder of a run directory, dead or alive; None where there is none, or a power cut left nothing that is one."""
+    return build(Claim, read_table(output_dir / _OWNER))
 
 
-def _read(path: Path) -> Claim | None:
-    """None where there is none, or nothing that is one: a power cut may leave it empty."""
-    return build(Claim, read_table(path))
-
-
-def _alive(claim: Claim) -> bool:
+def is_held(claim: Claim) -> bool:
+    """Whether the launcher that made the claim lives."""
     if (claim.host, claim.boot) == (socket.gethostname(), boot_id()):
         return is_alive(ProcessId(claim.pid, claim.started))
     return time.time() - claim.heartbeat < _MISSED_BEATS * HEARTBEAT_SECONDS

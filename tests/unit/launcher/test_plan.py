@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -11,6 +11,8 @@ from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import ModelSize
 from prime_rl.launcher.plan import Machine, Plan, describe, make_plan, parse_visible
+
+Section = TypeVar("Section", RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
 
 
 def config(
@@ -37,8 +39,10 @@ def env(plan: Plan, name: str) -> dict[str, str]:
     return next(dict(process.env) for process in plan.processes if process.name == name)
 
 
-def section(plan: Plan, name: str) -> object:
-    return plan.configs[Path(f"outputs/configs/{name}.toml")]
+def section(plan: Plan, kind: type[Section], name: str) -> Section:
+    found = plan.configs[Path(f"outputs/configs/{name}.toml")]
+    assert isinstance(found, kind)
+    return found
 
 
 def test_servers_get_the_first_gpus_and_the_trainer_the_next() -> None:
@@ -56,16 +60,13 @@ def test_gpus_that_serve_are_filled_with_servers() -> None:
     plan = make_plan(config(two_each, inference_gpus=4), machine(5))
     assert gpus(plan) == {"inference": ("0", "1"), "inference-1": ("2", "3"), "trainer": ("4",), "orchestrator": ()}
     assert [server.url for server in plan.servers] == ["http://localhost:8000", "http://localhost:8001"]
-    orchestrator = section(plan, "orchestrator")
-    assert isinstance(orchestrator, OrchestratorConfig)
+    orchestrator = section(plan, OrchestratorConfig, "orchestrator")
     assert orchestrator.client.api_roots == ["http://localhost:8000", "http://localhost:8001"]
-    second = section(plan, "inference-1")
-    assert isinstance(second, InferenceConfig)
+    second = section(plan, InferenceConfig, "inference-1")
     assert (second.server.port, second.process) == (8001, "inference-1")
     command = ("-m", "prime_rl.entrypoints.inference", "@", "outputs/configs/inference-1.toml")
     assert plan.processes[1].argv[1:] == command
-    run = section(plan, "rl")
-    assert isinstance(run, RLConfig)
+    run = section(plan, RLConfig, "rl")
     assert (
         run.orchestrator.client.base_url == "http://localhost:8000/v1"
     )  # as it was given: `rl @ configs/rl.toml` plans the same again
@@ -76,21 +77,6 @@ def test_several_servers_on_a_cpu_share_the_cores() -> None:
     assert [env(plan, name)["OMP_NUM_THREADS"] for name in ("inference", "inference-1")] == ["2", "2"]
 
 
-@pytest.mark.parametrize(
-    ("inference", "shared", "message"),
-    [
-        (InferenceConfig(tensor_parallel_size=4), {"inference_gpus": 6}, r"a server uses 4 \(tensor_parallel_size 4\), 6 is no multiple"),
-        (InferenceConfig(), {"inference_gpus": 3, "inference_servers": 2}, "a server uses 1, 2 servers use 2"),
-        (InferenceConfig(data_parallel_size=4), {"inference_gpus": 2}, r"a server uses 4 \(data_parallel_size 4\), 2 is no multiple"),
-    ],
-)  # fmt: skip
-def test_gpus_that_no_server_would_use_are_refused(
-    inference: InferenceConfig, shared: dict[str, int], message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        make_plan(config(inference, **shared), machine(8))
-
-
 def test_one_gpu_trains_and_serves() -> None:
     """Its memory is split and neither side takes more than its share. Where the size of the model is not known, the trainer starts once the server has
     measured what is free; else both start at once."""
@@ -99,9 +85,7 @@ def test_one_gpu_trains_and_serves() -> None:
         make_plan(config(), one)
     plan = make_plan(config(InferenceConfig(gpu_memory_utilization=0.25), share_gpus=True), one)
     assert gpus(plan) == {"inference": ("0",), "trainer": ("0",), "orchestrator": ()}
-    trainer, inference = section(plan, "trainer"), section(plan, "inference")
-    assert isinstance(trainer, TrainerConfig)
-    assert isinstance(inference, InferenceConfig)
+    trainer, inference = section(plan, TrainerConfig, "trainer"), section(plan, InferenceConfig, "inference")
     assert (inference.gpu_memory_utilization, trainer.model.memory_limit) == (0.25, 55.0)
     assert inference.stage_weights
     assert inference.stage_on_device  # where the trainer publishes
@@ -109,8 +93,7 @@ def test_one_gpu_trains_and_serves() -> None:
 
     known = replace(one, model=ModelSize(8.0))
     plan = make_plan(config(InferenceConfig(gpu_memory_utilization=0.25), share_gpus=True), known)
-    inference = section(plan, "inference")
-    assert isinstance(inference, InferenceConfig)
+    inference = section(plan, InferenceConfig, "inference")
     # Of 20 GiB 8 are for weights and 2 for the engine.
     assert (inference.gpu_memory_utilization, inference.kv_cache_gib) == (0.25, 10.0)
     assert next(process for process in plan.processes if process.name == "trainer").after_ready == ()
@@ -127,8 +110,7 @@ def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: floa
     assert [server.url for server in plan.servers] == ["http://localhost:8000", "http://localhost:9000"]
     assert not any(process.after_ready for process in plan.processes)
     for name in ("inference", "inference-1"):
-        server = section(plan, name)
-        assert isinstance(server, InferenceConfig)
+        server = section(plan, InferenceConfig, name)
         assert (server.gpu_memory_utilization, server.kv_cache_gib) == (
             pytest.approx(utilization),
             pytest.approx(cache),
@@ -175,8 +157,7 @@ def test_a_server_leaves_room_to_stage_a_version(
 ) -> None:
     """On its GPU, if vLLM's own choice would not; unless the user has chosen, or too little would be left to serve."""
     two = Machine(["0", "1"], 16, {}, gpu_gib=80.0, model=ModelSize(weights))
-    server = section(make_plan(config(InferenceConfig.model_validate(inference)), two), "inference")
-    assert isinstance(server, InferenceConfig)
+    server = section(make_plan(config(InferenceConfig.model_validate(inference)), two), InferenceConfig, "inference")
     assert server.gpu_memory_utilization == (None if share is None else pytest.approx(share))
 
 
@@ -220,31 +201,36 @@ def test_on_a_shared_gpu_servers_stage_where_weights_are_published(transport: st
     """The trainer then leaves room for both copies; else what is free on a shared GPU is its own."""
     trainer = TrainerConfig.model_validate({"weights": {"transport": transport}})
     plan = make_plan(config(trainer=trainer, share_gpus=True), Machine(["0"], 8, {}, gpu_gib=80.0))
-    server, training = section(plan, "inference"), section(plan, "trainer")
-    assert isinstance(server, InferenceConfig)
-    assert isinstance(training, TrainerConfig)
+    server, training = section(plan, InferenceConfig, "inference"), section(plan, TrainerConfig, "trainer")
     assert (server.stage_on_device, training.weights.shares_gpu) == (published, True)
+
+
+SPREAD = {"data_parallel_size": 4, "data_parallel_size_local": 2, "data_parallel_address": "h"}
 
 
 @pytest.mark.parametrize(
     ("inference", "shared", "message"),
     [
         (None, {"inference_servers": 2}, r"there is no \[inference\]"),
-        (InferenceConfig(headless=True, vllm={"nnodes": 2}), {}, "another node serves its requests"),
-        (InferenceConfig(data_parallel_size=4, data_parallel_size_local=2, data_parallel_address="h"), {"inference_servers": 2}, "spread over nodes"),
+        ({"headless": True, "vllm": {"nnodes": 2}}, {}, "another node serves its requests"),
+        (SPREAD, {"inference_servers": 2}, "spread over nodes"),
+        ({"server": {"port": 65535}}, {"inference_servers": 2, "device": "cpu"}, "port 65535 leaves no ports for 2 servers"),
+        ({"tensor_parallel_size": 4}, {"inference_gpus": 6}, r"a server uses 4 \(tensor_parallel_size 4\), 6 is no multiple"),
+        ({}, {"inference_gpus": 3, "inference_servers": 2}, "a server uses 1, 2 servers use 2"),
+        ({"data_parallel_size": 4}, {"inference_gpus": 2}, r"a server uses 4 \(data_parallel_size 4\), 2 is no multiple"),
+        ({}, {"trainer_ranks": 2}, "trainer_ranks 2 must equal trainer_gpus 1"),
+        ({}, {"device": "cpu", "trainer_gpus": 2}, "trainer_gpus 2: .* does not use GPUs here .*--trainer-ranks"),
+        ({}, {"device": "cpu", "inference_gpus": 2}, "inference_gpus 2: .* do not use GPUs here .*--inference-servers"),
     ],
 )  # fmt: skip
-def test_servers_that_would_clash_are_refused(
-    inference: InferenceConfig | None, shared: dict[str, int], message: str
+def test_servers_that_cannot_be_laid_out_are_refused(
+    inference: dict[str, Any] | None, shared: dict[str, Any], message: str
 ) -> None:
+    """No two at one address, no GPU that nobody would use; where a number means nothing the error says what does."""
+    given = None if inference is None else InferenceConfig.model_validate(inference)
+    gpus = 0 if shared.pop("device", None) == "cpu" else 8
     with pytest.raises(UserError, match=message):
-        make_plan(config(inference, serve=inference is not None, **shared), machine(8))
-
-
-def test_servers_beyond_the_last_port_are_refused() -> None:
-    last = InferenceConfig.model_validate({"server": {"port": 65535}})
-    with pytest.raises(UserError, match="port 65535 leaves no ports for 2 servers"):
-        make_plan(config(last, inference_servers=2), machine(0))
+        make_plan(config(given, serve=inference is not None, **shared), machine(gpus))
 
 
 def test_visible_devices_are_respected() -> None:
@@ -298,18 +284,6 @@ def test_one_rank_is_plain_and_several_go_through_torchrun() -> None:
     assert several.argv[1:7] == ("-m", "prime_rl.lifeline", "-m", "torch.distributed.run", "--nproc-per-node", "2")
     assert several.argv[-4:] == ("-m", "prime_rl.trainer.rl.train", "@", "outputs/configs/trainer.toml")
     assert several.drain_children
-    with pytest.raises(UserError, match="trainer_ranks 2 must equal trainer_gpus 1"):
-        make_plan(config(trainer_ranks=2), machine(2))
-
-
-@pytest.mark.parametrize(
-    ("given", "instead"),
-    [({"trainer_gpus": 2}, "--trainer-ranks"), ({"inference_gpus": 2, "inference": InferenceConfig()}, "--inference-servers")],
-)  # fmt: skip
-def test_gpus_that_nobody_would_use_are_refused(given: dict[str, Any], instead: str) -> None:
-    """Where everything runs on a CPU a number of GPUs means nothing: the error says what does."""
-    with pytest.raises(UserError, match=f"_gpus 2: .* do(es)? not use GPUs here .*{instead}"):
-        make_plan(config(**given), machine(0))
 
 
 @pytest.mark.parametrize(
@@ -338,10 +312,9 @@ def test_api_key_travels_by_environment_and_is_not_shown() -> None:
 
 def test_the_server_loads_weights_of_this_run_only() -> None:
     """Without a root of its own the server is confined to what the trainer exports."""
-    sections = {path.stem: section for path, section in make_plan(config(), machine(0)).configs.items()}
-    assert set(sections) == {"rl", "trainer", "orchestrator", "inference"}
-    assert isinstance(served := sections["inference"], InferenceConfig)
-    assert served.weights_root == Path("outputs/weights")
+    plan = make_plan(config(), machine(0))
+    assert {path.stem for path in plan.configs} == {"rl", "trainer", "orchestrator", "inference"}
+    assert section(plan, InferenceConfig, "inference").weights_root == Path("outputs/weights")
 
 
 @pytest.mark.parametrize("serve", [True, False])
@@ -362,18 +335,14 @@ def test_recovery_needs_recovery_checkpoints() -> None:
 
     def interval(**shared: object) -> int | str | None:
         run = config(**shared)
-        section = make_plan(run, machine()).configs[Path("outputs/configs/trainer.toml")]
-        assert isinstance(section, TrainerConfig)
-        return section.recovery_interval
+        return section(make_plan(run, machine()), TrainerConfig, "trainer").recovery_interval
 
     assert interval() == "auto"
     assert interval(recovery_interval=3) == 3
     assert interval(max_restarts=0) is None
     assert interval(bench=True) is None
     own = config().model_copy(update={"trainer": TrainerConfig(recovery_interval=7), "max_restarts": 0})
-    section = make_plan(own, machine()).configs[Path("outputs/configs/trainer.toml")]
-    assert isinstance(section, TrainerConfig)
-    assert section.recovery_interval == 7
+    assert section(make_plan(own, machine()), TrainerConfig, "trainer").recovery_interval == 7
 
 
 def test_recover_is_passed_to_the_jobs() -> None:
