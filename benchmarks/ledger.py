@@ -20,8 +20,9 @@ import numpy as np
 from machine import describe_machine
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
-from prime_rl.orchestrator.ledger import Ledger, episode_id
+from prime_rl.orchestrator.ledger import Ledger, batch_extra
 from prime_rl.orchestrator.samples import exact_streams
+from prime_rl.orchestrator.scheduler import Batched, Finished, Group, Issued, Opened, Start, Task
 from prime_rl.transport.rollouts import Sample, write_batch
 
 EPISODES, GROUP_SIZE, TOKENS, PROMPT = 512, 8, 2048, 256
@@ -70,31 +71,36 @@ def run_step(ledger: Ledger, rollouts: Path, step: int, flushes: int) -> dict[st
     """One step's bookkeeping, from the first issue to the last flush; seconds by part."""
     rng, clock, per_batch = np.random.default_rng(step), Clock(), EPISODES // GROUP_SIZE
     groups = list(range(step * per_batch, (step + 1) * per_batch))
-    results = {
-        name: episode(rng, name) for group in groups for name in [episode_id(group, i, 0) for i in range(GROUP_SIZE)]
-    }
+    results = {name: episode(rng, name) for group in groups for name in [f"{group}.{i}.0" for i in range(GROUP_SIZE)]}
     samples = [sample(name, result, step) for name, result in results.items()]
+    tasks = {group: Task("math", group, f"task-{group}") for group in groups}
+    starts = {
+        start.episode: start
+        for group in groups
+        for start in [Start(group, i, 0, tasks[group], step) for i in range(GROUP_SIZE)]
+    }
     with clock.part("record"):
         for group in groups:
-            ledger.opened(group, "math", group, f"task-{group}")
-            for i in range(GROUP_SIZE):
-                ledger.issued(episode_id(group, i, 0), step, 0)
+            ledger.record(Opened(group, tasks[group]))
+        for start in starts.values():
+            ledger.record(Issued(start, 0))
     every = len(results) // (flushes + 1) + 1
     for number, (name, result) in enumerate(results.items(), 1):
         with clock.part("record"):
-            ledger.finished(name, step, step, 0, result)
+            ledger.record(Finished(starts[name], step, step, result))
         if number % every == 0:
             with clock.part("flush while collecting"):
                 ledger.flush()
     with clock.part("flush before"):
         ledger.flush()
-    names = list(results)
+        counts = ledger.check(EPISODES)
+    event = Batched(step, groups, list(results), [])
     with clock.part("commit of the batch"):
-        write_batch(rollouts, step, samples, ledger.batch_extra(step, names, [], [], groups))
+        extra = batch_extra(event, [Group(group, tasks[group]) for group in groups], groups[-1] + 1, counts)
+        write_batch(rollouts, step, samples, extra)
     with clock.part("record"):
-        ledger.batched(step, names, [], [], groups)
+        ledger.record(event)
         ledger.trained_through(step)
-        ledger.account().check()
     with clock.part("flush after"):
         ledger.flush()
     return clock.parts

@@ -23,6 +23,7 @@ import json
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,10 +36,11 @@ from machine import describe_machine
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Result, SampleTokens, decode, encode
 from prime_rl.fleet.replicas import Replica, ReplicaPool
-from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task
+from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.process import FULL_COLLECTION_SECONDS, spare_collector
-from prime_rl.orchestrator.samples import score_batch
+from prime_rl.orchestrator.samples import output_tokens, score_batch
+from prime_rl.orchestrator.scheduler import Batched, Drop, Dropped, Event, Issued, Limits, Scheduler, Start, Task
 from prime_rl.trainer.packing import rollout_lengths
 
 GROUP_SIZE, PROMPT, LONGEST = 16, 128, 4096
@@ -121,7 +123,8 @@ class Simulation:
         )
         limits = Limits(fleet.batch, GROUP_SIZE, fleet.level, fleet.bound, fleet.in_flight)
         tasks = (Task("simulated", number, f"task-{number}") for number in itertools.count())
-        self.core: Core[EpisodeResult] = Core(limits, tasks)
+        self.scheduler: Scheduler[EpisodeResult] = Scheduler(limits, tasks, emit=self._count_event)
+        self.issued, self.trained, self.dropped = 0, 0, Counter[Drop]()
         self.meter = Meter(fleet.counts)
         self.draw = np.random.default_rng(seed)
         self.replies = {
@@ -156,9 +159,9 @@ class Simulation:
         while self.now < end:
             self._launch()
             landing = self.flying[0][0] + self.stood if self.flying else np.inf
-            version = self.core.version
+            version = self.scheduler.version
             trained = self.trained_at[version] if version < len(self.trained_at) else np.inf
-            due = np.inf if self.core.opens_at is None else self.core.opens_at
+            due = np.inf if self.scheduler.opens_at is None else self.scheduler.opens_at
             self._go_to(min(landing, trained, due, end))
             if trained <= min(landing, due, end):
                 self._update(version + 1)
@@ -177,7 +180,7 @@ class Simulation:
         parts["full collection"] = full / FULL_COLLECTION_SECONDS
         return {
             **asdict(fleet),
-            "episodes_in_flight": self.core.in_flight,
+            "episodes_in_flight": self.scheduler.in_flight,
             "batch_size": fleet.batch,
             "episodes_per_second": self.landed / seconds,
             "steps": len(self.ages),
@@ -185,7 +188,7 @@ class Simulation:
             "staleness_mean": float(np.mean([mean for mean, _ in self.ages])) if self.ages else None,
             "staleness_max": max((most for _, most in self.ages), default=None),
             "most_on_a_replica": self.most,
-            "dropped_stale": self.core.dropped[Drop.STALE],
+            "dropped_stale": self.dropped[Drop.STALE],
             **({"calls_per_episode": self.meter.calls / self.landed} if fleet.counts else {}),
             "cpu_seconds_per_second": parts,
             "cpu_total": sum(parts.values()),
@@ -197,6 +200,17 @@ class Simulation:
 
     # -- what happens --------------------------------------------------------------------------------------------------------
 
+    def _count_event(self, event: Event) -> None:
+        match event:
+            case Issued():
+                self.issued += 1
+            case Dropped(_, reason):
+                self.dropped[reason] += 1
+            case Batched():
+                self.trained += len(event.trained)
+                self.dropped[Drop.FILTERED] += len(event.filtered)
+                self.dropped[Drop.TRUNCATED] += len(event.truncated)
+
     def _collecting(self, phase: str, _info: dict[str, int]) -> None:
         if phase == "start":
             self.collecting_since = time.perf_counter()
@@ -204,11 +218,11 @@ class Simulation:
             self.collections.append(time.perf_counter() - self.collecting_since)
 
     def _go_to(self, moment: float) -> None:
-        self.busy += (moment - self.now) * self.core.in_flight
+        self.busy += (moment - self.now) * self.scheduler.in_flight
         self.now = moment
 
     def _launch(self) -> None:
-        while (start := self.meter.of("what may start", self.core.next_start, self.now)) is not None:
+        while (start := self.meter.of("what may start", self.scheduler.next_start, self.now)) is not None:
             length = next(self._lengths)
             end = self.now - self.stood + length / self.fleet.rate
             heapq.heappush(self.flying, (end, start.episode, length))
@@ -238,32 +252,31 @@ class Simulation:
         self.meter.of("landings", self._finish, episode, message.episode)
 
     def _finish(self, episode: str, result: EpisodeResult) -> None:
-        self.tally.finish(result)
-        self.core.finish(episode, result)
+        self.tally.output_tokens += output_tokens(result)
+        self.scheduler.finish(episode, result)
 
     def _update(self, version: int) -> None:
         """All replicas stand still, then serve `version`."""
-        self.meter.of("updates", self.core.announce, version)
+        self.meter.of("updates", self.scheduler.announce, version)
         self.now += self.fleet.pause
         self.stood += self.fleet.pause
         for start in self.meter.of("updates", self._serve, version):
             self.forgotten.add(start.episode)
 
     def _serve(self, version: int) -> list[Start]:
-        self.core.serve(version)
-        stale = self.core.stale()
+        self.scheduler.serve(version)
+        stale = self.scheduler.stale()
         for start in stale:
-            self.core.fail(start.episode, Drop.STALE)
+            self.scheduler.fail(start.episode, Drop.STALE)
         return stale
 
     def _ship(self) -> None:
-        while (batch := self.meter.of("batches", self.core.ready_batch)) is not None:
+        while (batch := self.meter.of("batches", self.scheduler.ready_batch)) is not None:
             scored = self.meter.of("scoring", score_batch, batch, self.config, {"simulated": 1.0}, {})
             self.meter.of(
-                "metrics", step_metrics, batch, scored, self.tally, stale=self.core.dropped[Drop.STALE],
-                seconds=1.0, updating=self.fleet.pause, update_parts={}, several=False,
+                "metrics", step_metrics, batch, scored, self.tally, Counts(), seconds=1.0, updating=self.fleet.pause, update_parts={}, several=False,
             )  # fmt: skip
-            self.tally = Tally(stale_before=self.core.dropped[Drop.STALE])
+            self.tally = Tally()
             ages = [batch.step - finished.first for group in batch.groups for finished in group.finished]
             self.ages.append((float(np.mean(ages)), max(ages)))
             self.meter.of("batches", self._commit, batch, scored)
@@ -271,10 +284,10 @@ class Simulation:
             self.trained_at.append(begun + self.train_seconds)
 
     def _commit(self, batch: Any, scored: Any) -> None:
-        self.core.verify(self.core.unverified())
-        self.servers.keep(self.core.running_or_unverified())
-        self.core.advance(batch, scored.trained, scored.filtered, scored.truncated)
-        self.core.check_conservation()
+        self.scheduler.verify(self.scheduler.unverified())
+        self.servers.keep(self.scheduler.running_or_unverified())
+        self.scheduler.advance(batch, scored.trained, scored.filtered, scored.truncated)
+        assert self.issued == self.trained + self.dropped.total() + self.scheduler.held
 
     def _draw_lengths(self) -> Iterator[int]:
         while True:

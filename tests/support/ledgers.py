@@ -4,7 +4,21 @@ import sqlite3
 from pathlib import Path
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
-from prime_rl.orchestrator.ledger import Ledger, episode_id
+from prime_rl.orchestrator.audit import audit
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, read_counts, total
+from prime_rl.orchestrator.ledger_file import open_copy
+from prime_rl.orchestrator.scheduler import (
+    Batched,
+    Discarded,
+    Drop,
+    Dropped,
+    Finished,
+    Group,
+    Issued,
+    Opened,
+    Start,
+    Task,
+)
 from prime_rl.transport.rollouts import Sample, write_batch
 
 
@@ -19,16 +33,53 @@ def result(reward: float = 0.5, sampled: int = 3, prompt: int = 2) -> EpisodeRes
     return EpisodeResult("e", "reverse-text", "t", Outcome.OK, reward=reward, samples=[tokens], metrics={"m": 1.0})
 
 
-def open_group(ledger: Ledger, number: int, size: int = 2, env: str = "reverse-text") -> list[str]:
+class ScriptedLedger(Ledger):
+    """A ledger that is told of episodes by name. `counts` flushes before."""
+
+    def opened(self, group: int, env: str = "reverse-text") -> None:
+        self.record(Opened(group, Task(env, group + 100, f"task-{group}")))
+
+    def issued(self, episode: str, version: int = 0, incarnation: int = 0, env: str = "reverse-text") -> None:
+        self.record(Issued(start_of(episode, env, version), incarnation))
+
+    def finished(self, episode: str, first: int, last: int, incarnation: int, result: EpisodeResult) -> None:
+        self.record(Finished(start_of(episode), first, last, result, incarnation))
+
+    def dropped(self, episode: str, reason: str, detail: str = "", retried: bool = False) -> None:
+        self.record(Dropped(start_of(episode), Drop(reason), detail, retried))
+
+    def discarded(self, groups: list[int], step: int = 0) -> None:
+        for group in groups:
+            self.record(Discarded(group, step, Drop.FILTERED, ""))
+
+    def batched(
+        self, step: int, trained: list[str], filtered: list[str], truncated: list[str], groups: list[int]
+    ) -> None:
+        self.record(Batched(step, groups, trained, filtered, truncated))
+
+    def counts(self) -> dict[str, Counts]:
+        self.flush()
+        return super().counts()
+
+    def total(self) -> Counts:
+        return total(self.counts())
+
+
+def start_of(episode: str, env: str = "reverse-text", version: int = 0) -> Start:
+    group, number, attempt = map(int, episode.split("."))
+    return Start(group, number, attempt, Task(env, group + 100, f"task-{group}"), version)
+
+
+def open_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = "reverse-text") -> list[str]:
     """A group with all its episodes in flight, on version 0 of incarnation 0."""
-    ledger.opened(number, env, number + 100, f"task-{number}")
-    names = [episode_id(number, i, 0) for i in range(size)]
+    ledger.opened(number, env)
+    names = [f"{number}.{i}.0" for i in range(size)]
     for name in names:
-        ledger.issued(name, 0, 0)
+        ledger.issued(name, env=env)
     return names
 
 
-def finish_group(ledger: Ledger, number: int, size: int = 2, env: str = "reverse-text") -> list[str]:
+def finish_group(ledger: ScriptedLedger, number: int, size: int = 2, env: str = "reverse-text") -> list[str]:
     """A group with all its episodes finished."""
     names = open_group(ledger, number, size, env)
     for i, name in enumerate(names):
@@ -37,15 +88,25 @@ def finish_group(ledger: Ledger, number: int, size: int = 2, env: str = "reverse
 
 
 def commit(
-    ledger: Ledger, rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]
+    ledger: ScriptedLedger, rollouts: Path, step: int, trained: list[str], filtered: list[str], groups: list[int]
 ) -> None:
     """Commit a batch of the ledger's episodes without telling the ledger: what a crash right after the rename leaves."""
-    extra = ledger.batch_extra(step, trained, filtered, [], groups)
+    counts = ledger.counts()
+    (opened,) = ledger._db.execute("SELECT value FROM meta WHERE key = 'groups_opened'").fetchone()
+    whole = [Group(number, Task("reverse-text", number + 100, f"task-{number}")) for number in groups]
+    extra = batch_extra(Batched(step, groups, trained, filtered), whole, opened, counts)
     samples = [
         Sample(f"{name}.0", "g", "t", "reverse-text", [0], [1, 2], [False, True], [0.0, -1.0], [0.0, 1.0], 1.0, 0.5)
         for name in trained
     ]
     write_batch(rollouts, step, samples, extra)
+
+
+def conserved(output_dir: Path) -> Counts:
+    """The counts of a run, whose ledger must not contradict itself."""
+    assert audit(output_dir).faults == []
+    with open_copy(output_dir / "ledger.sqlite") as db:
+        return total(read_counts(db))
 
 
 def dump(path: Path) -> list[tuple[object, ...]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from prime_rl.orchestrator.core import Core, Limits, Task
+from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
     """
     limits = Limits(world.batch, world.group, world.level, max(8, world.level), max_concurrent, steps)
     steps = steps or world.steps
-    core: Core[None] = Core(limits, (Task("simulated", number, str(number)) for number in itertools.count()))
+    core: Scheduler[None] = Scheduler(limits, (Task("simulated", number, str(number)) for number in itertools.count()))
     lengths = world.lengths((steps + 2 * world.level + 4) * limits.groups_per_batch).tolist()
     now = sampled = busy = trainer_free = loaded = 0.0  # `sampled`: tokens of a request that was there all the time
     queue, running, versions = (
@@ -120,7 +120,6 @@ def simulate(world: World, *, max_concurrent: int = 10**9, paced: bool = True, s
             ends.append(trainer_free)
             versions.append((trainer_free, batch.step + 1))
             core.advance(batch, batch.episodes, ())
-            core.check_conservation()
     return Course(ends, served, busy / (now * world.engine_rate))
 
 

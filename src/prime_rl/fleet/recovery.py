@@ -145,14 +145,17 @@ class Recovery:
                 try:
                     if await self._catch_up(replica):
                         logger.info(
-                            "{} serves version {}{}", replica.name, self._weight_sync.core.version, self._fleet.where()
+                            "{} serves version {}{}",
+                            replica.name,
+                            self._weight_sync.scheduler.version,
+                            self._fleet.where(),
                         )
                         return
                     trouble = ""
                 except VersionNotSent as error:
                     trouble = str(error)
                     if self._alone:
-                        await self._weight_sync.await_sender(error, self._weight_sync.core.version)
+                        await self._weight_sync.await_sender(error, self._weight_sync.scheduler.version)
                         continue
                 except (UserError, CommitError) as error:
                     trouble, failed, failures = str(error), True, failures + 1
@@ -181,10 +184,10 @@ class Recovery:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve has changed meanwhile."""
         sync = self._weight_sync
         await sync.settled()
-        if self._config.bench or sync.core.must_go_back:
+        if self._config.bench or sync.scheduler.must_go_back:
             self._admit(replica)  # there is nothing to verify, or `follow` loads what counts now
             return True
-        version, incarnation = sync.core.version, sync.core.incarnation
+        version, incarnation = sync.scheduler.version, sync.scheduler.incarnation
         if replica.given is None:
             await sync.check_base(replica, 0)
         proven = replica.given is not None and await replica.verify()
@@ -192,7 +195,11 @@ class Recovery:
             await self._take_back(replica)
         if not proven or replica.invalid or (replica.given is not None and replica.given.version != version):
             await sync.load_again(replica)
-        if sync.moving or (version, incarnation) != (sync.core.version, sync.core.incarnation) or replica.invalid:
+        if (
+            sync.moving
+            or (version, incarnation) != (sync.scheduler.version, sync.scheduler.incarnation)
+            or replica.invalid
+        ):
             return False
         self._admit(replica)
         return True
@@ -274,14 +281,14 @@ class Recovery:
             await asyncio.wait({recovery}, timeout=_CLOSE_SECONDS)
         self._troubles.pop(replica, None)
         self._reported_lost.pop(replica, None)
-        core = self._weight_sync.core
+        scheduler = self._weight_sync.scheduler
         async with self._weight_sync.shipping:
-            finished = replica.unverified.intersection(core.unverified())
+            finished = replica.unverified.intersection(scheduler.unverified())
             if ask and (self._config.bench or await replica.verify()):
-                core.verify(finished)
+                scheduler.verify(finished)
                 self._fleet.forget(finished)
                 replica.released = True
-            lost = (replica.unverified | replica.invalid) & core.running_or_unverified()
+            lost = (replica.unverified | replica.invalid) & scheduler.running_or_unverified()
             if lost:
                 replica.released = False
                 self._weight_sync.invalidate(replica, "the server left")

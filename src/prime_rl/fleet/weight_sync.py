@@ -1,7 +1,7 @@
 """Keeping the servers on the newest version of the trainer's present history.
 
 The trainer says what there is by committing incarnations and versions; here they are followed. What was sampled by weights that do not count, because
-the trainer gave them up or a server cannot prove them, is taken back in the core and made again. A server that does not load what the others load,
+the trainer gave them up or a server cannot prove them, is taken back in the scheduler and made again. A server that does not load what the others load,
 or cannot prove what it serves, is lost: `recovery.py` brings it back.
 """
 
@@ -22,7 +22,7 @@ from prime_rl.fleet.replicas import Replica, ReplicaPool
 from prime_rl.fleet.versions import PublishedVersions
 from prime_rl.monitor import Status
 from prime_rl.orchestrator.ckpt import Progress
-from prime_rl.orchestrator.core import Core, Drop, Start
+from prime_rl.orchestrator.scheduler import Drop, Scheduler, Start
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import ask_for_files, call_for_files
 from prime_rl.transport.protocol import BASE, Incarnation, first_lease, goes_on_from, lease_to_hold, lease_to_load
@@ -44,7 +44,7 @@ class Shell(Protocol):
     """What serving tells the loop."""
 
     def forget(self, starts: Sequence[Start]) -> None:
-        """These were in flight, and the core has given them up: cancel them."""
+        """These were in flight, and the scheduler has given them up: cancel them."""
 
     def began_incarnation(self, incarnation: Incarnation) -> None:
         """The trainer began a new incarnation."""
@@ -79,7 +79,7 @@ class WeightSync:
     """What the servers serve. `begin` comes before `follow`.
 
     Attributes:
-        core: What it decides is served, from `begin` on.
+        scheduler: What it decides is served, from `begin` on.
         lock: Held while what is served must not change.
         shipping: Held while finished episodes must not be given up.
         seconds: Spent on updates since somebody took them.
@@ -95,7 +95,7 @@ class WeightSync:
         self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
         self.seconds = 0.0
         self.parts: dict[str, float] = {}
-        self.core: Core[EpisodeResult]
+        self.scheduler: Scheduler[EpisodeResult]
         self._failures = 0  # to load, in a row
         self._misread = (
             0  # updates in a row after which no server computed what the trainer did, whatever was loaded in between
@@ -169,9 +169,9 @@ class WeightSync:
             self.history.hold(lease_to_hold(incarnation, version))
             return version
 
-    def begin(self, core: Core[EpisodeResult]) -> None:
-        """What `core` decides is served from now on."""
-        self.core = core
+    def begin(self, scheduler: Scheduler[EpisodeResult]) -> None:
+        """What `scheduler` decides is served from now on."""
+        self.scheduler = scheduler
 
     async def _check_bases(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
         """Returns the servers that failed to say what they serve.
@@ -254,9 +254,13 @@ class WeightSync:
             if newest is not None and self._is_superseded(newest):  # none serves
                 await self._go_on_with(newest)
             elif not self.recovering:
-                if self.core.must_go_back:
+                if self.scheduler.must_go_back:
                     await self._go_back()
-                elif newest is not None and newest > self.core.version and not self._shell.keeps(self.core.version):
+                elif (
+                    newest is not None
+                    and newest > self.scheduler.version
+                    and not self._shell.keeps(self.scheduler.version)
+                ):
                     await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
 
@@ -264,13 +268,13 @@ class WeightSync:
         """Look, and if the trainer has begun a new incarnation take back what it gave up. Call it with `shipping` held."""
         self.history.look()
         incarnation = self.history.incarnation
-        if incarnation.number <= self.core.incarnation:
+        if incarnation.number <= self.scheduler.incarnation:
             return
-        served = self.core.version
-        self._give_up(self.core.begin_incarnation(incarnation.number, self.history.incarnations))
-        back = f": back from version {served}" if self.core.must_go_back else ""
+        served = self.scheduler.version
+        self._give_up(self.scheduler.begin_incarnation(incarnation.number, self.history.incarnations))
+        back = f": back from version {served}" if self.scheduler.must_go_back else ""
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
-        if not self.core.must_go_back:
+        if not self.scheduler.must_go_back:
             self._hold(incarnation.number, served)
         self._shell.began_incarnation(incarnation)
 
@@ -289,12 +293,12 @@ class WeightSync:
             if self.history.incarnation != incarnation:
                 return  # it began again meanwhile
             self._lease_to_load(incarnation.number, version)
-            if await self._move(version) and self.core.incarnation == incarnation.number:
-                self.core.go_back(version)
+            if await self._move(version) and self.scheduler.incarnation == incarnation.number:
+                self.scheduler.go_back(version)
                 self._hold(incarnation.number, version)
         self._shell.wake()
-        if not self.core.must_go_back:
-            await self._shell.serves(self.core.version)  # it may be one that was made again meanwhile
+        if not self.scheduler.must_go_back:
+            await self._shell.serves(self.scheduler.version)  # it may be one that was made again meanwhile
 
     async def _go_on_with(self, version: int) -> None:
         """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version. Servers that come back are given
@@ -303,25 +307,25 @@ class WeightSync:
             if not self._is_superseded(version):
                 return  # found while this waited for the lock
             logger.warning(
-                "version {} cannot be had any more: the run goes on with version {}", self.core.version, version
+                "version {} cannot be had any more: the run goes on with version {}", self.scheduler.version, version
             )
-            self.core.announce(version)
-            self._lease_to_load(self.core.incarnation, version)
+            self.scheduler.announce(version)
+            self._lease_to_load(self.scheduler.incarnation, version)
             self._note_served(version)
         await self._shell.serves(version)
 
     def _is_superseded(self, newest: int) -> bool:
-        lost = self.recovering and not self.core.must_go_back and self._unsent is not None
-        return lost and newest > self.core.version == self._wanted
+        lost = self.recovering and not self.scheduler.must_go_back and self._unsent is not None
+        return lost and newest > self.scheduler.version == self._wanted
 
     async def _serve(self, version: int) -> None:
         async with self.lock:
-            if self.recovering or self.core.must_go_back or version <= self.core.version:
+            if self.recovering or self.scheduler.must_go_back or version <= self.scheduler.version:
                 return  # found while this waited for the lock
             began = time.monotonic()
-            self.core.announce(version)
-            self._lease_to_load(self.core.incarnation, version)
-            if not await self._move(version) or self.core.must_go_back:
+            self.scheduler.announce(version)
+            self._lease_to_load(self.scheduler.incarnation, version)
+            if not await self._move(version) or self.scheduler.must_go_back:
                 return
             self._count(time.monotonic() - began)
             logger.info("serving version {} after {:.2f} s{}", version, time.monotonic() - began, self.fleet.where())
@@ -330,12 +334,12 @@ class WeightSync:
         await self._shell.serves(version)
 
     def _note_served(self, version: int) -> None:
-        self.core.serve(version)
-        self._hold(self.core.incarnation, version)
+        self.scheduler.serve(version)
+        self._hold(self.scheduler.incarnation, version)
         self.status.progress()
-        stale = self.core.stale()
+        stale = self.scheduler.stale()
         for start in stale:
-            self.core.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
+            self.scheduler.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
         self._give_up(stale)
 
     def _count(self, seconds: float) -> None:
@@ -440,9 +444,9 @@ class WeightSync:
         Raises:
             LoadError: it did not.
         """
-        if self.core.must_go_back:
+        if self.scheduler.must_go_back:
             return  # `follow` loads what counts now
-        version = self._reading[replica] = self.core.version
+        version = self._reading[replica] = self.scheduler.version
         try:
             for error in (await self._load([replica], version)).values():
                 raise error
@@ -452,8 +456,8 @@ class WeightSync:
             raise
         finally:
             del self._reading[replica]
-            if not (self.moving or self.core.must_go_back):
-                self._hold(self.core.incarnation, self.core.version)
+            if not (self.moving or self.scheduler.must_go_back):
+                self._hold(self.scheduler.incarnation, self.scheduler.version)
 
     async def _until_loaded(self, loads: "Mapping[Replica, asyncio.Task[None]]") -> None:
         """Until all have ended, but for those of servers that stop serving meanwhile, while others serve."""
@@ -519,9 +523,9 @@ class WeightSync:
 
     async def verify(self) -> None:
         """Ask the servers what they serve: what had finished before counts then. One that cannot say so is lost."""
-        counting, wrong = await self.fleet.verify(self.core.unverified())
-        self.core.verify(counting)
-        self.fleet.keep(self.core.running_or_unverified())
+        counting, wrong = await self.fleet.verify(self.scheduler.unverified())
+        self.scheduler.verify(counting)
+        self.fleet.keep(self.scheduler.running_or_unverified())
         for replica in wrong:
             self._shell.lost(replica)
 
@@ -529,9 +533,9 @@ class WeightSync:
         """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""
         replica.losses += 1
         episodes = replica.unverified | replica.invalid
-        flying = self.core.invalidate(detail, episodes)
+        flying = self.scheduler.invalidate(detail, episodes)
         if len(self.fleet.replicas) == 1 and not self.moving:
-            self.core.retract()
+            self.scheduler.retract()
         self.fleet.forget(episodes)
         self._give_up(flying)
 

@@ -5,17 +5,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from prime_rl.orchestrator.account import Account, EnvAccount
-from prime_rl.orchestrator.ledger_file import State, open_copy
+from prime_rl.orchestrator.ledger import read_counts
+from prime_rl.orchestrator.ledger_file import open_copy
 
 LEDGER = "ledger.sqlite"
 _RANGES = 10
 _OUTCOMES = {
-    State.TRAINED: "trained",
-    State.BATCHED: "in a batch",
-    State.FINISHED: "finished",
-    State.ISSUED: "in flight",
-    State.DROPPED: "dropped",
+    "trained": "trained",
+    "batched": "in a batch",
+    "finished": "finished",
+    "issued": "in flight",
+    "dropped": "dropped",
 }
 
 
@@ -68,33 +68,7 @@ def audit(run_dir: Path) -> Report:
         UserError: the run has no ledger, or a damaged one.
     """
     with open_copy(run_dir / LEDGER) as db:
-        account = read_account(db)
-        return Report(run_dir, _outcomes(db), _ranges(db), _faults(db, account))
-
-
-def read_account(db: sqlite3.Connection) -> Account:
-    """The account by the rows; `issued` is what was counted when they were issued."""
-    envs = {env: EnvAccount(issued=count) for env, count in db.execute("SELECT env, count FROM issued ORDER BY env")}
-    rows = """
-        SELECT env, e.state, reason, COUNT(*) FROM episodes e JOIN groups g ON g.number = group_number GROUP BY 1, 2, 3
-        UNION ALL SELECT env, state, reason, count FROM carried ORDER BY 1, 2, 3
-    """
-    for env, state, reason, count in db.execute(rows):
-        _add(envs.setdefault(env, EnvAccount()), state, reason, count)
-    return Account(envs)
-
-
-def _add(env: EnvAccount, state: str, reason: str, count: int) -> None:
-    if state == State.DROPPED:
-        env.dropped[reason] = env.dropped.get(reason, 0) + count
-    elif state == State.TRAINED:
-        env.trained += count
-    elif state == State.BATCHED:
-        env.batched += count
-    elif state == State.FINISHED:
-        env.finished += count
-    else:
-        env.in_flight += count
+        return Report(run_dir, _outcomes(db), _ranges(db), _faults(db))
 
 
 def _outcomes(db: sqlite3.Connection) -> list[Outcome]:
@@ -135,11 +109,11 @@ _NONE_OF = {
 }
 
 
-def _faults(db: sqlite3.Connection, account: Account) -> list[str]:
+def _faults(db: sqlite3.Connection) -> list[str]:
     faults = [
-        f"{name}: {env.difference:+d} episodes are unaccounted for"
-        for name, env in account.envs.items()
-        if env.difference
+        f"{env}: {counts.difference:+d} episodes are unaccounted for"
+        for env, counts in read_counts(db).items()
+        if counts.difference
     ]
     for what, query in _NONE_OF.items():
         (count,) = db.execute(query).fetchone()

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 PART: checkpoints.Part = "orchestrator"
 STATE_FILE = "state.json"
+_OBSOLETE = ("environments", "discards")  # earlier releases wrote them; the ledger has both
 
 
 @dataclass(frozen=True)
@@ -43,24 +44,20 @@ class State:
         step: The next step to collect.
         seed: The run's seed.
         groups_opened: The position in the task stream.
-        environments: How many of these groups each environment got.
         open_groups: Groups that were drawn and are in no batch yet.
         algorithm: What each environment's algorithm remembers, if anything.
         curriculum: The difficulty pools of each environment that has any. It is whole, so that no earlier batch is needed to go on.
         open_tasks: The task's index of each open group of these environments, by number: the stream does not give it again.
-        discards: Groups that left without a batch, by what was said of them.
-        ledger: The ledger's account, with the batch before `step` counted as batched.
+        ledger: The ledger's counts by environment, with the batch before `step` counted as batched.
     """
 
     step: int = 0
     seed: int = 0
     groups_opened: int = 0
-    environments: dict[str, int] = field(default_factory=dict)
     open_groups: list[int] = field(default_factory=list)
     algorithm: dict[str, Any] = field(default_factory=dict)
     curriculum: dict[str, dict[str, Any]] = field(default_factory=dict)
     open_tasks: dict[str, int] = field(default_factory=dict)
-    discards: dict[str, int] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -268,7 +265,7 @@ def _state(data: object, path: Path) -> State:
     if not isinstance(data, dict):
         raise CommitError(f"{path} tells no state of the orchestrator: another version wrote it")
     try:
-        return State(**data)
+        return State(**{name: value for name, value in data.items() if name not in _OBSOLETE})
     except TypeError as error:
         raise CommitError(
             f"{path} tells the orchestrator's state in a way that this version does not know ({error})"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.core import Task
+from prime_rl.orchestrator.scheduler import Task
 
 if TYPE_CHECKING:
     from prime_rl.config.orchestrator import CurriculumConfig

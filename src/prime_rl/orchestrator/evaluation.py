@@ -108,14 +108,14 @@ class Evaluations:
                 return  # whoever waits for this goes on with a newer version, which is evaluated in its place
             async with serving.lock:
                 version, pool = (
-                    serving.core.version,
+                    serving.scheduler.version,
                     RoutedEnvPool(self._pool, serving.fleet, avoid, lambda: serving.superseded),
                 )
                 reports = await self._run_plans(pool, version)
                 unverified = await pool.unverified()
                 async with serving.shipping:
                     serving.notice_incarnation()
-                if serving.core.must_go_back:
+                if serving.scheduler.must_go_back:
                     return  # the version was given up meanwhile
                 if not unverified and not pool.turned_away:
                     for report in reports:
@@ -126,7 +126,7 @@ class Evaluations:
             for replica in unverified:
                 self._recovery.recover(replica)
             await self._recovery.brought_back()
-            if serving.core.must_go_back or serving.superseded:
+            if serving.scheduler.must_go_back or serving.superseded:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
@@ -149,7 +149,7 @@ class Evaluations:
         )  # fmt: skip
 
     def _log(self, report: EvalReport) -> None:
-        incarnation = self._serving.core.incarnation
+        incarnation = self._serving.scheduler.incarnation
         metrics = {**report.metrics(), f"eval/{report.env}/policy_incarnation": float(incarnation)}
         self._monitor.log(report.version, metrics)
         self._logged[report.env, report.version] = incarnation

@@ -12,10 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, fields
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
@@ -60,105 +57,14 @@ COMMIT;
 """
 
 
-class State(StrEnum):
-    """Where an episode is."""
-
-    ISSUED = "issued"
-    FINISHED = "finished"
-    BATCHED = "batched"
-    TRAINED = "trained"
-    DROPPED = "dropped"
-
-
-@dataclass(slots=True)
-class EpisodeRow:
-    """One row of `episodes`; the fields are its columns, in their order. `incarnation` matters, and is kept, only until the episode is in a batch."""
-
-    group: int
-    number: int
-    attempt: int
-    state: str = State.ISSUED
-    reason: str | None = None
-    detail: str = ""
-    retried: bool = False
-    step: int | None = None
-    version: int | None = None
-    incarnation: int | None = None
-    first: int | None = None
-    last: int | None = None
-    reward: float | None = None
-    tokens: int | None = None
-    output_tokens: int | None = None
-    is_truncated: bool | None = None
-
-    @property
-    def id(self) -> str:
-        return f"{self.group}.{self.number}.{self.attempt}"
-
-
-@dataclass(slots=True)
-class GroupRow:
-    """One row of `groups`. `step`: of its batch; of one that was discarded, the step that was collected then."""
-
-    number: int
-    env: str
-    task_index: int
-    task_id: str
-    state: str = "open"
-    step: int | None = None
-
-
-_RENAMED = {"group": "group_number", "incarnation": "life"}  # columns whose name is not the field's
-_EPISODE_COLUMNS = ", ".join(_RENAMED.get(f.name, f.name) for f in fields(EpisodeRow))
-SELECT_EPISODES = f"SELECT {_EPISODE_COLUMNS} FROM episodes "
-_UPSERT_EPISODE = (
-    f"INSERT OR REPLACE INTO episodes ({_EPISODE_COLUMNS}) VALUES ({', '.join('?' * len(fields(EpisodeRow)))})"
-)
-SELECT_LEFT = (
-    "SELECT g.number, env, task_index, task_id, reward FROM groups g JOIN episodes e ON e.group_number = g.number "
-    "WHERE g.state = 'discarded' AND g.step >= ? AND e.state = 'dropped' AND reason IN ('filtered', 'truncated') AND reward IS NOT NULL "
-    "ORDER BY g.number, e.number"
-)
-_UPSERT_GROUP = f"INSERT OR REPLACE INTO groups VALUES ({', '.join('?' * len(fields(GroupRow)))})"
-
-
-@dataclass
-class Changes:
-    """What one flush writes. `results` are not packed yet: that is done by the thread that writes."""
-
-    groups: list[tuple[Any, ...]]
-    episodes: list[tuple[Any, ...]]
-    results: dict[str, EpisodeResult]
-    forgotten: list[str]  # results to delete
-    issued: dict[str, int]
-    carried: list[tuple[str, str, str, int]]
-    groups_opened: int
-    version: int
-    rewound: bool
-
-
-def episode_values(row: EpisodeRow) -> tuple[Any, ...]:
-    """A row's values in the order of its columns. Not `astuple`: that copies recursively, which costs milliseconds for a batch."""
-    return (
-        row.group, row.number, row.attempt, row.state, row.reason, row.detail, row.retried, row.step, row.version, row.incarnation,
-        row.first, row.last, row.reward, row.tokens, row.output_tokens, row.is_truncated,
-    )  # fmt: skip
-
-
-def group_values(row: GroupRow) -> tuple[Any, ...]:
-    """A row's values in the order of its columns."""
-    return astuple(row)
-
-
-def read_episode(values: tuple[Any, ...]) -> EpisodeRow:
-    """The row that `SELECT_EPISODES` gave."""
-    row = EpisodeRow(*values)
-    row.retried = bool(row.retried)
-    row.is_truncated = None if row.is_truncated is None else bool(row.is_truncated)
-    return row
-
-
 # -- opening -------------------------------------------------------------------------------------------------------------------
+
+
+def in_memory() -> sqlite3.Connection:
+    """An empty ledger without a file, for a benchmark."""
+    db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    db.executescript(_SCHEMA)
+    return db
 
 
 def create(path: Path) -> None:
@@ -255,22 +161,7 @@ def journal_of(path: Path) -> Path:
     return path.with_name(f"{path.name}-journal")
 
 
-# -- writing -------------------------------------------------------------------------------------------------------------------
-
-
-def write(db: sqlite3.Connection, changes: Changes, packed: list[tuple[str, bytes]]) -> None:
-    """Apply `changes`, with their results packed, inside the transaction that is open."""
-    db.executemany(_UPSERT_GROUP, changes.groups)
-    db.executemany(_UPSERT_EPISODE, changes.episodes)
-    db.executemany("DELETE FROM results WHERE id = ?", [(name,) for name in changes.forgotten])
-    db.executemany("INSERT OR REPLACE INTO results VALUES (?, ?)", packed)
-    db.executemany("INSERT OR REPLACE INTO issued VALUES (?, ?)", sorted(changes.issued.items()))
-    db.executemany("INSERT OR REPLACE INTO carried VALUES (?, ?, ?, ?)", changes.carried)
-    meta = [("groups_opened", changes.groups_opened), ("version", changes.version)]
-    db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta)
-    db.execute("UPDATE episodes SET state = 'trained' WHERE state = 'batched' AND step < ?", (changes.version,))
-    if changes.rewound:
-        db.execute("UPDATE episodes SET state = 'batched' WHERE state = 'trained' AND step >= ?", (changes.version,))
+# -- results ---------------------------------------------------------------------------------------------------------------------
 
 
 def pack_result(result: EpisodeResult) -> bytes:

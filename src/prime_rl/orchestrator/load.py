@@ -9,7 +9,7 @@ from loguru import logger
 
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.orchestrator.concurrency import Concurrency, Load
-from prime_rl.orchestrator.core import Core
+from prime_rl.orchestrator.scheduler import Scheduler
 
 LOOK_SECONDS = 2.0
 ANSWER_SECONDS = 5.0  # a server that is busier than that is not looked at this time
@@ -39,12 +39,12 @@ def _values(metrics: str, name: str) -> list[float]:
 
 
 class LoadWatch:
-    """Sets how many episodes `core` may have in flight, from looks at the servers that are given work."""
+    """Sets how many episodes `scheduler` may have in flight, from looks at the servers that are given work."""
 
     def __init__(
         self,
         fleet: ReplicaPool,
-        core: Core[Any],
+        scheduler: Scheduler[Any],
         most: int,
         evaluating: Callable[[], bool],
         behind: Mapping[str, Sequence[str]] | None = None,
@@ -52,16 +52,16 @@ class LoadWatch:
         """Begins with a step's worth, at most `most`.
 
         Args:
-            evaluating: Whether others than the core's episodes are at the servers.
+            evaluating: Whether others than the scheduler's episodes are at the servers.
             behind: The servers that a router leads to, by its address; they are looked at in its place.
         """
-        self._fleet, self._core, self._behind = fleet, core, behind or {}
-        self._control = Concurrency(core.limits.batch_size, most)
+        self._fleet, self._scheduler, self._behind = fleet, scheduler, behind or {}
+        self._control = Concurrency(scheduler.limits.batch_size, most)
         self._evaluating = evaluating
         # At the last look: the version served, whether another one was being loaded, whether there was an evaluation.
-        self._seen = (core.version, False, False)
+        self._seen = (scheduler.version, False, False)
         self._said = False
-        core.allow(self._control.limit)
+        scheduler.allow(self._control.limit)
 
     async def run(self, key: str = "") -> None:
         """Look every few seconds, until it is cancelled. `key`: the servers' API key, which whatever is before them may ask for."""
@@ -88,19 +88,23 @@ class LoadWatch:
                     "max_concurrent = auto: a server does not say how busy it is, the limit stays for now: {!r}", error
                 )
             return
-        core = self._core
+        scheduler = self._scheduler
         before = self._seen
-        version, loading, evaluating = self._seen = core.version, self._fleet.loading is not None, self._evaluating()
+        version, loading, evaluating = self._seen = (
+            scheduler.version,
+            self._fleet.loading is not None,
+            self._evaluating(),
+        )
         limit = self._control.look(
             loads,
-            in_flight=core.in_flight,
-            landed=core.issued - core.in_flight,
+            in_flight=scheduler.in_flight,
+            landed=scheduler.ended,
             updating=loading or before[:2] != (version, loading),
             evaluating=evaluating or before[2],
         )
-        if limit != core.limits.max_concurrent:
+        if limit != scheduler.limits.max_concurrent:
             waiting, cache = sum(load.waiting for load in loads), max((load.cache for load in loads), default=0.0)
             logger.info(
                 "{} episodes may be in flight now ({:.0f} wait, cache {:.0f} % full)", limit, waiting, 100 * cache
             )
-            core.allow(limit)
+            scheduler.allow(limit)

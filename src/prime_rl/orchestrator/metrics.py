@@ -7,55 +7,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from prime_rl.envs.protocol import EpisodeResult
-from prime_rl.orchestrator.account import EnvAccount
-from prime_rl.orchestrator.core import Batch, Drop, Group
+from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.samples import Scored, output_tokens
+from prime_rl.orchestrator.scheduler import Batch, Drop, Group
 
 
 @dataclass
 class Tally:
-    """Counts since the last committed batch."""
+    """What is measured since the last committed batch. Episodes are counted by the ledger."""
 
-    outcomes: int = 0
-    failures: dict[Drop, int] = field(default_factory=dict)
+    before: Counts = field(default_factory=Counts)  # of all environments, with that batch
     output_tokens: int = 0
-    stale_before: int = 0  # dropped as stale when the counting began
     seconds_idle: float = 0.0  # nothing was in flight
-
-    @staticmethod
-    def since(before: EnvAccount, now: EnvAccount) -> "Tally":
-        """The counts that the ledger still tells of, between two states of its account with no batch committed in between.
-
-        Tokens and seconds of an earlier incarnation are not known.
-        """
-
-        def more(reason: Drop) -> int:
-            return now.dropped.get(reason, 0) - before.dropped.get(reason, 0)
-
-        failures = {reason: count for reason in (Drop.ERRORED, Drop.TIMEOUT) if (count := more(reason)) > 0}
-        unused = max(more(Drop.FILTERED) + more(Drop.TRUNCATED), 0)
-        finished = max(now.finished - before.finished, 0) + unused
-        return Tally(
-            outcomes=finished + sum(failures.values()),
-            failures=failures,
-            stale_before=before.dropped.get(Drop.STALE, 0),
-        )
-
-    def fail(self, reason: Drop) -> None:
-        self.outcomes += 1
-        self.failures[reason] = self.failures.get(reason, 0) + 1
-
-    def finish(self, result: EpisodeResult) -> None:
-        self.outcomes += 1
-        self.output_tokens += output_tokens(result)
 
 
 def step_metrics(
     batch: Batch[EpisodeResult],
     scored: Scored,
     tally: Tally,
+    now: Counts,
     *,
-    stale: int,
     seconds: float,
     updating: float,
     update_parts: Mapping[str, float],
@@ -64,7 +35,7 @@ def step_metrics(
     """Metrics of one step, before it is committed.
 
     Args:
-        stale: Episodes dropped as stale over the whole run.
+        now: Of all environments, without this batch.
         seconds: Since the step before.
         updating: Seconds of these that the engines took to load weights, most of it while they went on generating.
         update_parts: Seconds of these in parts, as the servers told them (`time/update_pause`: nothing was generated), and `time/update_prove`, until the
@@ -74,18 +45,26 @@ def step_metrics(
     Distributions (`distribution`) of reward, advantage, lengths and turns are over all finished episodes of the batch, before any filter;
     `off_policy/*` counts, for the samples that are trained, the steps between this one and the oldest version that sampled one of their tokens.
     """
+    before = tally.before
+
+    def dropped(reason: Drop) -> int:
+        return max(0, now.dropped.get(reason, 0) - before.dropped.get(reason, 0))
+
+    failures = {reason: count for reason in (Drop.ERRORED, Drop.TIMEOUT) if (count := dropped(reason))}
+    finished = now.finished - before.finished + dropped(Drop.FILTERED) + dropped(Drop.TRUNCATED)
+    outcomes = max(0, finished) + sum(failures.values())
     ages = [batch.step - min(sample.policy_versions) for sample in scored.samples]
     episodes = len(batch.episodes)
     metrics = {
         "is_truncated/mean": _mean(
             [episode.result.is_truncated for group in batch.groups for episode in group.finished]
         ),
-        "errors/rate": sum(tally.failures.values()) / max(tally.outcomes, 1),
+        "errors/rate": sum(failures.values()) / max(outcomes, 1),
         "filtered/zero_advantage": (len(scored.filtered) - len(scored.details)) / episodes,
         "filtered/beyond_seq_len": len(scored.truncated) / episodes,
         "off_policy/mean": _mean(ages),
         "off_policy/max": float(max(ages, default=0)),
-        "off_policy/dropped": float(stale - tally.stale_before),
+        "off_policy/dropped": float(dropped(Drop.STALE)),
         "progress/samples": float(len(scored.samples)),
         "progress/tokens": float(sum(len(sample.input_ids) for sample in scored.samples)),
         "perf/throughput": tally.output_tokens / max(seconds, 1e-9),
@@ -95,7 +74,7 @@ def step_metrics(
     }
     metrics |= {f"time/update_{part}": taken for part, taken in update_parts.items()}
     metrics |= {f"filtered/{why}": count / episodes for why, count in Counter(scored.details.values()).items()}
-    metrics |= {f"errors/{reason}": float(count) for reason, count in tally.failures.items()}
+    metrics |= {f"errors/{reason}": float(count) for reason, count in failures.items()}
     return metrics | _distributions(batch.groups, scored) | _per_environment(batch.groups, scored, several)
 
 

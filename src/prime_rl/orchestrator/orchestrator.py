@@ -1,7 +1,7 @@
 """The orchestrator's loop: keep the fleet full within the staleness bound, cut batches, commit them, follow new weights, run evals.
 
-`core.py` decides what may start, what is a batch and what is too old; `serving.py` follows the trainer; `recovery.py` brings servers back; `journal.py` keeps the ledger. Whatever is
-killed at whatever moment: a new incarnation goes on from what stands in the run directory.
+`scheduler.py` decides what may start, what is a batch and what is too old; `ledger.py` stores what became of every episode; the fleet's `WeightSync`
+follows the trainer and its `Recovery` brings servers back. A killed orchestrator goes on from the run directory (`resume.py`).
 """
 
 import asyncio
@@ -23,16 +23,17 @@ from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.orchestrator.admission import Admission
-from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, missing_rows, resume_progress
-from prime_rl.orchestrator.core import Batch, Core, Drop, Start
+from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, State, missing_rows, resume_progress
 from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
-from prime_rl.orchestrator.journal import FLUSH_SECONDS, Journal
+from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, total
 from prime_rl.orchestrator.load import LoadWatch
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.plans import limits, most_in_flight
-from prime_rl.orchestrator.samples import Scored, score_batch
+from prime_rl.orchestrator.resume import open_ledger, restore
+from prime_rl.orchestrator.samples import Scored, output_tokens, score_batch
+from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
 from prime_rl.orchestrator.seeds import request_seed
 from prime_rl.orchestrator.tasks import count, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers, listed
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 _WAKE_SECONDS = 1.0
 _QUIET_SECONDS = 15.0
 _CANCEL_SECONDS = 60.0
+FLUSH_SECONDS = 1.0  # the least time between two flushes of the ledger within a step
 # Ten thousand episodes that begin in one turn of the event loop would hold it up for a third of a second.
 _LAUNCHED_AT_ONCE = 64
 _ERROR_WINDOW = 256
@@ -88,10 +90,10 @@ class Orchestrator:
         self.evaluations = Evaluations(config, pool, monitor, status, self.serving, self.recovery)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.limits = LimitWatch(config.output_dir)
-        self.journal: Journal | None = None
+        self.ledger: Ledger
         self.started = self.stopping = False
         self.tally = Tally()
-        self.core: Core[EpisodeResult]
+        self.scheduler: Scheduler[EpisodeResult]
         self._wake = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outcomes: deque[Outcome | None] = deque(maxlen=max(_ERROR_WINDOW, config.batch_size))
@@ -100,7 +102,8 @@ class Orchestrator:
         self._gated_since: float | None = None
         self._failure: BaseException | None = None
         self._algorithm_state = self.progress.state.algorithm  # after the last committed batch
-        self._books = asyncio.Lock()  # bounded: its holders write, and ask the engines, which has a timeout
+        self._flushed = time.monotonic()
+        self._saving = asyncio.Lock()  # bounded: its holders write, and ask the engines, which has a timeout
 
     async def run(self) -> None:
         """From start-up to the end of the run.
@@ -108,11 +111,15 @@ class Orchestrator:
         Raises:
             UserError: the run cannot go on; the message says why.
         """
+        config = self.config
+        self.ledger = Ledger(None) if config.bench else open_ledger(config.output_dir, config.seed, self.progress)
         try:
             await self._start()
-            if self.evaluations.owed(self.core.version):
+            if self.evaluations.owed(self.scheduler.version):
                 await self._evaluate()
-            background = [] if self.config.bench else [self.serving.follow(), self.recovery.watch(), self._keep_books()]
+            background = (
+                [] if self.config.bench else [self.serving.follow(), self.recovery.watch(), self._keep_ledger()]
+            )
             if self.config.max_concurrent == "auto":
                 background.append(self._watch_load())
             tasks = [asyncio.create_task(work) for work in background]
@@ -125,12 +132,11 @@ class Orchestrator:
                 await _end([*tasks, *self._take_running()])
                 await self.recovery.close()
         finally:
-            if self.journal is not None:
-                self.journal.close()
+            self.ledger.close()
 
     def _watch_load(self) -> Coroutine[None, None, None]:
         client, evaluating = self.config.client, lambda: self.evaluations.running
-        watch = LoadWatch(self.fleet, self.core, most_in_flight(self.config), evaluating, client.behind)
+        watch = LoadWatch(self.fleet, self.scheduler, most_in_flight(self.config), evaluating, client.behind)
         return watch.run(os.environ.get(client.api_key_var, ""))
 
     async def _evaluate(self) -> None:
@@ -142,12 +148,14 @@ class Orchestrator:
 
     async def _loop(self) -> None:
         self._step_began = time.monotonic()
-        while not self.core.done and not self.stopping:  # bounded: by the end of the run; each event has a deadline
+        while (
+            not self.scheduler.done and not self.stopping
+        ):  # bounded: by the end of the run; each event has a deadline
             if self._launch():
                 self._wake.set()  # to go on with, once what was started has begun
                 await asyncio.sleep(0)
             await self._next_event()
-            while not (self.core.done or self.serving.recovering) and await self._ship():
+            while not (self.scheduler.done or self.serving.recovering) and await self._ship():
                 pass
 
     def stop(self) -> None:
@@ -163,7 +171,6 @@ class Orchestrator:
         clean_stages(self.rollouts_dir)
         self.status.phase("starting environments and waiting for the server")
         if not config.bench:
-            self.journal = Journal(config.output_dir, config.seed, self.progress)
             self.checkpoints.clean()
             self._log_missing()
         async with asyncio.TaskGroup() as group:
@@ -179,38 +186,40 @@ class Orchestrator:
                 logger.info("no trainer takes part: all batches come from the base model (version 0)")
             version = await self.serving.start(self.progress, self.evaluations.owed)
         self.started = True
-        self._make_core(version)
+        self._make_scheduler(version)
+        await self._write_ledger()
         self.status.ready()
         logger.info(
             "ready: {}, {} rollouts a step in groups of {}, async level {}, from step {} on version {}",
             ", ".join(f"{env.name} ({count(self.pool.tasks(env.name))} tasks)" for env in config.environments),
-            config.batch_size, config.rollouts_per_example, config.async_level, self.core.step, version,
+            config.batch_size, config.rollouts_per_example, config.async_level, self.scheduler.step, version,
         )  # fmt: skip
 
-    def _make_core(self, version: int) -> None:
-        config, journal, history = self.config, self.journal, self.serving.history
+    def _make_scheduler(self, version: int) -> None:
+        config, history = self.config, self.serving.history
         tasks = {env.name: tasks_of_env(env.name, self.pool.tasks(env.name)) for env in config.environments}
         by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
         self.admission.curriculum = Curriculum(tasks, by_difficulty, config.seed)
         ratios = {env.name: env.ratio for env in config.environments}
         stream = task_stream(tasks, ratios, config.seed, self.admission.curriculum.pools)
-        self.core = Core(
+        self.scheduler = Scheduler(
             limits(config),
-            stream if journal is None else journal.drawing(stream),
+            stream,
             step=self.progress.step,
             version=version,
             incarnation=history.incarnation.number,
-            record=None if journal is None else journal.ledger,
+            emit=self.ledger.record,
             gate=self.admission.gate,
         )
-        self.serving.begin(self.core)
+        self.serving.begin(self.scheduler)
         self.recovery.begin()
-        if journal is not None:
+        if not config.bench:
             newest = version if history.newest is None else history.newest
-            self.tally = journal.restore(self.core, self.progress.state, stream, newest, self.admission.curriculum)
-            self.admission.restore(journal.discards, journal.left)
-            self.core.begin_incarnation(history.incarnation.number, history.incarnations)
-            journal.check(self.core)
+            before = restore(
+                self.scheduler, self.ledger, self.rollouts_dir, self.progress, stream, newest, self.admission
+            )
+            self.tally = Tally(before)
+            self.scheduler.begin_incarnation(history.incarnation.number, history.incarnations)
 
     def _log_missing(self) -> None:
         """Metrics that an earlier incarnation committed with a batch and did not come to log."""
@@ -223,7 +232,11 @@ class Orchestrator:
     def _launch(self) -> bool:
         """Start what may start, but not too much at once. Returns whether more may."""
         for _ in range(_LAUNCHED_AT_ONCE):
-            if self.serving.recovering or self.stopping or (start := self.core.next_start(time.monotonic())) is None:
+            if (
+                self.serving.recovering
+                or self.stopping
+                or (start := self.scheduler.next_start(time.monotonic())) is None
+            ):
                 return False
             replica = self.fleet.place(start.group, again=start.attempt > 0)
             assert replica is not None  # one serves, or nothing starts
@@ -270,15 +283,14 @@ class Orchestrator:
         self.admission.look(start.task.env, result)
         if result.ok:
             self._outcomes.append(None)
-            self.tally.finish(result)
-            self.core.finish(start.episode, result)
+            self.tally.output_tokens += output_tokens(result)
+            self.scheduler.finish(start.episode, result)
             if self.teachers.sampler_of(start.task.env) is not None:
-                self.core.verify([start.episode])  # what the policy's servers served had no part in it
+                self.scheduler.verify([start.episode])  # what the policy's servers served had no part in it
             return
         self.fleet.forget([start.episode])
         drop = Drop.TIMEOUT if result.outcome is Outcome.TIMEOUT else Drop.ERRORED
-        self.tally.fail(drop)
-        if not self.core.fail(start.episode, drop, str(result.outcome), retry=result.outcome in _RETRIED):
+        if not self.scheduler.fail(start.episode, drop, str(result.outcome), retry=result.outcome in _RETRIED):
             self._outcomes.append(result.outcome)  # one that is issued again is not lost
         fault = f"{result.outcome}: {result.message}"
         if fault != self._last_error:  # a fault that repeats is said once
@@ -301,15 +313,14 @@ class Orchestrator:
     # -- what serving and recovery tell: see the `Shell` of each -------------------------------------------------------------------------------
 
     def forget(self, starts: Sequence[Start]) -> None:
-        """These were in flight, and the core has given them up."""
+        """These were in flight, and the scheduler has given them up."""
         for start in starts:
             if start.episode in self._running:  # else the run ends, and has cancelled it
                 self._running.pop(start.episode).cancel()
 
     def began_incarnation(self, incarnation: Incarnation) -> None:
         """The trainer began a new incarnation: batches from its start on are trained again."""
-        if self.journal is not None:
-            self.journal.ledger.rewound(incarnation.start)
+        self.ledger.rewound(incarnation.start)
 
     async def serves(self, version: int) -> None:
         """A newer version is served."""
@@ -344,7 +355,7 @@ class Orchestrator:
         began = time.monotonic()
         gated = not self._running
         due = (
-            self.core.opens_at or 0.0
+            self.scheduler.opens_at or 0.0
         )  # one that has passed is of a launch before: what holds a group back now is something else
         try:
             async with asyncio.timeout(min(_WAKE_SECONDS, due - began if due > began else _WAKE_SECONDS)):
@@ -357,7 +368,7 @@ class Orchestrator:
         if gated and not self.serving.lock.locked() and not self.serving.recovering:
             # Nothing is in flight and nothing may start: only the trainer can free the run.
             self._gated_since = self._gated_since or began
-            subject, seconds = f"weights/step_{self.core.version + 1}", self.config.weights_timeout
+            subject, seconds = f"weights/step_{self.scheduler.version + 1}", self.config.weights_timeout
             self.status.waiting(subject, "trainer", seconds)
             if time.monotonic() - self._gated_since > seconds:
                 raise WaitTimeout(subject, "trainer", seconds)
@@ -380,7 +391,7 @@ class Orchestrator:
                 self.config.client.timeout,
             )
         elif quiet > _QUIET_SECONDS:
-            subject = f"one of {self.core.in_flight} episodes to end"
+            subject = f"one of {self.scheduler.in_flight} episodes to end"
             patience = self.config.rollout_timeout + self.teachers.patience
             self.status.waiting(subject, listed(["inference", "environments", *self.teachers.names]), patience)
         else:
@@ -391,11 +402,11 @@ class Orchestrator:
     async def _ship(self) -> bool:
         """Commit a batch if there is one. Returns whether there may be another."""
         async with self.serving.shipping:
-            if self.core.ready_batch() is None:
+            if self.scheduler.ready_batch() is None:
                 return False
-            if self.journal is not None:
+            if not self.config.bench:
                 self.serving.notice_incarnation()
-            batch = self.core.ready_batch()
+            batch = self.scheduler.ready_batch()
             if batch is None:
                 return False
             temperatures = {name: sampling.temperature for name, sampling in self.sampling.items()}
@@ -407,30 +418,60 @@ class Orchestrator:
             if not scored.samples:
                 self._discard(batch, scored)
                 return True
-            metrics = self._take_metrics(batch, scored)
-            if self.journal is not None:
-                pools = await asyncio.to_thread(self.admission.curriculum.state)  # milliseconds, of a million tasks
-                extra = self.journal.extra(self.core, batch, scored, pools) | {"metrics": metrics}
-                await self.journal.flush()
-                names = [env.name for env in self.config.environments]
-                await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
+            metrics = await self._commit(batch, scored)
             self._algorithm_state = scored.state
-            self.core.advance(batch, scored.trained, scored.filtered, scored.truncated, scored.details)
-            if self.journal is not None:
-                self.journal.check(self.core)
+            self.scheduler.advance(batch, scored.trained, scored.filtered, scored.truncated, scored.details)
         self._report(batch, metrics)
         return True
+
+    async def _commit(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
+        """Write a batch with its metrics and the state after it; the ledger has all its episodes before."""
+        taken = self.admission.take(batch)
+        pools = await asyncio.to_thread(self.admission.curriculum.state)  # milliseconds, of a million tasks
+        numbers, opened = [group.number for group in batch.groups], self.scheduler.groups_opened
+        still_open = {number: task for number, task in self.scheduler.open_groups.items() if number not in numbers}
+        counts = await self._write_ledger()
+        metrics = self._take_metrics(batch, scored, total(counts)) | taken
+        event = Batched(batch.step, numbers, scored.trained, scored.filtered, scored.truncated, scored.details)
+        extra = batch_extra(event, batch.groups, opened, counts)  # which counts the batch
+        self.tally = Tally(total(counts))
+        if not self.config.bench:
+            state = State(
+                step=batch.step + 1,
+                seed=self.config.seed,
+                groups_opened=opened,
+                open_groups=list(still_open),
+                algorithm=scored.state,
+                curriculum=pools,
+                open_tasks={str(number): task.index for number, task in still_open.items() if task.env in pools},
+                ledger=extra["ledger"]["account"],
+            )
+            extra |= {"state": state.to_json(), "metrics": metrics}
+            names = [env.name for env in self.config.environments]
+            await asyncio.to_thread(write_batch, self.rollouts_dir, batch.step, scored.samples, extra, names)
+        return metrics
+
+    async def _write_ledger(self) -> dict[str, Counts]:
+        """Write what was recorded so far, and check that no episode is lost. Returns the counts of each environment.
+
+        Raises:
+            UserError: one is, or the disk is full.
+        """
+        held, recorded = self.scheduler.held, self.ledger.recorded
+        self._flushed = time.monotonic()
+        await asyncio.to_thread(self.ledger.flush, recorded)
+        return await asyncio.to_thread(self.ledger.check, held)
 
     async def _verify(self, batch: Batch[EpisodeResult]) -> bool:
         """Have the servers prove what sampled the batch. What they cannot prove is made again; then it is no batch any more."""
         if self.config.bench:
-            self.core.verify(batch.episodes)
+            self.scheduler.verify(batch.episodes)
         else:
             await self.serving.verify()
-        return batch.episodes.isdisjoint(self.core.unverified())
+        return batch.episodes.isdisjoint(self.scheduler.unverified())
 
     def _discard(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
-        self.core.discard(batch, scored.truncated)
+        self.scheduler.discard(batch, scored.truncated)
         self.admission.empty_batch(batch, set(scored.details.values()))
 
     def _count_idle(self, now: float) -> None:
@@ -438,8 +479,8 @@ class Orchestrator:
         self.tally.seconds_idle += now - max(self._last_landing, self._step_began)
         self._last_landing = now
 
-    def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
-        now, stale = time.monotonic(), self.core.dropped[Drop.STALE]
+    def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored, counts: Counts) -> dict[str, float]:
+        now = time.monotonic()
         if not self._running:
             self._count_idle(now)
         updating, parts = self.serving.take_times()
@@ -447,57 +488,55 @@ class Orchestrator:
             batch,
             scored,
             self.tally,
-            stale=stale,
+            counts,
             seconds=now - self._step_began,
             updating=updating,
             update_parts=parts,
             several=len(self.config.environments) > 1,
         )
-        metrics |= self.admission.take(batch) | {"workers/cpu": self.pool.busiest}
+        metrics["workers/cpu"] = self.pool.busiest
         if (limit := self.limits.look(self.serving.history.incarnations.values())) is not None:
             metrics[limit.name.metric] = limit.share
-        self._step_began, self.tally = now, Tally(stale_before=stale)
+        self._step_began = now
         return metrics
 
     def _report(self, batch: Batch[EpisodeResult], metrics: dict[str, float]) -> None:
         self.monitor.log(batch.step, metrics)
-        self.status.step(self.core.step)
+        self.status.step(self.scheduler.step)
         logger.info(
             "step {} | {:.1f} s | reward {:.4f} | {} samples, {} tokens | filtered {:.0f}% | off-policy {:.1f} | errors {:.1f}%",
             batch.step, metrics["time/step"], metrics["reward/mean"], metrics["progress/samples"], metrics["progress/tokens"],
             100 * metrics["filtered/zero_advantage"], metrics["off_policy/mean"], 100 * metrics["errors/rate"],
         )  # fmt: skip
 
-    # -- books ---------------------------------------------------------------------------------------------------------------
+    # -- between steps -------------------------------------------------------------------------------------------------------
 
-    async def _keep_books(self) -> None:
-        """Between steps: mark what is trained, save what has finished, complete checkpoints. Until it is cancelled."""
+    async def _keep_ledger(self) -> None:
+        """Mark what is trained, save what has finished, complete checkpoints. Until it is cancelled."""
         while True:  # bounded: the run cancels it at its end
-            await self._write_books()
+            await self._save()
             await asyncio.sleep(FLUSH_SECONDS / 2)
 
-    async def _write_books(self, last: bool = False) -> None:
-        journal, history = self.journal, self.serving.history
-        assert journal is not None
-        async with self._books:
-            if history.newest is not None and not self.core.must_go_back:
-                journal.ledger.trained_through(history.newest)
-            if last or journal.due:
+    async def _save(self, last: bool = False) -> None:
+        history = self.serving.history
+        async with self._saving:
+            if history.newest is not None and not self.scheduler.must_go_back:
+                self.ledger.trained_through(history.newest)
+            if last or time.monotonic() - self._flushed >= FLUSH_SECONDS:
                 async with self.serving.shipping:
-                    if self.core.unverified() and not self.serving.recovering:
+                    if self.scheduler.unverified() and not self.serving.recovering:
                         await self.serving.verify()
-                    await journal.flush()
+                    await self._write_ledger()
             await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
 
     # -- the end -------------------------------------------------------------------------------------------------------------
 
     async def _finish(self) -> None:
         """A run that has reached its end goes on until its last version is served; one that is stopped keeps what it has for a resumed one."""
-        if self.core.done:
-            self.forget(self.core.abandon())
-        if self.journal is None:
+        if self.scheduler.done:
+            self.forget(self.scheduler.abandon())
+        if self.config.bench:
             return
-        self.journal.check(self.core)
         ended = False
         while not ended:  # `_next_event` and `_trainer_end` have deadlines
             # The interval may have led to an evaluation of the last version.
@@ -505,24 +544,27 @@ class Orchestrator:
                 self.stopping or (self._served_to_the_end and not self.evaluations.running)
             ):
                 await self._next_event()
-            if not self.stopping and self.evaluations.due_at_end(self.core.version):
+            if not self.stopping and self.evaluations.due_at_end(self.scheduler.version):
                 await self._evaluate()
             await _end(self._take_running())
             if not self.config.trainer:
-                logger.info("no trainer: {} batches committed on the base model (version 0)", self.core.step)
+                logger.info("no trainer: {} batches committed on the base model (version 0)", self.scheduler.step)
                 break
             await self._trainer_end()
             ended = self.stopping or self._served_to_the_end  # else the trainer has begun a new incarnation meanwhile
-        await self._write_books(last=True)
-        self.journal.check(self.core)
+        await self._save(last=True)
+        if self._failure is not None:
+            raise self._failure
         await self.recovery.close()
         self.serving.history.release()
 
     @property
     def _served_to_the_end(self) -> bool:
         """Whether the last version is served: for the final evaluation, and for whoever uses a server that stays up."""
-        last = min(self.core.step, self.config.max_steps or self.core.step)  # there may be batches beyond the end
-        return self.core.version >= last and not self.core.must_go_back
+        last = min(
+            self.scheduler.step, self.config.max_steps or self.scheduler.step
+        )  # there may be batches beyond the end
+        return self.scheduler.version >= last and not self.scheduler.must_go_back
 
     async def _trainer_end(self) -> None:
         """Wait for the trainer's last word: it saves once more at its end, and its part is joined before this process goes."""

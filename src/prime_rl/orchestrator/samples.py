@@ -10,8 +10,8 @@ import numpy.typing as npt
 from prime_rl.envs.protocol import EpisodeResult, SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
 from prime_rl.orchestrator.algorithms.streams import streams_of
-from prime_rl.orchestrator.core import Batch, Finished, Group
 from prime_rl.orchestrator.filters import OFF_POLICY, counts_in_baseline, why_group
+from prime_rl.orchestrator.scheduler import Batch, Finished, Group
 from prime_rl.transport.rollouts import Sample, as_array
 
 if TYPE_CHECKING:

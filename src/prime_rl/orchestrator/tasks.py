@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from prime_rl.envs.protocol import EndlessTasks, TaskInfo
-from prime_rl.orchestrator.core import Task
 from prime_rl.orchestrator.curriculum import Pools
+from prime_rl.orchestrator.scheduler import Task
 
 
 def task_stream(

@@ -9,6 +9,7 @@ import pytest
 from prime_rl.errors import UserError
 from prime_rl.fleet import recovery
 from prime_rl.fleet.client import Served
+from support.ledgers import conserved
 from support.scripted import has_batch, until
 from unit.fleet.test_replicas import FleetWorld, Server
 
@@ -42,7 +43,7 @@ class LeavingWorld(FleetWorld):
             await running
             await trainer
             await beside
-        orchestrator.core.check_conservation()
+        conserved(orchestrator.config.output_dir)
         self.check(steps)
         return orchestrator
 
@@ -81,7 +82,7 @@ async def test_a_server_that_asks_to_leave_is_drained(tmp_path, moment, heard):
         if moment == "sampling":
             leaver.leaving = True
         await until(lambda: replica.draining, run=running)
-        at.update(sent=world.sent_to(leaver), updates=list(leaver.updates), version=orchestrator.core.version)
+        at.update(sent=world.sent_to(leaver), updates=list(leaver.updates), version=orchestrator.scheduler.version)
         await asyncio.sleep(0.2)
         in_flight = replica.in_flight
         drained.set()
@@ -92,7 +93,7 @@ async def test_a_server_that_asks_to_leave_is_drained(tmp_path, moment, heard):
 
     orchestrator = await world.go(8, story, lambda: "done" in at)
     assert (world.sent_to(leaver), leaver.updates) == (at["sent"], at["updates"])
-    assert orchestrator.core.dropped["stale"] == orchestrator.core.dropped["errored"] == 0
+    assert conserved(orchestrator.config.output_dir).dropped.keys().isdisjoint({"stale", "errored"})
     assert f"{leaver.root} is to leave: it gets nothing new" in heard.text
     assert f"{leaver.root} has left, and may be stopped: nothing of it is made again" in heard.text
 
@@ -119,7 +120,7 @@ async def test_what_ended_last_on_a_leaving_server_is_verified_before_it_goes(tm
         left.append(True)
 
     orchestrator = await world.go(3, story, lambda: bool(left))
-    assert orchestrator.core.dropped["stale"] == 0
+    assert "stale" not in conserved(orchestrator.config.output_dir).dropped
 
 
 async def test_a_server_that_dies_while_it_drains_takes_only_its_own_with_it(tmp_path):
@@ -162,7 +163,7 @@ async def test_when_the_last_one_leaves_the_run_waits_and_a_later_incarnation_of
 
     orchestrator = await world.go(5, story, lambda: bool(seen))
     assert server.updates[-1] == (5, 0)
-    assert orchestrator.core.dropped["stale"] == 0
+    assert "stale" not in conserved(orchestrator.config.output_dir).dropped
 
 
 async def test_when_the_last_one_has_left_nobody_is_waited_for_without_end(tmp_path):

@@ -48,7 +48,7 @@ async def test_a_restart_that_an_update_covers_up_is_found_out(tmp_path, slow_se
     await until(has_batch(world, 2), run=running)  # all that version 0 allows
     world.pool.seconds = 0.1
     world.trainer.commit(1)
-    await until(lambda: orchestrator.core.version == 1, run=running)  # episodes for step 3 start on version 1
+    await until(lambda: orchestrator.scheduler.version == 1, run=running)  # episodes for step 3 start on version 1
     b.silent = True
     b.base()  # B is started again by somebody: it samples them with its base
     await asyncio.sleep(0.2)
@@ -78,7 +78,7 @@ async def test_a_server_that_proves_itself_once_more_and_then_goes_for_good(tmp_
     running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(6))
     await until(has_batch(world, 1), run=running)
     replica = orchestrator.fleet.replicas[1]
-    await until(lambda: any(e in orchestrator.core.unverified() for e in replica.unverified), run=running)
+    await until(lambda: any(e in orchestrator.scheduler.unverified() for e in replica.unverified), run=running)
 
     async def never(on_wait):  # /health: 503; /weights still answers for a moment
         await asyncio.sleep(1e6)
@@ -125,11 +125,11 @@ async def test_an_evaluation_waits_for_a_server(tmp_path):
     await until(has_batch(world, 2), run=running)  # all that version 0 allows
     world.pool.seconds = 0.4
     world.trainer.commit(1)
-    await until(lambda: orchestrator.core.in_flight > 3, run=running)
+    await until(lambda: orchestrator.scheduler.in_flight > 3, run=running)
     world.trainer.commit(2)
     for v in (3, 4, 5):
         await until(has_batch(world, v - 1), run=running)
-        await until(lambda v=v: orchestrator.core.version >= v - 1, run=running)
+        await until(lambda v=v: orchestrator.scheduler.version >= v - 1, run=running)
         world.trainer.commit(v)
     async with asyncio.timeout(60):
         await running
@@ -192,7 +192,7 @@ async def test_a_version_that_goes_away_between_look_and_load(tmp_path, servers)
     for v in (1, 2):
         await until(has_batch(world, v - 1), run=running)
         world.trainer.commit(v)
-        await until(lambda v=v: orchestrator.core.version == v or gone, run=running)
+        await until(lambda v=v: orchestrator.scheduler.version == v or gone, run=running)
     await asyncio.sleep(0.3)
     for v in (2, 3):
         await until(has_batch(world, v - 1), run=running)
@@ -231,7 +231,7 @@ async def test_a_server_that_dies_after_the_request_to_stop(tmp_path):
     world.pool.seconds = 0.3
     orchestrator = world.orchestrator()
     running = asyncio.create_task(orchestrator.run())
-    await until(lambda: orchestrator.started and orchestrator.core.in_flight > 3, run=running)
+    await until(lambda: orchestrator.started and orchestrator.scheduler.in_flight > 3, run=running)
     orchestrator.stop()
     await asyncio.sleep(1.5)
     world.servers[1].up = False
@@ -334,7 +334,7 @@ async def test_a_server_that_hangs_in_an_update_is_left_behind(tmp_path, monkeyp
     orchestrator = world.orchestrator()
     running, trainer = asyncio.create_task(orchestrator.run()), asyncio.create_task(world.train(4))
     await hung.wait()
-    await until(lambda: orchestrator.core.version >= 1, run=running)  # the others serve it
+    await until(lambda: orchestrator.scheduler.version >= 1, run=running)  # the others serve it
     released.set()
     async with asyncio.timeout(60):
         await running

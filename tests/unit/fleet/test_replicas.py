@@ -14,6 +14,7 @@ from prime_rl.fleet.client import Served, ServerError
 from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.orchestrator.orchestrator import Orchestrator
+from support.ledgers import conserved
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
 
 
@@ -108,7 +109,7 @@ async def run(world: FleetWorld, steps: int = 4, last: Callable[[], bool] = lamb
     async with asyncio.timeout(60):
         await orchestrator.run()
         await trainer
-    orchestrator.core.check_conservation()
+    conserved(orchestrator.config.output_dir)
     return orchestrator
 
 
@@ -271,7 +272,7 @@ async def test_when_all_are_gone_the_run_waits_for_the_first_to_come_back(tmp_pa
     async with asyncio.timeout(60):
         await running
         await trainer
-    orchestrator.core.check_conservation()
+    conserved(orchestrator.config.output_dir)
     world.check(5)
 
 

@@ -15,6 +15,7 @@ from prime_rl.fleet.replicas import ReplicaPool
 from prime_rl.fleet.router import NO_VERSION, RouterClient, connect_all
 from prime_rl.monitor import Monitor, Status
 from prime_rl.orchestrator.orchestrator import Orchestrator
+from support.ledgers import conserved
 from unit.fleet.test_replicas import FleetPool, FleetWorld, Server, run
 
 
@@ -207,7 +208,7 @@ def test_clients_are_made_of_settings():
 async def test_a_run_through_a_router(tmp_path):
     world = RoutedWorld(tmp_path)
     await run(world)
-    world.current.core.check_conservation()
+    conserved(world.current.config.output_dir)
     world.check()
     assert [server.now.version for server in world.servers] == [4, 4]
     assert {world.pool.sent[episode] for episode in world.pool.sent} == {"http://server0", "http://server1"}
@@ -236,7 +237,7 @@ async def test_a_part_that_silently_starts_again_taints_what_all_sampled(tmp_pat
     world.pool.before = before
     await run(world)
     assert restarted
-    world.current.core.check_conservation()
+    conserved(world.current.config.output_dir)
     world.check()
 
 
@@ -254,6 +255,6 @@ async def test_a_part_that_fails_an_update_is_given_it_again(tmp_path):
     world.servers[1].update = once
     await run(world)
     assert failures
-    world.current.core.check_conservation()
+    conserved(world.current.config.output_dir)
     world.check()
     assert [server.now.version for server in world.servers] == [4, 4]

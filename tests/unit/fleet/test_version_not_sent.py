@@ -12,6 +12,7 @@ from prime_rl.fleet import weight_sync as serving
 from prime_rl.fleet.client import Served, VersionNotSent
 from prime_rl.monitor import read_metrics
 from prime_rl.orchestrator import evaluation
+from support.ledgers import conserved
 from support.scripted import ScriptedEngine, ScriptedPool, World, has_batch, until
 from unit.fleet.test_replicas import FleetWorld
 
@@ -71,7 +72,7 @@ async def test_servers_go_on_until_the_version_is_sent(world: World) -> None:
     await until(lambda: (1, 0) in world.engine.updates, run=run)
     await finish(world, run, first=1)
     check(world)
-    orchestrator.core.check_conservation()
+    conserved(orchestrator.config.output_dir)
 
 
 async def test_a_version_that_is_never_sent(world: World) -> None:
@@ -105,7 +106,7 @@ async def test_a_server_that_starts_again_after_its_version_is_superseded(world:
     await until(lambda: (2, 0) in world.engine.updates, run=run)
     await finish(world, run, first=2)
     check(world)
-    orchestrator.core.check_conservation()
+    conserved(orchestrator.config.output_dir)
 
 
 async def test_a_trainer_that_starts_again_meanwhile(world: World) -> None:
@@ -126,7 +127,7 @@ async def test_a_trainer_that_starts_again_meanwhile(world: World) -> None:
     async with asyncio.timeout(60):
         await run
     check(world)
-    orchestrator.core.check_conservation()
+    conserved(orchestrator.config.output_dir)
 
 
 async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(world: World) -> None:
@@ -135,7 +136,7 @@ async def test_an_orchestrator_that_owes_an_evaluation_of_a_superseded_version(w
     run = asyncio.create_task(orchestrator.run())
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
-    await until(lambda: orchestrator.core.version == 1, run=run)
+    await until(lambda: orchestrator.scheduler.version == 1, run=run)
     await until(has_batch(world, 1), run=run)
     run.cancel()
     await asyncio.gather(run, return_exceptions=True)
@@ -209,7 +210,7 @@ async def test_two_servers_that_start_again_after_their_version_is_superseded(tm
     run = asyncio.create_task(orchestrator.run())
     await until(has_batch(world, 0), run=run)
     world.trainer.commit(1)
-    await until(lambda: orchestrator.core.version == 1 and world.all_serve, run=run)
+    await until(lambda: orchestrator.scheduler.version == 1 and world.all_serve, run=run)
     unsent |= {1, 2}
     first, second = orchestrator.fleet.replicas
     world.servers[0].base()
@@ -217,12 +218,12 @@ async def test_two_servers_that_start_again_after_their_version_is_superseded(tm
     await until(has_batch(world, 1), run=run)
     world.trainer.commit(2)  # nor is this one to be had
     await until(has_batch(world, 2), run=run)
-    assert orchestrator.core.version == 1
+    assert orchestrator.scheduler.version == 1
     assert orchestrator.fleet.serving == [second]
     unsent.discard(2)
     world.servers[1].base()
     orchestrator.recovery.recover(second)
-    await until(lambda: orchestrator.core.version == 2 and world.all_serve, run=run)
+    await until(lambda: orchestrator.scheduler.version == 2 and world.all_serve, run=run)
     for step in (2, 3):
         await until(has_batch(world, step), run=run)
         world.trainer.commit(step + 1)

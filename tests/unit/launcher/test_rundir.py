@@ -25,13 +25,12 @@ from prime_rl.launcher.rundir import (
     refuse_results,
 )
 from prime_rl.monitor import Status, read_status
-from prime_rl.orchestrator.ledger import Ledger
 from prime_rl.processes import ProcessId, boot_id, identify, is_alive
 from prime_rl.transport.incarnations import open_incarnation, run_id
 from prime_rl.transport.settings import agree
 from prime_rl.transport.tmpfs import note_tmpfs, tmpfs_dir
 from support import partners
-from support.ledgers import finish_group, open_group
+from support.ledgers import ScriptedLedger, finish_group, open_group
 from support.partners import belongs_to
 
 partner = partners.partner
@@ -197,7 +196,7 @@ def test_remains_of_a_failed_start_are_no_results(tmp_path: Path) -> None:
 
 def test_finished_episodes_are_results_before_the_first_batch(tmp_path: Path) -> None:
     """A run killed in its first step has taken work; one whose ledger was made and issued from, and no more, has not."""
-    ledger = Ledger(tmp_path / "ledger.sqlite")
+    ledger = ScriptedLedger(tmp_path / "ledger.sqlite")
     open_group(ledger, 0)
     ledger.flush()
     refuse_results(tmp_path)

@@ -8,13 +8,12 @@ import pytest
 
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.audit import audit, audit_text
-from prime_rl.orchestrator.ledger import Ledger
-from support.ledgers import finish_group, open_group, result
+from support.ledgers import ScriptedLedger, finish_group, open_group, result
 
 
 @pytest.fixture
 def ledger(tmp_path):
-    return Ledger(tmp_path / "ledger.sqlite")
+    return ScriptedLedger(tmp_path / "ledger.sqlite")
 
 
 def test_a_run_without_a_ledger(tmp_path):

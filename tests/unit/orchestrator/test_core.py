@@ -2,13 +2,27 @@
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.core import Core, Drop, Limits, Start, Task, Unrecorded
+from prime_rl.orchestrator.scheduler import (
+    Batched,
+    Discarded,
+    Drop,
+    Dropped,
+    Event,
+    Finished,
+    Issued,
+    Limits,
+    Scheduler,
+    Start,
+    State,
+    Task,
+)
 
 
 def endless_tasks():
@@ -21,8 +35,38 @@ def advance(core, batch):
     core.advance(batch, trained=batch.episodes, filtered=())
 
 
-def make_core(limits: Limits, **kwargs) -> Core[float]:
-    return Core(limits, endless_tasks(), **kwargs)
+def make_core(limits: Limits, **kwargs) -> "Counted":
+    return Counted(limits, **kwargs)
+
+
+class Counted(Scheduler[float]):
+    """A scheduler whose events are counted, as a ledger would."""
+
+    def __init__(self, limits: Limits, **kwargs) -> None:
+        self.issued, self.trained, self.dropped = 0, 0, Counter()
+        self.discards: list[tuple[int, str, str]] = []
+        self.open: dict[int, set[str]] = {}  # verified and finished episodes by group
+        super().__init__(limits, endless_tasks(), emit=self.count, **kwargs)
+
+    def count(self, event: Event) -> None:
+        match event:
+            case Issued():
+                self.issued += 1
+            case Finished(start):
+                self.open.setdefault(start.group, set()).add(start.episode)
+            case Dropped(start, reason):
+                self.open.get(start.group, set()).discard(start.episode)
+                self.dropped[reason] += 1
+            case Discarded(group, _, reason, detail):
+                self.dropped[reason] += len(self.open.pop(group, ()))
+                self.discards.append((group, str(reason), detail))
+            case Batched():
+                self.trained += len(event.trained)
+                self.dropped[Drop.FILTERED] += len(event.filtered)
+                self.dropped[Drop.TRUNCATED] += len(event.truncated)
+
+    def check_conservation(self) -> None:
+        assert self.issued == self.trained + self.dropped.total() + self.held
 
 
 class World:
@@ -52,8 +96,8 @@ class World:
     def check_lists(self) -> None:
         """What the core keeps to answer quickly is what it would find by looking at every group."""
         groups = self.core._groups
-        assert self.core._numbers == sorted(groups) == self.core.open_groups
-        assert self.core._startable == [n for n, group in groups.items() if group.waiting or group.again]
+        assert self.core._numbers == sorted(groups) == list(self.core.open_groups)
+        assert self.core._startable == [n for n, group in groups.items() if group.next_place is not None]
         assert self.core._complete == [n for n, group in groups.items() if group.complete and not group.admitted]
         assert self.core._admitted == [n for n, group in groups.items() if group.complete and group.admitted]
 
@@ -63,7 +107,7 @@ class World:
             self.flying.append(start)
             self.starts.append((self.core.step, self.core.version, start))
 
-    def invalidate(self) -> None:
+    def doubt(self) -> None:
         """The server was started again: what is not proven is made again."""
         if self.random.random() < 0.5:  # one of several: what another one samples stays
             others = {start.episode for start in self.flying if self.random.random() < 0.5}
@@ -81,7 +125,7 @@ class World:
 
     def advance(self) -> None:
         if self.random.random() < 0.02:
-            self.invalidate()
+            self.doubt()
         choices = []
         if self.flying:
             choices += ["land"] * 4
@@ -205,7 +249,7 @@ def test_a_retried_episode_is_issued_again_with_the_same_place_and_a_new_id():
     assert not core.fail(last.episode, Drop.ERRORED, retry=True)
     core.finish(second.episode, 1.0)
     (group,) = core.ready_batch().groups
-    assert (len(group.finished), group.lost) == (1, 1)
+    assert [place.state for place in group.places.values()] == [State.FAILED, State.FINISHED]
     core.check_conservation()
 
 
@@ -228,15 +272,14 @@ def test_a_group_that_is_turned_away_makes_room_for_another():
         looked.append(group.number)
         return None if any(finished.result for finished in group.finished) else "zero_advantage"
 
-    record = Recorder()
-    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=gate, record=record)
+    core = make_core(Limits(4, 2, 0, 0, 10, 1), gate=gate)
     for _ in range(4):
         start = core.next_start()
         core.finish(start.episode, float(start.group))
     assert core.next_start() is None
     assert core.ready_batch() is None
     assert core.dropped == {Drop.FILTERED: 2}
-    assert record.discards == [([0], "filtered", "zero_advantage")]
+    assert core.discards == [(0, "filtered", "zero_advantage")]
     core.check_conservation()
     for _ in range(2):
         start = core.next_start()
@@ -299,18 +342,8 @@ def test_what_is_left_of_a_group_that_grew_stale_is_looked_at_again():
     core._looked_for_stale = False
     assert core.ready_batch() is None
     assert sizes == [2, 1]
-    assert core.open_groups == []
+    assert not core.open_groups
     core.check_conservation()
-
-
-class Recorder(Unrecorded):
-    """Remembers the groups that leave without a batch."""
-
-    def __init__(self) -> None:
-        self.discards = []
-
-    def discarded(self, groups, reason="filtered", detail="") -> None:
-        self.discards.append((list(groups), str(reason), detail))
 
 
 def test_the_batch_keeps_the_order_of_opening_whatever_finished_first():
@@ -399,7 +432,7 @@ def test_an_unproven_server_takes_back_only_what_finished_since_the_last_proof()
     core.verify(core.unverified())
     core.finish(starts[1].episode, 1.0)
     assert core.invalidate("gone", core.running_or_unverified()) == starts[2:]
-    assert (core.waiting_for_batch, core.dropped[Drop.STALE]) == (1, 3)
+    assert (core.open, core.dropped[Drop.STALE]) == ({0: {"0.0.0"}}, 3)
     assert [core.next_start().episode for _ in range(3)] == ["0.1.1", "1.0.1", "1.1.1"]
     core.check_conservation()
 
@@ -409,7 +442,7 @@ def test_a_batch_that_is_not_proven_cannot_be_committed():
     core = make_core(Limits(1, 1, 0, 0, 1))
     core.finish(core.next_start().episode, 1.0)
     batch = core.ready_batch()
-    with pytest.raises(ValueError, match=r"nothing proves what sampled 0\.0\.0"):
+    with pytest.raises(ValueError, match=r"the server that sampled 0\.0\.0 is not verified"):
         core.advance(batch, trained=batch.episodes, filtered=())
 
 
@@ -433,7 +466,7 @@ def test_a_run_that_ends_for_good_leaves_nothing_open():
     core.finish(starts[0].episode, 1.0)
     assert core.abandon() == starts[1:]
     assert core.dropped[Drop.CANCELLED] == core.issued == 3
-    assert (core.open_groups, core.in_flight) == ([], 0)
+    assert (core.open_groups, core.in_flight) == ({}, 0)
 
 
 def test_versions_never_go_back():

@@ -11,9 +11,9 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import CurriculumConfig, DifficultyFilter, FilterConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
 from prime_rl.orchestrator.filters import check_filters, why_episode
 from prime_rl.orchestrator.samples import score_batch, turned_away
+from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 
 TASK = Task("env", 0, "task")
 

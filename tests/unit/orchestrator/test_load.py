@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from prime_rl.orchestrator.concurrency import Load
-from prime_rl.orchestrator.core import Core, Limits, Task
 from prime_rl.orchestrator.load import LoadWatch, read_load
+from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
 from prime_rl.wait import wait_async
 
 METRICS = """# HELP vllm:num_requests_running x
@@ -36,9 +36,9 @@ def test_counters_are_read_for_all_engines_of_a_server() -> None:
         read_load("<html>")
 
 
-def make(batch: int) -> tuple[LoadWatch, Core[Any], Any]:
+def make(batch: int) -> tuple[LoadWatch, Scheduler[Any], Any]:
     tasks = (Task("env", index, str(index)) for index in range(10**6))
-    core: Core[Any] = Core(Limits(batch, 2, 100, 100, 2 * batch, None), tasks)
+    core: Scheduler[Any] = Scheduler(Limits(batch, 2, 100, 100, 2 * batch, None), tasks)
     fleet: Any = SimpleNamespace(
         serving=[SimpleNamespace(name="http://a"), SimpleNamespace(name="http://b")], loading=None, evaluating=False
     )
@@ -58,7 +58,7 @@ async def look(watch: LoadWatch, *texts: str | Exception) -> None:
     await watch.look(fetch)
 
 
-async def land(watch: LoadWatch, core: Core[Any], flying: deque[str], *texts: str | Exception) -> None:
+async def land(watch: LoadWatch, core: Scheduler[Any], flying: deque[str], *texts: str | Exception) -> None:
     """An episode ends, another one starts, and both servers are looked at."""
     core.finish(flying.popleft(), None)
     while (start := core.next_start()) is not None:

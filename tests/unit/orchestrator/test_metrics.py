@@ -6,9 +6,10 @@ import pytest
 
 from prime_rl.config import OrchestratorConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
-from prime_rl.orchestrator.core import Batch, Drop, Finished, Group, Start, Task
+from prime_rl.orchestrator.ledger import Counts
 from prime_rl.orchestrator.metrics import Tally, distribution, step_metrics
 from prime_rl.orchestrator.samples import score_batch
+from prime_rl.orchestrator.scheduler import Batch, Drop, Finished, Group, Start, Task
 
 
 def group(number: int, env: str, rewards: list[float], tokens: int = 3, filtered: str = "") -> Group[EpisodeResult]:
@@ -25,16 +26,12 @@ def metrics_of(
     *groups: Group[EpisodeResult], others: tuple[str, ...] = (), failures: tuple[Drop, ...] = ()
 ) -> dict[str, float]:
     """`others`: environments of the run that the step has nothing of. `failures`: episodes that failed during the step."""
-    tally = Tally()
-    for reason in failures:
-        tally.fail(reason)
+    now = Counts(dropped={str(reason): failures.count(reason) for reason in failures})
     batch = Batch(2, list(groups))
     envs = sorted({one.task.env for one in groups}.union(others))
     config = OrchestratorConfig(environments=[{"id": env} for env in envs], batch_size=4, rollouts_per_example=2)
     scored = score_batch(batch, config, dict.fromkeys(envs, 1.0), {})
-    return step_metrics(
-        batch, scored, tally, stale=0, seconds=1.0, updating=0.0, update_parts={}, several=len(envs) > 1
-    )
+    return step_metrics(batch, scored, Tally(), now, seconds=1.0, updating=0.0, update_parts={}, several=len(envs) > 1)
 
 
 def test_distribution() -> None:

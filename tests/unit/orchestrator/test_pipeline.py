@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.core import Core, Limits, Task
+from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
 from support.pipeline import World, shortest_step, simulate
 
 NEAR = 1.1  # of the shortest step
@@ -117,7 +117,7 @@ def test_a_version_that_is_superseded_holds_no_batch_up() -> None:
 
 def test_what_waits_for_a_version_starts_on_a_newer_one() -> None:
     """Contract: versions 1 and 2 are there before 1 is served; it is skipped, and the batches that waited for either start on 2 at once."""
-    core: Core[None] = Core(Limits(2, 2, 1, 8, 100, 9), (Task("env", n, str(n)) for n in itertools.count()))
+    core: Scheduler[None] = Scheduler(Limits(2, 2, 1, 8, 100, 9), (Task("env", n, str(n)) for n in itertools.count()))
     for start in list(iter(core.next_start, None)):
         core.finish(start.episode, None)
     core.verify(core.unverified())
@@ -131,13 +131,13 @@ def test_what_waits_for_a_version_starts_on_a_newer_one() -> None:
 def test_only_what_comes_on_top_of_a_batch_is_paced() -> None:
     """Contract: with less than a batch in flight a group is opened at once; beyond, 0.9 of a step's time after the one a batch before it, and
     `opens_at` says when. A group that is open already is never held back."""
-    core: Core[None] = Core(Limits(2, 2, 1, 8, 100), (Task("env", n, str(n)) for n in itertools.count()))
+    core: Scheduler[None] = Scheduler(Limits(2, 2, 1, 8, 100), (Task("env", n, str(n)) for n in itertools.count()))
 
     def started(now: float) -> int:
         return len(list(iter(lambda: core.next_start(now), None)))
 
     def train() -> None:
-        for episode in list(core._flying)[:2]:
+        for episode in list(core._running)[:2]:
             core.finish(episode, None)
         core.verify(core.unverified())
         batch = core.ready_batch()

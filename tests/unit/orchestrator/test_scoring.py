@@ -10,8 +10,8 @@ import torch
 from prime_rl.config.orchestrator import GDPO, GRPO, RAE, RLOO, FilterConfig
 from prime_rl.config.trainer import PolicyLoss
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, SampleTokens
-from prime_rl.orchestrator.core import Batch, Finished, Group, Start, Task
 from prime_rl.orchestrator.samples import score_batch
+from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World

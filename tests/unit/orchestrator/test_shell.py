@@ -12,6 +12,7 @@ from prime_rl.monitor import Status, read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.transport.commit import list_steps, prune
 from prime_rl.transport.rollouts import open_batch
+from support.ledgers import conserved
 from support.scripted import World, has_batch, until
 
 
@@ -134,7 +135,7 @@ async def test_a_trainer_that_is_restarted_alone_is_followed(tmp_path):
         world.trainer.commit(version, incarnation=1)
         await until(lambda version=version: world.engine.updates[-1] == (version, 1), run=run)
     await run
-    orchestrator.core.check_conservation()
+    conserved(orchestrator.config.output_dir)
 
 
 async def test_a_resumed_run_that_ends_before_the_batches_it_has_does_end(tmp_path):
@@ -472,6 +473,6 @@ async def test_the_scheduler_sees_the_clock(tmp_path):
         await until(has_batch(world, version - 1), run=run)
         world.trainer.commit(version)
     await run
-    opened = list(orchestrator.core._opened)
+    opened = list(orchestrator.scheduler._opened)
     assert opened == sorted(opened)
     assert opened[0] < opened[-1]

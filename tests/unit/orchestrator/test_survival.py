@@ -15,7 +15,7 @@ from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, SampleT
 from prime_rl.fleet import recovery
 from prime_rl.fleet import weight_sync as serving
 from prime_rl.monitor import Status, read_metrics
-from prime_rl.orchestrator import journal, orchestrator
+from prime_rl.orchestrator import orchestrator
 from prime_rl.orchestrator.ckpt import read_state
 from prime_rl.orchestrator.ledger_file import open_copy
 from prime_rl.transport import checkpoints
@@ -389,7 +389,7 @@ async def test_an_endless_environment_goes_on_where_it_was(tmp_path):
     with open_copy(world.directory / "ledger.sqlite") as db:
         rows = db.execute("SELECT number, task_index, task_id FROM groups ORDER BY number").fetchall()
     assert rows == [(number, number, f"stream/{number}") for number in range(len(rows))]
-    assert read_state(world.directory / "rollouts", STEPS - 1).environments["env"] <= len(rows)
+    assert read_state(world.directory / "rollouts", STEPS - 1).groups_opened <= len(rows)
 
 
 class PoolsOfTasks(MixedPool):
@@ -476,8 +476,7 @@ async def test_groups_that_were_turned_away_before_a_crash_count_for_the_pools(
                 killed.append(list_steps(world.directory / "rollouts"))
                 raise Killed
 
-    for module in (journal, orchestrator):
-        monkeypatch.setattr(module, "FLUSH_SECONDS", 0.02)
+    monkeypatch.setattr(orchestrator, "FLUSH_SECONDS", 0.02)
     monkeypatch.setattr(faults, "point", kill)
     trainer = asyncio.create_task(train(world))
     run = asyncio.create_task(world.orchestrator().run())

@@ -1,4 +1,4 @@
-"""What asynchronous RL decides, without a clock, a network or a file.
+"""The scheduler of asynchronous RL: what may start, what is a batch, what is too old. No clock, no network, no file.
 
 The orchestrator keeps the engines busy while the trainer works on an older batch. Three questions are answered here:
 
@@ -8,42 +8,224 @@ The orchestrator keeps the engines busy while the trainer works on an older batc
 * *What is a batch?* The first `batch_size / group_size` groups that are complete, in the order in which they were opened. A group that can teach
   nothing may be turned away at the gate: another one is opened in its place (dynamic sampling).
 * *What is too old, or sampled by weights that do not count?* A sample is trained at most `max_off_policy_steps` after the oldest version that
-  sampled one of its tokens; what could only be trained later than that is cancelled or dropped. What an incarnation of the trainer sampled that was given
-  up, or a server that cannot prove what it served, is dropped and made again: the group keeps its place.
+  sampled one of its tokens; what could only be trained later than that is cancelled or dropped. What an incarnation of the trainer sampled that was
+  given up, or a server that failed its verification, is dropped and made again: the group keeps its place.
 
-The shell (`orchestrator.py`) feeds events in (`finish`, `fail`, `serve`) and does what comes out (`next_start`, `ready_batch`). Every change of an
-episode's state is told to a `Record`, the ledger. Simulators and property tests drive this very class.
+The loop (`orchestrator.py`) reports what happened (`finish`, `fail`, `serve`) and does what comes out (`next_start`, `ready_batch`). Every change of
+an episode is emitted as an `Event`; the ledger stores them and is the only count of episodes. Simulators and property tests drive this very class.
 """
 
 from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import pairwise
-from typing import Generic
+from typing import Any, Generic, TypeVar
 
-from prime_rl.orchestrator.episodes import (
-    Batch,
-    Drop,
-    Finished,
-    Group,
-    Limits,
-    Record,
-    Result,
-    Start,
-    Task,
-    Unrecorded,
-)
 from prime_rl.transport.protocol import may_batch, may_start, planned_step, too_old
 
-__all__ = ["Batch", "Core", "Drop", "Finished", "Group", "Limits", "Record", "Start", "Task", "Unrecorded"]
+Result = TypeVar("Result")
 
 NO_SIGNAL = "no signal in the whole batch"
 PACE = 0.9  # of a recent step's time between the starts of two batches: below 1, so that steps soon become as short as they can
 _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how long a step takes
 
 
-class Core(Generic[Result]):
+class State(StrEnum):
+    """State of one place in a group."""
+
+    PENDING = "pending"  # its present attempt has not started
+    RUNNING = "running"
+    FINISHED = "finished"  # with a result
+    FAILED = "failed"  # without a result, and no attempt is left
+    RETRY = "retry"  # was running when an earlier orchestrator ended: the same attempt starts again
+
+
+class Drop(StrEnum):
+    """Why an episode was not trained."""
+
+    STALE = "stale"  # beyond the off-policy bound, or sampled by weights that were given up or never proven
+    FILTERED = "filtered"  # it carries no learning signal, or a filter leaves it out
+    ERRORED = "errored"  # the environment failed, or no attempt was left
+    TRUNCATED = "truncated"  # none of its sampled tokens fits a sample
+    CANCELLED = "cancelled"  # the run ended for good before it was trained
+    TIMEOUT = "timeout"  # it passed its deadline
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row of an environment's dataset."""
+
+    env: str
+    index: int
+    task_id: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The numbers the decisions depend on. Sizes are in episodes, levels in steps."""
+
+    batch_size: int
+    group_size: int
+    async_level: int
+    max_off_policy_steps: int
+    max_concurrent: int
+    max_steps: int | None = None
+    # Each death of a server or worker costs all episodes there one, whoever was at fault: so many that a run with several deaths in a row loses
+    # none, and so few that a task which kills its worker every time is given up.
+    max_attempts: int = 5
+
+    def __post_init__(self) -> None:
+        if self.batch_size % self.group_size:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of the group size {self.group_size}")
+        if self.max_off_policy_steps < self.async_level:
+            raise ValueError(
+                f"max_off_policy_steps {self.max_off_policy_steps} is below async_level {self.async_level}"
+            )
+
+    @property
+    def groups_per_batch(self) -> int:
+        return self.batch_size // self.group_size
+
+
+@dataclass(frozen=True)
+class Start:
+    """An episode to start now. `number` is its place in its group; `version` is what the engines serve at this moment."""
+
+    group: int
+    number: int
+    attempt: int
+    task: Task
+    version: int
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """What its name is made of."""
+        return self.group, self.number, self.attempt
+
+    @property
+    def episode(self) -> str:
+        """Its name in the ledger, the logs and the batches' lineage."""
+        return f"{self.group}.{self.number}.{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Finished(Generic[Result]):
+    """A finished episode: the versions that may have sampled its tokens are `first` … `last`, as they stood in the trainer's incarnation `incarnation`."""
+
+    start: Start
+    first: int
+    last: int
+    result: Result
+    incarnation: int = 0
+
+
+@dataclass(slots=True)
+class Place:
+    """One of the attempts at a task that make a group. `attempt` counts up when it is tried again."""
+
+    number: int
+    attempt: int = 0
+    state: State = State.PENDING
+
+
+@dataclass
+class Group(Generic[Result]):
+    """Attempts at one task, scored together."""
+
+    number: int
+    task: Task
+    places: dict[int, Place] = field(default_factory=dict)  # by their number
+    finished: list[Finished[Result]] = field(default_factory=list)
+    admitted: bool = False  # complete, and not turned away
+
+    @property
+    def complete(self) -> bool:
+        return all(place.state in (State.FINISHED, State.FAILED) for place in self.places.values())
+
+    @property
+    def next_place(self) -> Place | None:
+        """What is to be started next: what an earlier orchestrator had started before what is new."""
+        for state in (State.RETRY, State.PENDING):
+            for place in self.places.values():
+                if place.state is state:
+                    return place
+        return None
+
+
+@dataclass(frozen=True)
+class Batch(Generic[Result]):
+    """Complete groups, ready to be trained at `step`, in the order in which they were opened."""
+
+    step: int
+    groups: list[Group[Result]]
+
+    @property
+    def episodes(self) -> set[str]:
+        """Its finished episodes."""
+        return {finished.start.episode for group in self.groups for finished in group.finished}
+
+
+# -- events: what the scheduler emits and the ledger stores. A result that was verified is emitted as `Finished`. ------------------
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A group was opened."""
+
+    group: int
+    task: Task
+
+
+@dataclass(frozen=True)
+class Issued:
+    """An episode started, in incarnation `incarnation` of the trainer. The same one may be issued again by a later orchestrator."""
+
+    start: Start
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """An issued or finished episode will not be trained. With `retried` its next attempt will be issued."""
+
+    start: Start
+    reason: Drop
+    detail: str = ""
+    retried: bool = False
+
+
+@dataclass(frozen=True)
+class Discarded:
+    """A group left without a batch while `step` was collected: its finished episodes are dropped."""
+
+    group: int
+    step: int
+    reason: Drop
+    detail: str
+
+
+@dataclass(frozen=True)
+class Batched:
+    """The batch of `step` was committed, with `groups`. Every finished episode of theirs is trained, filtered or truncated.
+
+    Args:
+        details: Which filter left an episode out.
+    """
+
+    step: int
+    groups: Sequence[int]
+    trained: Sequence[str]
+    filtered: Sequence[str]
+    truncated: Sequence[str] = ()
+    details: Mapping[str, str] = field(default_factory=dict)
+
+
+Event = Opened | Issued | Finished[Any] | Dropped | Discarded | Batched
+
+
+class Scheduler(Generic[Result]):
     """The scheduler's state.
 
     Args:
@@ -53,7 +235,7 @@ class Core(Generic[Result]):
         version: The policy version the engines serve.
         incarnation: The trainer's present incarnation.
         groups_opened: Groups opened before, in a resumed run.
-        record: Told of everything that happens to an episode.
+        emit: Called with every event, in order.
         gate: Says of a complete group why it should not be trained at a step, or None where it may be. What it turns away leaves room for another
             group, so that batches stay full.
     """
@@ -66,7 +248,7 @@ class Core(Generic[Result]):
         version: int = 0,
         incarnation: int = 0,
         groups_opened: int = 0,
-        record: Record[Result] | None = None,
+        emit: Callable[[Event], None] = lambda event: None,
         gate: Callable[[Group[Result], int], str | None] = lambda group, step: None,
     ) -> None:
         self.limits = limits
@@ -75,16 +257,13 @@ class Core(Generic[Result]):
         self.announced = version
         self.incarnation = incarnation
         self.must_go_back = False  # what the engines serve was given up: nothing starts until `go_back`
-        self.opens_at: float | None = (
-            None  # when a group may be opened that nothing but the pace held back at the last `next_start`
-        )
+        # When a group may be opened that nothing but the pace held back at the last `next_start`.
+        self.opens_at: float | None = None
         self.groups_opened = groups_opened
-        self.issued = 0
-        self.trained = 0  # in a committed batch
-        self.dropped: Counter[Drop] = Counter()
+        self.ended = 0  # episodes that ran to their end, whatever it was: for rates
         self._gate = gate
         self._tasks = tasks
-        self._record: Record[Result] = record or Unrecorded()
+        self._emit = emit
         self._groups: dict[int, Group[Result]] = {}  # open or complete, not yet in a batch; in the order of opening
         self._numbers: list[int] = []  # their numbers, ascending; so are the two lists below
         self._startable: list[int] = []  # groups with an episode to start
@@ -92,16 +271,15 @@ class Core(Generic[Result]):
         self._admitted: list[int] = []  # complete ones that may be trained
         # When groups were opened: those of the last turns, and one more.
         self._opened: deque[float] = deque(maxlen=_TURNS * (limits.async_level + 1) * limits.groups_per_batch + 1)
-        self._flying: dict[str, Start] = {}
-        self._unverified: dict[str, Finished[Result]] = {}  # finished since the engines last proved what they serve
+        self._running: dict[str, Start] = {}
+        self._unverified: dict[str, Finished[Result]] = {}  # finished since the servers were last verified
         self._looked_for_stale = False  # among what has finished, since something in it or the step changed
 
-    def restore(self, groups: Iterable[Group[Result]], issued: int, trained: int, dropped: Mapping[Drop, int]) -> None:
-        """Go on with what an earlier incarnation of the orchestrator left: its open groups, in the order of opening, and its counts.
+    def restore(self, groups: Iterable[Group[Result]]) -> None:
+        """Go on with the open groups that an earlier orchestrator left, in the order of opening. What is finished in them was verified.
 
-        What is `finished` in them was proven. Call `begin_incarnation` afterwards: versions may have been given up meanwhile.
+        Call `begin_incarnation` afterwards: versions may have been given up meanwhile.
         """
-        self.issued, self.trained, self.dropped = issued, trained, Counter(dropped)
         self._looked_for_stale = False
         for group in groups:
             self._add(group)
@@ -116,7 +294,7 @@ class Core(Generic[Result]):
             now: Seconds on the caller's clock. While it stands still there is no pace.
         """
         self.opens_at = None
-        if self.must_go_back or len(self._flying) >= self.limits.max_concurrent:
+        if self.must_go_back or len(self._running) >= self.limits.max_concurrent:
             return None
         group = self._first_startable()
         if group is None:
@@ -126,16 +304,13 @@ class Core(Generic[Result]):
                 self.opens_at = paced
                 return None
             group = self._open(now)
-        if group.again:
-            number, attempt = group.again.pop(0)
-        else:
-            number, attempt = group.waiting.pop(0)
-            self.issued += 1
-        start = Start(group.number, number, attempt, group.task, self.version)
-        group.flying.add(start.episode)
-        self._flying[start.episode] = start
-        self._place(group)
-        self._record.issued(start.episode, start.version, self.incarnation)
+        place = group.next_place
+        assert place is not None  # or the group could not be started
+        place.state = State.RUNNING
+        start = Start(group.number, place.number, place.attempt, group.task, self.version)
+        self._running[start.episode] = start
+        self._reindex(group)
+        self._emit(Issued(start, self.incarnation))
         return start
 
     def may_open(self) -> bool:
@@ -154,7 +329,7 @@ class Core(Generic[Result]):
         """
         batch, level, opened = self.limits.groups_per_batch, self.limits.async_level, self._opened
         turn = (level + 1) * batch
-        if len(self._flying) < self.limits.batch_size or len(opened) <= turn:
+        if len(self._running) < self.limits.batch_size or len(opened) <= turn:
             return None
         ends = [opened[index] for index in range(-1, -len(opened) - 1, -turn)]
         took = min(later - earlier for later, earlier in pairwise(ends))
@@ -167,17 +342,18 @@ class Core(Generic[Result]):
     # -- what happened -------------------------------------------------------------------------------------------------------
 
     def finish(self, episode: str, result: Result) -> None:
-        """An episode ended with a result that can be trained, once the engines have proven what they served (`verify`)."""
-        start, group = self._land(episode)
+        """An episode ended with a result that can be trained once the servers are verified (`verify`)."""
+        start, group = self._end(episode)
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
+        group.places[start.number].state = State.FINISHED
         group.finished.append(finished)
         self._unverified[episode] = finished
         self._looked_for_stale = self._looked_for_stale and not self._too_old(finished.first)
-        self._place(group)
+        self._reindex(group)
 
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
         """An episode ended without a result. With `retry` it is issued again, unless it was the last of `max_attempts`. Returns whether it will be."""
-        start, group = self._land(episode)
+        start, group = self._end(episode)
         again = retry and start.attempt + 1 < self.limits.max_attempts
         self._drop(group, start, reason, detail, again)
         self._settle(group)
@@ -196,27 +372,26 @@ class Core(Generic[Result]):
 
     def stale(self) -> list[Start]:
         """Episodes in flight that could only be trained beyond the off-policy bound; the shell cancels them and reports `fail(STALE)`."""
-        return [start for start in self._flying.values() if self._too_old(start.version)]
+        return [start for start in self._running.values() if self._too_old(start.version)]
 
-    # -- what the engines served ---------------------------------------------------------------------------------------------
+    # -- what the servers served ---------------------------------------------------------------------------------------------
 
     def unverified(self) -> list[str]:
-        """Episodes that finished since the last proof. Ask before the engines are asked, and `verify` these."""
+        """Episodes that finished since the last verification. Ask before the servers are asked, and `verify` these."""
         return list(self._unverified)
 
     def verify(self, episodes: Iterable[str]) -> None:
-        """The engines have proven what they serve, after these had finished: they count."""
+        """The servers were verified after these had finished: they count."""
         for episode in episodes:
-            finished = self._unverified.pop(episode, None)
-            if finished is not None:
-                self._record_finished(finished)
+            if (finished := self._unverified.pop(episode, None)) is not None:
+                self._emit(finished)
 
     def running_or_unverified(self) -> set[str]:
-        """Episodes in flight, and those that finished since the last proof."""
-        return {*self._flying, *self._unverified}
+        """Episodes in flight, and those that finished since the last verification."""
+        return {*self._running, *self._unverified}
 
     def invalidate(self, detail: str, episodes: Collection[str]) -> list[Start]:
-        """An engine served something else since its last proof: what it sampled since then, finished or in flight, is made again.
+        """A server failed its verification: what it sampled since the last one, finished or in flight, is made again.
 
         Args:
             episodes: What it sampled; those that are neither in flight nor unverified are passed over.
@@ -226,7 +401,7 @@ class Core(Generic[Result]):
         """
         for finished in [found for found in self._unverified.values() if found.start.episode in episodes]:
             self._give_up(self._groups[finished.start.group], finished, detail)
-        return self._give_up_flying([start for name, start in self._flying.items() if name in episodes], detail)
+        return self._give_up_running([start for name, start in self._running.items() if name in episodes], detail)
 
     def retract(self) -> None:
         """The update that was announced has come to nothing, and nothing is left that it could have reached."""
@@ -243,10 +418,10 @@ class Core(Generic[Result]):
             for finished in list(group.finished):
                 if not may_batch(finished.first, finished.last, finished.incarnation, incarnations):
                     self._give_up(group, finished, detail)
-        given_up = self._give_up_flying(
+        given_up = self._give_up_running(
             [
                 start
-                for start in self._flying.values()
+                for start in self._running.values()
                 if not may_batch(start.version, self.announced, self.incarnation, incarnations)
             ],
             detail,
@@ -259,8 +434,8 @@ class Core(Generic[Result]):
 
     def go_back(self, version: int) -> None:
         """The engines serve `version` now, of the present incarnation; it may be older than what they served before."""
-        if self._flying and version < self.announced:
-            raise ValueError(f"{len(self._flying)} episodes in flight were sampled by later versions than {version}")
+        if self._running and version < self.announced:
+            raise ValueError(f"{len(self._running)} episodes in flight were sampled by later versions than {version}")
         self.version = self.announced = version
         self.must_go_back = False
 
@@ -298,50 +473,49 @@ class Core(Generic[Result]):
             details: Which filter left an episode out.
 
         Raises:
-            ValueError: these are not all finished episodes of the batch, or one of them is not proven.
+            ValueError: these are not all finished episodes of the batch, or one of them is not verified.
         """
         if {*trained, *filtered, *truncated} != batch.episodes:
             raise ValueError(f"step {batch.step}: not every finished episode of the batch is trained or dropped")
         if unverified := batch.episodes & self._unverified.keys():
-            raise ValueError(f"step {batch.step}: nothing proves what sampled {', '.join(sorted(unverified))}")
-        self._remove(batch)
-        self.trained += len(trained)
-        self.dropped[Drop.FILTERED] += len(filtered)
-        self.dropped[Drop.TRUNCATED] += len(truncated)
+            raise ValueError(
+                f"step {batch.step}: the server that sampled {', '.join(sorted(unverified))} is not verified"
+            )
+        for group in batch.groups:
+            self._leave(group)
         self.step += 1
         self._looked_for_stale = False
-        self._look_again()
+        for number in list(self._admitted):  # what may be trained at one step may be too old for the next
+            self._groups[number].admitted = False
+            self._reindex(self._groups[number])
         numbers = [group.number for group in batch.groups]
-        self._record.batched(batch.step, list(trained), list(filtered), list(truncated), numbers, details)
+        self._emit(Batched(batch.step, numbers, list(trained), list(filtered), list(truncated), dict(details or {})))
 
     def discard(self, batch: Batch[Result], truncated: Collection[str] = ()) -> None:
-        """The batch carries no learning signal at all: collect another one for the same step. Its episodes are proven before."""
-        self._remove(batch)
-        for episode in truncated:
-            self._record.dropped(episode, Drop.TRUNCATED)
-        self.dropped[Drop.TRUNCATED] += len(truncated)
-        self.dropped[Drop.FILTERED] += len(batch.episodes) - len(truncated)
-        self._record.discarded([group.number for group in batch.groups], Drop.FILTERED, NO_SIGNAL)
+        """The batch carries no learning signal at all: collect another one for the same step. Its episodes are verified before."""
+        for group in batch.groups:
+            self._leave(group)
+            for finished in group.finished:
+                if finished.start.episode in truncated:
+                    self._emit(Dropped(finished.start, Drop.TRUNCATED))
+            self._emit(Discarded(group.number, self.step, Drop.FILTERED, NO_SIGNAL))
 
-    # -- the end, and the account ----------------------------------------------------------------------------------------------
+    # -- the end -------------------------------------------------------------------------------------------------------------
 
     def abandon(self) -> list[Start]:
         """The run ends for good: what is in no batch will be in none. Returns what was in flight; the shell cancels it."""
-        flying = list(self._flying.values())
-        for start in flying:
-            self._drop(self._land(start.episode)[1], start, Drop.CANCELLED)
+        running = list(self._running.values())
         for group in list(self._groups.values()):
-            group.waiting.clear()
-            for number, attempt in group.again:
-                self._drop(group, Start(group.number, number, attempt, group.task, self.version), Drop.CANCELLED)
-            group.again.clear()
-            for finished in group.finished:
-                self._unverified.pop(finished.start.episode, None)
-                self._drop(group, finished.start, Drop.CANCELLED)
+            for place in group.places.values():
+                if place.state not in (State.PENDING, State.FAILED):
+                    start = Start(group.number, place.number, place.attempt, group.task, self.version)
+                    self._emit(Dropped(start, Drop.CANCELLED))
+                place.state = State.FAILED
             group.finished.clear()
-            self._place(group)
             self._settle(group)
-        return flying
+        self._running.clear()
+        self._unverified.clear()
+        return running
 
     @property
     def done(self) -> bool:
@@ -351,31 +525,18 @@ class Core(Generic[Result]):
     @property
     def in_flight(self) -> int:
         """Episodes that run now."""
-        return len(self._flying)
+        return len(self._running)
 
     @property
-    def owed(self) -> int:
-        """Issued episodes without a proven end: in flight, in flight when the last incarnation ended, or finished and not proven yet."""
-        return self.in_flight + sum(len(group.again) for group in self._groups.values()) + len(self._unverified)
+    def held(self) -> int:
+        """Episodes that were issued and are neither dropped nor in a committed batch."""
+        states = (State.RUNNING, State.FINISHED, State.RETRY)
+        return sum(place.state in states for group in self._groups.values() for place in group.places.values())
 
     @property
-    def waiting_for_batch(self) -> int:
-        """Finished and proven episodes that are not in a batch yet."""
-        return sum(len(group.finished) for group in self._groups.values()) - len(self._unverified)
-
-    @property
-    def open_groups(self) -> list[int]:
-        """Numbers of the groups that are in no batch yet, in the order of opening."""
-        return list(self._groups)
-
-    def check_conservation(self) -> None:
-        """Every issued episode is trained, dropped, finished or in flight; raises `AssertionError` with the difference."""
-        known = self.trained + self.dropped.total() + self.waiting_for_batch + self.owed
-        if known != self.issued:
-            raise AssertionError(
-                f"{self.issued} episodes were issued, {known} are accounted for: {self.trained} trained, {dict(self.dropped)} dropped, "
-                f"{self.waiting_for_batch} finished, {self.owed} in flight"
-            )
+    def open_groups(self) -> dict[int, Task]:
+        """The groups that are in no batch yet, in the order of opening."""
+        return {number: group.task for number, group in self._groups.items()}
 
     # -- private -------------------------------------------------------------------------------------------------------------
 
@@ -394,37 +555,33 @@ class Core(Generic[Result]):
     def _open(self, now: float) -> Group[Result]:
         task = next(self._tasks)
         self._opened.append(now)
-        group: Group[Result] = Group(self.groups_opened, task, [(i, 0) for i in range(self.limits.group_size)])
+        group: Group[Result] = Group(self.groups_opened, task, {i: Place(i) for i in range(self.limits.group_size)})
         self._add(group)
         self.groups_opened += 1
-        self._record.opened(group.number, task.env, task.index, task.task_id)
+        self._emit(Opened(group.number, task))
         return group
 
-    def _land(self, episode: str) -> tuple[Start, Group[Result]]:
-        start = self._flying.pop(episode)
-        group = self._groups[start.group]
-        group.flying.remove(episode)
-        return start, group
+    def _end(self, episode: str) -> tuple[Start, Group[Result]]:
+        start = self._running.pop(episode)
+        self.ended += 1
+        return start, self._groups[start.group]
 
     def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", again: bool = False) -> None:
         """An episode of `group` ends untrained; with `again` its place is tried once more."""
-        self.dropped[reason] += 1
-        self._record.dropped(start.episode, reason, detail, again)
-        if again:
-            group.waiting.append((start.number, start.attempt + 1))
-            group.waiting.sort()
-        else:
-            group.lost += 1
-        self._place(group)
+        place = group.places[start.number]
+        place.state = State.PENDING if again else State.FAILED
+        place.attempt += again
+        self._reindex(group)
+        self._emit(Dropped(start, reason, detail, again))
 
     def _give_up(self, group: Group[Result], finished: Finished[Result], detail: str) -> None:
         group.finished.remove(finished)
         self._unverified.pop(finished.start.episode, None)
         self._drop(group, finished.start, Drop.STALE, detail, again=True)
 
-    def _give_up_flying(self, starts: list[Start], detail: str) -> list[Start]:
+    def _give_up_running(self, starts: list[Start], detail: str) -> list[Start]:
         for start in starts:
-            _, group = self._land(start.episode)
+            _, group = self._end(start.episode)
             self._drop(group, start, Drop.STALE, detail, again=True)
         return starts
 
@@ -432,7 +589,7 @@ class Core(Generic[Result]):
         """Discard a complete group in which no episode has a result; another one takes its place."""
         if group.complete and not group.finished:
             self._leave(group)
-            self._record.discarded([group.number], Drop.ERRORED, "no episode of the group has a result")
+            self._emit(Discarded(group.number, self.step, Drop.ERRORED, "no episode of the group has a result"))
 
     def _too_old(self, version: int) -> bool:
         return too_old(self.step, version, self.limits.max_off_policy_steps)
@@ -454,27 +611,11 @@ class Core(Generic[Result]):
             reason = self._gate(group, self.step)
             group.admitted = reason is None
             if reason is None:
-                self._place(group)
+                self._reindex(group)
                 continue
             self.verify([finished.start.episode for finished in group.finished])  # as above
-            self.dropped[Drop.FILTERED] += len(group.finished)
             self._leave(group)
-            self._record.discarded([group.number], Drop.FILTERED, reason)
-
-    def _look_again(self) -> None:
-        """Ask the gate again about every admitted group: what may be trained at one step may be too old for the next."""
-        for number in list(self._admitted):
-            self._groups[number].admitted = False
-            self._place(self._groups[number])
-
-    def _record_finished(self, finished: Finished[Result]) -> None:
-        self._record.finished(
-            finished.start.episode, finished.first, finished.last, finished.incarnation, finished.result
-        )
-
-    def _remove(self, batch: Batch[Result]) -> None:
-        for group in batch.groups:
-            self._leave(group)
+            self._emit(Discarded(group.number, self.step, Drop.FILTERED, reason))
 
     # The scheduler is asked thousands of times a second about thousands of groups: what may start and what is complete is kept, not looked for.
 
@@ -482,20 +623,20 @@ class Core(Generic[Result]):
         """The group, whose number is the highest, is not in a batch yet."""
         self._groups[group.number] = group
         self._numbers.append(group.number)
-        self._place(group)
+        self._reindex(group)
 
     def _leave(self, group: Group[Result]) -> None:
         del self._groups[group.number]
         for numbers in (self._numbers, self._startable, self._complete, self._admitted):
             _discard(numbers, group.number)
 
-    def _place(self, group: Group[Result]) -> None:
+    def _reindex(self, group: Group[Result]) -> None:
         """What may be done with the group has changed."""
         if group.number not in self._groups:
             return
         group.admitted = group.admitted and group.complete  # what is made again is looked at again
         for numbers, belongs in (
-            (self._startable, bool(group.again or group.waiting)),
+            (self._startable, group.next_place is not None),
             (self._complete, group.complete and not group.admitted),
             (self._admitted, group.admitted),
         ):
