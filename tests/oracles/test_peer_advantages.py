@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 
 from prime_rl.config.orchestrator import AlgorithmConfig, ByReward
 from prime_rl.orchestrator.algorithms import Attempt, advantages
-from prime_rl.orchestrator.algorithms.penalties import penalized
+from prime_rl.orchestrator.algorithms.estimators import penalized
 from support.oracles import Oracle
 
 Floats = npt.NDArray[np.float64]

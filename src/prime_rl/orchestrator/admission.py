@@ -9,11 +9,11 @@ from loguru import logger
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.algorithms import check_algorithm, unfit
-from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.filters import DIFFICULTY, DYNAMIC_SAMPLING, check_filters, why_episode
 from prime_rl.orchestrator.metrics import group_rewards
 from prime_rl.orchestrator.samples import attempts, in_order, turned_away
 from prime_rl.orchestrator.scheduler import NO_SIGNAL, Batch, Group
+from prime_rl.orchestrator.tasks import Curriculum
 
 if TYPE_CHECKING:
     from prime_rl.config import OrchestratorConfig

@@ -1,9 +1,10 @@
 """Evaluation: attempts at an environment's tasks with one policy version, and what they scored."""
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,13 +12,11 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.samples import output_tokens
-from prime_rl.orchestrator.scores import interval95, ks, pass_at_k, pass_hat_k
-from prime_rl.orchestrator.seeds import request_seed
+from prime_rl.orchestrator.tasks import request_seed
 
 if TYPE_CHECKING:
     from prime_rl.config.shared import SamplingConfig
     from prime_rl.fleet.replicas import RoutedEnvPool
-
 
 _ATTEMPTS = 3  # at an episode whose worker dies
 _ROUNDING = 1e-9  # of a reward that is a sum of weighted ones
@@ -227,3 +226,38 @@ def chat_sampling(sampling: "SamplingConfig", seed: int) -> dict[str, float | in
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+_Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
+
+
+def pass_at_k(attempts: int, solved: int, k: int) -> float:
+    """The chance that at least one of k attempts, drawn without replacement from those made, solved the task: 1 − C(n−c, k) / C(n, k), the unbiased
+    estimate of Chen et al. 2021. Needs k ≤ `attempts`."""
+    return 1.0 - math.comb(attempts - solved, k) / math.comb(attempts, k)
+
+
+def pass_hat_k(attempts: int, solved: int, k: int) -> float:
+    """The chance that all of k attempts, drawn without replacement from those made, solved the task: C(c, k) / C(n, k), as in tau-bench (Yao et al.
+    2024). Needs k ≤ `attempts`."""
+    return math.comb(solved, k) / math.comb(attempts, k)
+
+
+def ks(attempts: int) -> list[int]:
+    """1, 2, 4, … up to the attempts made."""
+    return [1 << power for power in range(attempts.bit_length())] if attempts else []
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """None where there are none."""
+    found = list(values)
+    return math.fsum(found) / len(found) if found else None
+
+
+def interval95(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of a mean over tasks, by the normal distribution: 1.96 · s / √tasks; None below two tasks."""
+    center = mean(values)
+    if center is None or len(values) < 2:
+        return None
+    variance = math.fsum((value - center) ** 2 for value in values) / (len(values) - 1)
+    return _Z95 * math.sqrt(variance / len(values))

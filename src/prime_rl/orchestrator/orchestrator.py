@@ -24,18 +24,16 @@ from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, State, missing_rows, resume_progress
-from prime_rl.orchestrator.curriculum import Curriculum
+from prime_rl.orchestrator.concurrency import LoadWatch
 from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, total
-from prime_rl.orchestrator.load import LoadWatch
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.plans import limits, most_in_flight
 from prime_rl.orchestrator.resume import open_ledger, restore
 from prime_rl.orchestrator.samples import Scored, output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
-from prime_rl.orchestrator.seeds import request_seed
-from prime_rl.orchestrator.tasks import count, task_stream, tasks_of_env
+from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers, listed
 from prime_rl.orchestrator.trainer_watch import TrainerWatch
 from prime_rl.transport.commit import clean_stages

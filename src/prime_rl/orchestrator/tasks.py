@@ -1,15 +1,179 @@
-"""Which task comes next: seeded, endless; how many were drawn is all of its state.
+"""Which task comes next: seeded, endless. An endless environment's tasks come in the order in which it gives them, none twice.
 
-An endless environment's tasks come in the order in which it gives them, none twice: how many of its tasks were drawn is the cursor.
+Difficulty pools (`curriculum`): a task is *new* until a group of it has left; then it is *easy*, *hard* or *normal*
+by that group's mean reward. A draw takes a pool in proportion to its tasks times its weight, then one of its tasks:
+the new ones in turn, of the others any. Pools change only where a batch is cut, by all groups that left since the one
+before, in the order of their numbers: what is drawn follows from the seed and from committed batches, not from who
+finished first. All that there is to keep is the pool of each task, how many were drawn, and whose turn it is.
 """
 
+import base64
 import itertools
 import random
+import zlib
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
 
 from prime_rl.envs.protocol import EndlessTasks, TaskInfo
-from prime_rl.orchestrator.curriculum import Pools
+from prime_rl.errors import UserError
 from prime_rl.orchestrator.scheduler import Task
+
+if TYPE_CHECKING:
+    from prime_rl.config.orchestrator import CurriculumConfig
+
+
+NEW, EASY, NORMAL, HARD = "new", "easy", "normal", "hard"
+_NAMES = (NEW, EASY, NORMAL, HARD)  # a task's code, of two bits, is the place of its pool here
+
+
+class Pools:
+    """The tasks of one environment, each in one pool."""
+
+    def __init__(self, tasks: Sequence[Task], config: "CurriculumConfig", seed: str) -> None:
+        self._config, self._seed = config, seed
+        self._weights = {NEW: 1.0, EASY: config.easy_weight, NORMAL: config.normal_weight, HARD: config.hard_weight}
+        self._order = list(tasks)
+        random.Random(f"{seed}/0").shuffle(self._order)
+        self._place = {task.index: place for place, task in enumerate(self._order)}
+        self._codes = bytearray(max(self._place, default=-1) + 1)  # by the task's index
+        # Places in that order, ascending: a draw depends on which tasks a pool holds, not on how they came there.
+        self._pools: dict[str, list[int]] = {NEW: list(range(len(tasks))), EASY: [], NORMAL: [], HARD: []}
+        self._drawn = 0
+        self._turn = 0  # the place from which on the next new task is looked for
+
+    def draw(self) -> Task:
+        """The next task."""
+        number, self._drawn = self._drawn, self._drawn + 1
+        chance = random.Random(f"{self._seed}/draw/{number}")
+        names = [name for name, pool in self._pools.items() if pool]
+        (name,) = chance.choices(names, [len(self._pools[name]) * self._weights[name] for name in names])
+        pool = self._pools[name]
+        if name != NEW:
+            return self._order[chance.choice(pool)]
+        place = pool[bisect_left(pool, self._turn) % len(pool)]
+        self._turn = place + 1  # past it, so that what is in flight comes again after all other new ones
+        return self._order[place]
+
+    def observe(self, index: int, reward: float) -> None:
+        """The attempts of a group of task `index` were worth `reward` on average. A task that is not there is passed over."""
+        if index not in self._place:
+            return
+        place, before = self._place[index], self._pools[_NAMES[self._codes[index]]]
+        del before[bisect_left(before, place)]
+        name = EASY if reward >= self._config.easy else HARD if reward <= self._config.hard else NORMAL
+        self._codes[index] = _NAMES.index(name)
+        insort(self._pools[name], place)
+
+    def task(self, index: int) -> Task | None:
+        """The task of that index, if it is one of these."""
+        return self._order[self._place[index]] if index in self._place else None
+
+    def holds(self, task: Task) -> bool:
+        """Whether `task` is one of these."""
+        return self.task(task.index) == task
+
+    def shares(self) -> dict[str, float]:
+        """The share of the tasks in each pool."""
+        return {name: len(pool) / len(self._order) for name, pool in self._pools.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What `load` needs, as plain data: two bits a task, compressed."""
+        return {"drawn": self._drawn, "turn": self._turn, "pools": _pack(self._codes)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. A task that it does not tell of is new; what it tells of others is passed over."""
+        codes = _unpack(state["pools"])
+        self._drawn, self._turn = int(state["drawn"]), int(state["turn"])
+        self._codes = bytearray(codes[: len(self._codes)].ljust(len(self._codes), b"\0"))
+        self._pools = {name: [] for name in _NAMES}
+        for place, task in enumerate(self._order):
+            self._pools[_NAMES[self._codes[task.index]]].append(place)
+
+
+def _pack(codes: bytes | bytearray) -> str:
+    """Codes below 4, four to a byte."""
+    fours = np.frombuffer(bytes(codes).ljust(-(-len(codes) // 4) * 4, b"\0"), np.uint8).reshape(-1, 4)
+    packed = fours[:, 0] | fours[:, 1] << 2 | fours[:, 2] << 4 | fours[:, 3] << 6
+    return base64.b64encode(zlib.compress(packed.tobytes())).decode()
+
+
+def _unpack(text: str) -> bytes:
+    """The inverse of `_pack`, with up to three zeros behind."""
+    packed = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8)
+    return np.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], axis=1).tobytes()
+
+
+class Curriculum:
+    """The difficulty pools of those environments that have any.
+
+    Args:
+        tasks: The tasks of each environment.
+        configs: Of the environments with pools.
+
+    Raises:
+        UserError: one of these is endless.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[str, Sequence[Task] | Iterator[Task]],
+        configs: Mapping[str, "CurriculumConfig"],
+        seed: int,
+    ) -> None:
+        self.pools: dict[str, Pools] = {}
+        for env, config in configs.items():
+            if isinstance(own := tasks[env], Iterator):
+                raise UserError(
+                    f"environment {env!r} is endless: its tasks come in its own order, none twice, so leave `curriculum` out"
+                )
+            self.pools[env] = Pools(own, config, f"{seed}/{env}")
+        self._left: dict[int, tuple[str, int, float]] = {}  # since the last cut, by number: environment, index, reward
+
+    def leave(self, number: int, task: Task, rewards: Sequence[float]) -> None:
+        """Group `number` leaves, in a batch or without one. Its finished attempts, in their order, were worth `rewards`.
+
+        It counts from the next `cut` on.
+        """
+        if rewards and task.env in self.pools:
+            self._left[number] = task.env, task.index, sum(rewards) / len(rewards)
+
+    def cut(self) -> None:
+        """A batch is cut: what left since the last one counts from now on, the later group of a task last."""
+        for _, (env, index, reward) in sorted(self._left.items()):
+            self.pools[env].observe(index, reward)
+        self._left.clear()
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """After a cut: what `load` needs, by environment."""
+        return {env: pools.state() for env, pools in self.pools.items()}
+
+    def load(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Go on from `state`. What it tells of environments that are not there any more, or have no pools, is passed over.
+
+        Raises:
+            UserError: it is not such a state.
+        """
+        for env, pools in self.pools.items():
+            if env in state:
+                try:
+                    pools.load(state[env])
+                except (KeyError, TypeError, ValueError, zlib.error) as error:
+                    raise UserError(
+                        f"the difficulty pools of {env} are kept in a way that this version does not know ({error!r}): go on with the "
+                        "version that wrote them"
+                    ) from error
+
+    def metrics(self) -> dict[str, float]:
+        """`curriculum/<env>/pool/<name>`: the share of its tasks in each pool."""
+        return {
+            f"curriculum/{env}/pool/{name}": share
+            for env, pools in self.pools.items()
+            for name, share in pools.shares().items()
+        }
 
 
 def task_stream(
@@ -57,3 +221,8 @@ def _epochs(tasks: Sequence[Task], seed: str) -> Iterator[Task]:
         order = list(tasks)
         random.Random(f"{seed}/{epoch}").shuffle(order)
         yield from order
+
+
+def request_seed(seed: int, subject: str, number: int) -> int:
+    """A 31-bit seed for attempt `number` at `subject`: the same in every run with the same seed, and unrelated to its neighbours'."""
+    return xxhash.xxh3_64_intdigest(f"{seed}/{subject}/{number}".encode()) & 0x7FFFFFFF

@@ -27,8 +27,7 @@ from prime_rl.config.orchestrator import (
 from prime_rl.errors import UserError
 from prime_rl.orchestrator import algorithms
 from prime_rl.orchestrator.algorithms import Attempt, advantages, carries_signal, check_algorithm, unfit
-from prime_rl.orchestrator.algorithms.grpo import grpo
-from prime_rl.orchestrator.algorithms.penalties import penalized
+from prime_rl.orchestrator.algorithms.estimators import grpo, penalized
 
 Groups = list[list[Attempt]]
 

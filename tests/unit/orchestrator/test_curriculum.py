@@ -10,9 +10,8 @@ import pytest
 
 from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.curriculum import Curriculum, Pools
 from prime_rl.orchestrator.scheduler import Task
-from prime_rl.orchestrator.tasks import task_stream
+from prime_rl.orchestrator.tasks import Curriculum, Pools, task_stream
 
 TASKS = [Task("env", i, f"task-{i}") for i in range(20)]
 

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prime_rl.orchestrator.concurrency import Load
-from prime_rl.orchestrator.load import LoadWatch, read_load
+from prime_rl.orchestrator.concurrency import Load, LoadWatch, read_load
 from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
 from prime_rl.wait import wait_async
 
@@ -99,7 +98,7 @@ async def test_servers_are_asked_with_the_key(monkeypatch: pytest.MonkeyPatch) -
         await writer.drain()
         writer.close()
 
-    monkeypatch.setattr("prime_rl.orchestrator.load.LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("prime_rl.orchestrator.concurrency.LOOK_SECONDS", 0.01)
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     watch, _, fleet = make(16)
     fleet.serving = [SimpleNamespace(name=f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")]

@@ -14,11 +14,10 @@ from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.admission import Admission
 from prime_rl.orchestrator.ckpt import Progress, State, resume_progress
-from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, total
 from prime_rl.orchestrator.resume import open_ledger, restore
 from prime_rl.orchestrator.scheduler import Batched, Drop, Limits, Scheduler, Start, Task
-from prime_rl.orchestrator.tasks import task_stream
+from prime_rl.orchestrator.tasks import Curriculum, task_stream
 from prime_rl.transport.commit import stage
 from prime_rl.transport.protocol import newest_version
 

@@ -8,10 +8,8 @@ import pytest
 from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.curriculum import Curriculum
 from prime_rl.orchestrator.scheduler import Task
-from prime_rl.orchestrator.seeds import request_seed
-from prime_rl.orchestrator.tasks import task_stream, tasks_of_env
+from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
 
 
 def tasks(env, count):

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any
 from prime_rl.config.orchestrator import ByReward
 from prime_rl.errors import UserError
 from prime_rl.importing import load_function
-from prime_rl.orchestrator.algorithms.attempt import Attempt
-from prime_rl.orchestrator.algorithms.gdpo import gdpo, lacks
-from prime_rl.orchestrator.algorithms.grpo import grpo
-from prime_rl.orchestrator.algorithms.max_rl import max_rl
-from prime_rl.orchestrator.algorithms.opo import opo
-from prime_rl.orchestrator.algorithms.penalties import penalized
-from prime_rl.orchestrator.algorithms.rae import rae
-from prime_rl.orchestrator.algorithms.reinforce_pp import reinforce_pp
-from prime_rl.orchestrator.algorithms.rloo import rloo
+from prime_rl.orchestrator.algorithms.estimators import (
+    Attempt,
+    gdpo,
+    grpo,
+    lacks,
+    max_rl,
+    opo,
+    penalized,
+    rae,
+    reinforce_pp,
+    rloo,
+)
 
 if TYPE_CHECKING:
     from prime_rl.config.orchestrator import AlgorithmConfig, CustomAlgorithm, RewardAlgorithm
