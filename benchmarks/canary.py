@@ -4,7 +4,7 @@
     python benchmarks/canary.py --model tiny --device cpu --dtype bfloat16                      # no GPU
 
 A model with random weights, sharpened as in mismatch.py, is the base; a second version is it with noise. Both are scored by the trainer and
-committed; a server loads them as a run would have it do. Needs vLLM (0.26 – 0.31) and no network.
+committed; a server loads them as a run would have it do. Needs vLLM (0.31 or 0.26) and no network.
 """
 
 import argparse

@@ -4,7 +4,7 @@
     python benchmarks/mismatch.py --model tiny --device cpu --prompts 4 --tokens 16            # no GPU
 
 A model of real width with random weights is exported as the trainer exports it, vLLM samples from it at temperature 1, and the trainer scores
-what was sampled. The last norm is scaled so that the distributions are as sharp as a trained model's. Needs vLLM (0.26 – 0.31) and no network.
+what was sampled. The last norm is scaled so that the distributions are as sharp as a trained model's. Needs vLLM (0.31 or 0.26) and no network.
 """
 
 import argparse

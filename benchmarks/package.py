@@ -3,8 +3,7 @@
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from prime_rl.inference.compat import PLUGIN_GROUP
-from prime_rl.inference.settings import PLUGIN
+from prime_rl.inference.compat import PLUGIN, PLUGIN_GROUP
 
 
 def plugin_path(directory: Path) -> list[str]:

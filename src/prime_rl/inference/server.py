@@ -7,20 +7,44 @@ import shutil
 import signal
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from loguru import logger
+from pydantic import TypeAdapter
 
 from prime_rl.config import InferenceConfig, write_toml
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
-from prime_rl.inference import checks, compat, pulse
-from prime_rl.inference.arguments import arguments, chunks_on_cpu, environment, guarded_host
-from prime_rl.inference.ports import hold_port
-from prime_rl.inference.settings import PLUGIN, Settings
+from prime_rl.inference import checks, compat, engine_watch
+from prime_rl.inference.arguments import arguments, environment, guarded_host
 from prime_rl.monitor import Status, log
 from prime_rl.transport.settings import agree, dry_path
+
+_CONTEXT = "PRIMERL_SERVER"
+
+
+@dataclass(frozen=True)
+class PluginContext:
+    """What the server passes to our plugin in vLLM's processes: in an environment variable, as vLLM makes the plugin.
+
+    Args:
+        server: Process id of the server, which the engine ends with.
+        shared: Directory of the API processes if there are several, see `leader`; None for one.
+    """
+
+    config: InferenceConfig
+    server: int
+    shared: Path | None
+
+    def export(self) -> None:
+        os.environ[_CONTEXT] = TypeAdapter(PluginContext).dump_json(self).decode()
+
+
+def plugin_context() -> PluginContext | None:
+    """Return what the server that started this process exported; None if no server did."""
+    return TypeAdapter(PluginContext).validate_json(os.environ[_CONTEXT]) if _CONTEXT in os.environ else None
 
 
 def run(config: InferenceConfig) -> None:
@@ -32,11 +56,11 @@ def run(config: InferenceConfig) -> None:
     """
     log.setup(config.log.level, config.process)
     engine = compat.require_engine()
-    compat.require_plugin(PLUGIN)
+    compat.require_plugin()
     host = guarded_host(config)
     checks.check(config, engine, host)
     if not config.headless:
-        hold_port(host, config.server.port)
+        checks.hold_port(host, config.server.port)
     argv = arguments(config, engine)
     agree(config, "inference")  # what could not start writes nothing
     log.setup(config.log.level, config.process, config.output_dir)
@@ -75,7 +99,7 @@ def _serve(config: InferenceConfig, engine: compat.Engine, argv: list[str], stat
     except (ValueError, OSError, RuntimeError) as error:
         # vLLM and its engine process have printed their tracebacks above; this is the line to read first.
         raise UserError(f"vLLM stopped: {_first_line(error)}") from error
-    if pulse.engine_died():
+    if engine_watch.engine_died():
         raise UserError("vLLM stopped: its engine died")
 
 
@@ -83,24 +107,15 @@ def prepare_environment(config: InferenceConfig, engine: compat.Engine) -> None:
     """Set what vLLM and our plugin read from the environment; what the user has set stays."""
     os.environ.update(environment(config, engine))
     allowed = os.environ["VLLM_PLUGINS"].split(",")
-    if PLUGIN not in allowed:  # the user's own list
-        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, PLUGIN]))
+    if compat.PLUGIN not in allowed:  # the user's own list
+        os.environ["VLLM_PLUGINS"] = ",".join(filter(None, [*allowed, compat.PLUGIN]))
     several = config.server.api_servers > 1 and not config.headless
     shared = Path(tempfile.mkdtemp(prefix="prime-inference-")) if several else None
     if shared is not None:
         atexit.register(shutil.rmtree, shared, ignore_errors=True)
-    Settings(
-        process=config.process,
-        output_dir=config.output_dir.resolve(),
-        weights_root=config.weights_root.expanduser().resolve() if config.weights_root else None,
-        weights_tmpfs=config.weights_tmpfs.expanduser().resolve() if config.weights_tmpfs else None,
-        stage_weights=config.stage_weights,
-        stage_on_device=config.stage_on_device,
-        servers_on_host=config.servers_on_host,
-        server=os.getpid(),
-        shared=shared,
-        refuses_seeds=chunks_on_cpu(config, engine),
-    ).export()
+    paths = {name: getattr(config, name) for name in ("output_dir", "weights_root", "weights_tmpfs")}
+    absolute = {name: path and path.expanduser().resolve() for name, path in paths.items()}
+    PluginContext(config.model_copy(update={**absolute, "api_key": None}), os.getpid(), shared).export()
     if config.api_key:
         os.environ["VLLM_API_KEY"] = config.api_key  # not on a command line, where every user of the machine reads it
 

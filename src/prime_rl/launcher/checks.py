@@ -16,7 +16,7 @@ from prime_rl.envs import ids, venv
 from prime_rl.envs.adapter import CLASSIC
 from prime_rl.errors import UserError
 from prime_rl.importing import find_module, look_here
-from prime_rl.inference.ports import check_unheld
+from prime_rl.inference.checks import check_unheld
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.weights import read_header
 

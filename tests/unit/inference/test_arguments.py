@@ -9,7 +9,8 @@ import pytest
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
-from prime_rl.inference.arguments import arguments, environment, is_loopback, listen_host, to_argv
+from prime_rl.inference.arguments import arguments, environment, listen_host, to_argv
+from prime_rl.inference.checks import is_loopback
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
@@ -99,12 +100,6 @@ def test_extra_options_win_and_some_are_refused() -> None:
     for extra in ({"api_server_count": 2}, {"worker-extension-cls": "x"}, {"api_key": "k"}):
         with pytest.raises(UserError, match="vllm"):
             arguments(config(vllm=extra), CPU)
-
-
-def test_the_token_route_is_opened_where_it_must_be() -> None:
-    """Contract: --enable-scale-out is given from 0.30 on and not before, where it is unknown."""
-    assert "--enable-scale-out" in arguments(config(), compat.Engine((0, 30), "0.30.0", "cpu"))
-    assert "--enable-scale-out" not in arguments(config(), compat.Engine((0, 29), "0.29.0", "cpu"))
 
 
 def test_two_nodes_of_eight_gpus() -> None:

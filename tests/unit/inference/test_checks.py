@@ -1,6 +1,7 @@
 """Bad input is one clear line, found without importing vLLM."""
 
 import json
+import os
 import socket
 import struct
 import subprocess
@@ -13,9 +14,11 @@ import pytest
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat
+from prime_rl.launcher import checks as launcher_checks
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
+PORT = 10**6 + os.getpid()  # no real one: only the name is held, and tests run beside one another
 
 
 @pytest.fixture
@@ -156,6 +159,65 @@ def test_a_taken_port_is_named() -> None:
         checks.check_port("203.0.113.1", port)
 
 
+def test_a_second_server_on_a_port_is_refused_before_the_first_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the kernel would let both have it (SO_REUSEPORT); who listens everywhere and who listens at loopback are the same to clients here."""
+    held: list[socket.socket] = []
+    monkeypatch.setattr(checks, "_held_ports", held)
+    try:
+        checks.hold_port("127.0.0.1", PORT)
+        for host in ("127.0.0.1", "localhost", "0.0.0.0", "::1"):
+            with pytest.raises(UserError, match=f"port {PORT} is taken by another inference server"):
+                checks.hold_port(host, PORT)
+        checks.hold_port("127.0.0.1", PORT + 1)
+        checks.hold_port("10.9.8.7", PORT)
+        checks.hold_port("0.0.0.0", PORT + 2)
+        with pytest.raises(UserError, match=f"port {PORT + 2} is taken"):
+            checks.hold_port("10.9.8.7", PORT + 2)
+    finally:
+        for holder in held:
+            holder.close()
+
+
+def test_a_forked_engine_does_not_keep_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: a server that is started again is not refused for the engine that its predecessor leaves for a moment."""
+    held: list[socket.socket] = []
+    monkeypatch.setattr(checks, "_held_ports", held)
+    checks.hold_port("127.0.0.1", PORT)
+    reader, writer = os.pipe()
+    ready, begun = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.write(begun, b"x")
+        os.read(reader, 1)  # until the test ends
+        os._exit(0)
+    try:
+        os.read(ready, 1)
+        held[0].close()
+        checks.hold_port("127.0.0.1", PORT)
+    finally:
+        os.close(writer)
+        for descriptor in (reader, ready, begun):
+            os.close(descriptor)
+        os.waitpid(child, 0)
+        for holder in held:
+            holder.close()
+
+
+def test_a_held_port_is_seen_before_anybody_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: the launcher refuses a port whose server is still loading, with its own option; looking takes nothing."""
+    held: list[socket.socket] = []
+    monkeypatch.setattr(checks, "_held_ports", held)
+    for _ in range(2):
+        checks.check_unheld("127.0.0.1", PORT, "--x")
+    checks.hold_port("127.0.0.1", PORT)
+    try:
+        with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* --inference.server.port$"):
+            launcher_checks.check_port("0.0.0.0", PORT)
+    finally:
+        held[0].close()
+
+
 def test_the_device_is_what_was_built_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: asking for a GPU that is not there, or a build for something else, says what to install."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -175,18 +237,6 @@ def test_other_routes_are_refused(monkeypatch: pytest.MonkeyPatch, name: str) ->
     monkeypatch.setenv(name, "1")
     with pytest.raises(UserError, match=name):
         checks.check_environment()
-
-
-def test_a_missing_engine_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contract: without vLLM the error names both commands; an unsupported release is named."""
-    monkeypatch.setattr(compat, "installed_engine", lambda: None)
-    with pytest.raises(UserError, match="uv sync --group cpu.*uv sync --extra cuda"):
-        compat.require_engine()
-    for version in ((0, 25), (0, 32)):
-        engine = compat.Engine(version, f"{version[0]}.{version[1]}.0", "cpu")
-        monkeypatch.setattr(compat, "installed_engine", lambda engine=engine: engine)
-        with pytest.raises(UserError, match=f"vLLM {engine.release}"):
-            compat.require_engine()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

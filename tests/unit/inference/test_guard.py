@@ -1,16 +1,20 @@
 """Who may ask for what, by the middleware alone (around vLLM's own application: tests/integration/test_inference.py)."""
 
+import json
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from fastapi import FastAPI, WebSocket
+from fastapi import FastAPI, Request, WebSocket
 from fastapi.testclient import TestClient
 from starlette.types import Message, Scope
 from starlette.websockets import WebSocketDisconnect
 
-from prime_rl.inference.guard import OFF, SERVED, Guard
+from prime_rl.config import InferenceConfig
+from prime_rl.inference import compat
+from prime_rl.inference.arguments import chunks_on_cpu
+from prime_rl.inference.guard import OFF, SERVED, Guard, SeedFilter, has_seed
 from support.doors import ADMINISTRATIVE, DISGUISES
 
 KEYS = ("secret", "other")
@@ -149,3 +153,45 @@ async def test_two_keys_at_once_and_unknown_kinds_of_connections_are_refused() -
     await guard({"type": "webtransport", "path": "/weights", "headers": []}, None, send)  # type: ignore[arg-type]
     await guard({"type": "lifespan"}, None, send)  # type: ignore[arg-type]
     assert seen == [401, "http.response.body", "websocket.close", "lifespan"]
+
+
+@pytest.mark.parametrize(
+    ("body", "seeded"),
+    [
+        ({"prompt": "x", "seed": 0}, True),
+        ({"token_ids": [1], "sampling_params": {"seed": 7}}, True),
+        ({"prompt": "x", "seed": None, "sampling_params": {"seed": None}}, False),
+        ({"messages": [{"content": "seed"}], "sampling_params": [1]}, False),
+        ([{"seed": 1}], False),
+    ],
+)
+def test_a_request_with_a_seed_is_refused_and_any_other_reaches_its_route_whole(body: Any, seeded: bool) -> None:
+    app = FastAPI()
+    app.add_middleware(SeedFilter)
+
+    @app.post("/v1/completions")
+    async def route(request: Request) -> Any:
+        return {"got": await request.json()}
+
+    answer = TestClient(app).post("/v1/completions", json=body)
+    if seeded:
+        assert answer.status_code == 400
+        assert "a request with a seed would kill this engine" in answer.json()["error"]["message"]
+    else:
+        assert answer.json() == {"got": body}
+    assert has_seed(json.dumps(body).encode()) is seeded
+    assert not has_seed(b"no JSON")
+
+
+def test_seeds_are_taken_wherever_they_do_no_harm() -> None:
+    """Contract: chunked prefill is off on a CPU unless `[vllm]` turns it on, under either spelling; GPUs can do both."""
+    chunked = InferenceConfig.model_validate({"vllm": {"enable-chunked-prefill": True}})
+    assert [
+        chunks_on_cpu(InferenceConfig(), compat.Engine((0, 31), "0.31.0", "cpu")),
+        chunks_on_cpu(chunked, compat.Engine((0, 31), "0.31.0", "cpu")),
+        chunks_on_cpu(chunked, compat.Engine((0, 31), "0.31.0", "cuda")),
+    ] == [
+        False,
+        True,
+        False,
+    ]

@@ -35,7 +35,7 @@ def follower(directory: Path, root_path: str = "") -> httpx.AsyncClient:
     app = FastAPI(root_path=root_path)
     app.get("/health")(lambda: {"own": True})
     app.get("/weights")(lambda: {"own": True})
-    app.add_middleware(leader.PassOn, directory=directory)
+    app.add_middleware(leader.ForwardToLeader, directory=directory)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://follower", timeout=20)
 
 

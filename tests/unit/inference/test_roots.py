@@ -7,8 +7,7 @@ import pytest
 
 from prime_rl.config import InferenceConfig
 from prime_rl.inference import compat
-from prime_rl.inference.server import prepare_environment
-from prime_rl.inference.settings import exported_settings
+from prime_rl.inference.server import plugin_context, prepare_environment
 
 
 @pytest.mark.parametrize(
@@ -35,4 +34,4 @@ def test_only_weights_root_confines(
         monkeypatch.setenv("VLLM_API_KEY", key)
     config = InferenceConfig.model_validate({"model": {"name": "m"}, "output_dir": "run", **given})
     prepare_environment(config, compat.Engine((0, 31), "0.31.0", "cpu"))
-    assert exported_settings().weights_root == (None if expected is None else tmp_path / expected)
+    assert plugin_context().config.weights_root == (None if expected is None else tmp_path / expected)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from prime_rl.inference import pulse as pulse_module
-from prime_rl.inference.pulse import Pulse, engine_died
+from prime_rl.inference import engine_watch
+from prime_rl.inference.engine_watch import EngineWatch, engine_died
 from prime_rl.monitor.status import Status, read_status
 
 
@@ -34,10 +34,10 @@ class FakeEngine:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulse_module, "PULSE_SECONDS", 0.02)
-    monkeypatch.setattr(pulse_module, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(pulse_module, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(pulse_module, "_died", False)
+    monkeypatch.setattr(engine_watch, "ASK_SECONDS", 0.02)
+    monkeypatch.setattr(engine_watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(engine_watch, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(engine_watch, "_died", False)
     monkeypatch.setattr("prime_rl.monitor.status._MIN_INTERVAL_SECONDS", 0.0)
 
 
@@ -47,7 +47,7 @@ async def beating(
 ) -> AsyncIterator[FakeEngine]:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     engine, status = FakeEngine(), Status(directory, "inference")
-    task = asyncio.create_task(Pulse(engine, status, ended, on_stop).run())
+    task = asyncio.create_task(EngineWatch(engine, status, ended, on_stop).run())
     try:
         yield engine
     finally:
