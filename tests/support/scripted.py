@@ -12,7 +12,7 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens, TaskInf
 from prime_rl.fleet.client import Served
 from prime_rl.monitor import Monitor, Status
 from prime_rl.monitor.status import status_path
-from prime_rl.orchestrator.ckpt import JointCheckpoints, State
+from prime_rl.orchestrator.checkpoint import JointCheckpoints, OrchestratorState
 from prime_rl.orchestrator.orchestrator import Orchestrator
 from prime_rl.transport.commit import list_steps, prune, stage, write_atomically
 from prime_rl.transport.incarnations import read_incarnations, read_versions
@@ -170,7 +170,7 @@ def commit_batch(output_dir: Path, step: int, groups_opened: int, seed: int = 0,
         "trained": [f"{step}.0.0", f"{step}.1.0"], "filtered": [], "truncated": [],
         "groups": [[step, "env", 0, "task"]], "account": account,
     }  # fmt: skip
-    state = State(step=step + 1, seed=seed, groups_opened=groups_opened, ledger=account)
+    state = OrchestratorState(step=step + 1, seed=seed, groups_opened=groups_opened, ledger=account)
     told = {"groups_opened": groups_opened, "ledger": ledger, "state": state.to_json(), **extra}
     with stage(output_dir / "rollouts" / f"step_{step}", step=step, producer="orchestrator", extra=told):
         pass

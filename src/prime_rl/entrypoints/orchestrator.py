@@ -14,7 +14,7 @@ from prime_rl.launcher.checks import check_environment, check_model, check_own_f
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path
-from prime_rl.orchestrator.ckpt import refuse_used, resume_progress
+from prime_rl.orchestrator.checkpoint import refuse_used, resume_point
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.settings import agree, dry_path
 
@@ -43,7 +43,7 @@ def run(config: OrchestratorConfig) -> None:
         check_environment(env)
     check_own_functions(config)
     if not (config.dry_run or config.bench or config.clean):
-        progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
+        progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
         refuse_used(config.output_dir, progress)  # before that run's own config is written over
     path = config.output_dir / "configs" / "orchestrator.toml"
     if config.dry_run:

@@ -21,7 +21,7 @@ from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.replicas import Replica, ReplicaPool
 from prime_rl.fleet.versions import PublishedVersions
 from prime_rl.monitor import Status
-from prime_rl.orchestrator.ckpt import Progress
+from prime_rl.orchestrator.checkpoint import ResumePoint
 from prime_rl.orchestrator.scheduler import Drop, Scheduler, Start
 from prime_rl.transport.commit import CommitError
 from prime_rl.transport.incarnations import ask_for_files, call_for_files
@@ -55,7 +55,7 @@ class Shell(Protocol):
     def keeps(self, version: int) -> bool:
         """Whether `version` is to be served still when the run is resumed, so that no newer one may be served."""
 
-    def lost(self, replica: Replica) -> None:
+    def replica_lost(self, replica: Replica) -> None:
         """It is gone, or serves something else: it is to get no work from now on."""
 
     def wake(self) -> None:
@@ -131,7 +131,7 @@ class WeightSync:
 
     # -- the first version ---------------------------------------------------------------------------------------------------
 
-    async def start(self, progress: Progress, owes: Callable[[int], bool]) -> int:
+    async def start(self, progress: ResumePoint, owes: Callable[[int], bool]) -> int:
         """Have the servers that are up load the version that the run goes on from, and prove it. One of them is enough.
 
         Args:
@@ -209,7 +209,7 @@ class WeightSync:
                 )
         served.check_name(replica.name, self.config.model.name)
 
-    async def _await_history(self, progress: Progress) -> None:
+    async def _await_history(self, progress: ResumePoint) -> None:
         """Until the trainer has begun the incarnation that the run goes on with. A resumed run must not follow the incarnation that it gives up."""
 
         def begun() -> bool:
@@ -374,13 +374,13 @@ class WeightSync:
                 logger.warning(
                     "{} did not load version {}, the run goes on without it: {}", replica.name, version, error
                 )
-                self._shell.lost(replica)
+                self._shell.replica_lost(replica)
             self._misread, self._failed = 0, (0, 0)
             return True
         self._count_misread(failures.values(), version)
         for replica in list(failures):
             if not await replica.verify():
-                self._shell.lost(replica)
+                self._shell.replica_lost(replica)
         worst = _worst(failures.values())
         lost = isinstance(worst, ServerError | CommitError) and not isinstance(worst, VersionNotSent)
         if self.fleet.serving or not lost:
@@ -527,7 +527,7 @@ class WeightSync:
         self.scheduler.verify(counting)
         self.fleet.keep(self.scheduler.running_or_unverified())
         for replica in wrong:
-            self._shell.lost(replica)
+            self._shell.replica_lost(replica)
 
     def invalidate(self, replica: Replica, detail: str) -> None:
         """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""

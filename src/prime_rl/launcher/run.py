@@ -20,7 +20,7 @@ from prime_rl.launcher.console import Console, bench_table, minutes, summary
 from prime_rl.launcher.plan import Machine, Plan, describe, make_plan, memory_gib, visible_gpus
 from prime_rl.launcher.supervise import Outcome, Policy, Restart, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
-from prime_rl.orchestrator.ckpt import refuse_other_seed, resume_progress
+from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.settings import dry_path
@@ -227,7 +227,7 @@ def _check(config: RLConfig) -> None:
     if (tmpfs := config.trainer.weights.tmpfs) is not None:
         check_place(tmpfs)
     orchestrator = config.orchestrator
-    progress = resume_progress(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
+    progress = resume_point(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
     checks.check_own_functions(config.orchestrator, "orchestrator.")
     if config.trainer.loss.type == "custom":

@@ -20,7 +20,7 @@ _OUTCOMES = {
 
 
 @dataclass(frozen=True)
-class Outcome:
+class OutcomeRow:
     """The episodes (attempts) of one environment that ended the same way, and means over those whose values are known."""
 
     env: str
@@ -42,11 +42,11 @@ class StepRange:
 
 
 @dataclass(frozen=True)
-class Report:
+class AuditReport:
     """The audit of a run. `faults` says where the ledger contradicts itself."""
 
     run: Path
-    outcomes: list[Outcome]
+    outcomes: list[OutcomeRow]
     ranges: list[StepRange]
     faults: list[str]
 
@@ -61,17 +61,17 @@ def audit_text(run_dir: Path) -> str:
     return "\n\n".join("\n".join(lines) for lines in (_outcome_lines(report), _range_lines(report)))
 
 
-def audit(run_dir: Path) -> Report:
+def audit(run_dir: Path) -> AuditReport:
     """Read a copy of the run's ledger; the run may be alive.
 
     Raises:
         UserError: the run has no ledger, or a damaged one.
     """
     with open_copy(run_dir / LEDGER) as db:
-        return Report(run_dir, _outcomes(db), _ranges(db), _faults(db))
+        return AuditReport(run_dir, _outcomes(db), _ranges(db), _faults(db))
 
 
-def _outcomes(db: sqlite3.Connection) -> list[Outcome]:
+def _outcomes(db: sqlite3.Connection) -> list[OutcomeRow]:
     query = """
         WITH counted AS (
             SELECT env, e.state, COALESCE(reason, '') AS reason, 1 AS count, output_tokens, reward
@@ -84,7 +84,7 @@ def _outcomes(db: sqlite3.Connection) -> list[Outcome]:
     order = list(_OUTCOMES)
     rows = sorted(db.execute(query), key=lambda row: (row[0], order.index(row[1]) if row[1] else -1, row[2]))
     return [
-        Outcome(env, ": ".join(filter(None, (_OUTCOMES.get(state, "issued"), reason))), count, tokens, reward)
+        OutcomeRow(env, ": ".join(filter(None, (_OUTCOMES.get(state, "issued"), reason))), count, tokens, reward)
         for env, state, reason, count, tokens, reward in rows
     ]
 
@@ -136,7 +136,7 @@ def _ranges(db: sqlite3.Connection) -> list[StepRange]:
     ]
 
 
-def _outcome_lines(report: Report) -> list[str]:
+def _outcome_lines(report: AuditReport) -> list[str]:
     lines = [f"Episodes of {report.run} (attempts; length: sampled tokens)"]
     if report.outcomes:
         table = [["environment", "outcome", "episodes", "mean length", "mean reward"]]
@@ -150,7 +150,7 @@ def _outcome_lines(report: Report) -> list[str]:
     return [*lines, "Conserved: issued = trained + dropped + in flight, finished or in a batch, in every environment."]
 
 
-def _range_lines(report: Report) -> list[str]:
+def _range_lines(report: AuditReport) -> list[str]:
     if not report.ranges:
         return ["Nothing is trained yet."]
     table = [["steps", "trained", "mean length", "mean reward"]]

@@ -42,7 +42,7 @@ REACHED = 0.95  # of the limit in flight: the limit holds the number back, not t
 
 
 @dataclass(frozen=True)
-class Load:
+class ServerLoad:
     """A server as its /metrics describe it: requests that run and that wait, share of the cache in use, preemptions ever."""
 
     running: float
@@ -92,7 +92,13 @@ class Concurrency:
         self._fullest = self._ran = 0.0  # at most, in this turn
 
     def look(
-        self, loads: Sequence[Load], *, in_flight: int, landed: int, updating: bool = False, evaluating: bool = False
+        self,
+        loads: Sequence[ServerLoad],
+        *,
+        in_flight: int,
+        landed: int,
+        updating: bool = False,
+        evaluating: bool = False,
     ) -> int:
         """Take in one look at all servers that are given work; gives the limit.
 
@@ -107,7 +113,7 @@ class Concurrency:
         if len(loads) != self._servers:
             self._rescale(len(loads), landed)
         preempted = sum(load.preempted for load in loads)
-        lost = preempted > self._preempted and not updating  # of servers that were started again it is less
+        preempting = preempted > self._preempted and not updating  # of servers that were started again it is less
         self._preempted = preempted
         if evaluating or in_flight > self.limit:
             self._queue = None
@@ -119,7 +125,7 @@ class Concurrency:
         self._fullest, self._ran = max(self._fullest, cache), max(self._ran, running)
         self._looks, self._reached = self._looks + 1, self._reached + reached
         self._note_queue(waiting if reached and waiting > 1 + QUEUE * running else 0.0, landed)
-        if lost or cache >= FULL or (self._queue is not None and self._queue.stands(landed)):
+        if preempting or cache >= FULL or (self._queue is not None and self._queue.stands(landed)):
             self._cut(in_flight * min(1.0, self._ran / max(running + waiting, 1.0)), landed)
         elif landed >= self._turn_ends and self._looks >= LOOKS and self._queue is None:
             self._end_calm_turn(landed)
@@ -180,13 +186,13 @@ ANSWER_SECONDS = 5.0  # a server that is busier than that is not looked at this 
 Fetch = Callable[[str], Awaitable[str]]
 
 
-def read_load(metrics: str) -> Load:
+def read_load(metrics: str) -> ServerLoad:
     """A server's load, from the text of its /metrics; where it has several engines the fullest cache counts.
 
     Raises:
         ValueError: it is not the text of a vLLM server.
     """
-    return Load(
+    return ServerLoad(
         running=sum(_values(metrics, "vllm:num_requests_running")),
         waiting=sum(_values(metrics, "vllm:num_requests_waiting")),
         cache=max(_values(metrics, "vllm:kv_cache_usage_perc")),

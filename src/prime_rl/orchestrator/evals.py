@@ -110,8 +110,8 @@ class EvalReport:
             metrics[f"{prefix}/avg@{k}/ci95"] = half
         for power in ks(k):
             for name, chance in (("pass@", pass_at_k), ("pass^", pass_hat_k)):
-                if found := self.passes(chance, power):
-                    metrics[f"{prefix}/{name}{power}"] = _mean(found)
+                if values := self.passes(chance, power):
+                    metrics[f"{prefix}/{name}{power}"] = _mean(values)
         return metrics
 
     def _solved(self, attempts: Sequence[EpisodeResult]) -> int:
@@ -250,8 +250,8 @@ def ks(attempts: int) -> list[int]:
 
 def mean(values: Iterable[float]) -> float | None:
     """None where there are none."""
-    found = list(values)
-    return math.fsum(found) / len(found) if found else None
+    known = list(values)
+    return math.fsum(known) / len(known) if known else None
 
 
 def interval95(values: Sequence[float]) -> float | None:

@@ -32,14 +32,14 @@ class Evaluations:
         pool: EnvPool,
         monitor: Monitor,
         status: Status,
-        serving: WeightSync,
+        weight_sync: WeightSync,
         recovery: Recovery,
     ) -> None:
         self.config = config
         self._section = config.eval
         self._pool = pool
         self._monitor, self._status = monitor, status
-        self._serving, self._recovery = serving, recovery
+        self._weight_sync, self._recovery = weight_sync, recovery
         self._plans = list(eval_plans(config))
         self._running: asyncio.Task[None] | None = None
         self._stopping = False
@@ -99,23 +99,23 @@ class Evaluations:
             self._running.cancel()
 
     async def _evaluate(self) -> None:
-        serving = self._serving
+        weight_sync = self._weight_sync
         avoid: set[Replica] = set()
         for _ in range(_ATTEMPTS):
-            if serving.recovering:
+            if weight_sync.recovering:
                 await self._recovery.brought_back()
-            if serving.superseded:
+            if weight_sync.superseded:
                 return  # whoever waits for this goes on with a newer version, which is evaluated in its place
-            async with serving.lock:
+            async with weight_sync.lock:
                 version, pool = (
-                    serving.scheduler.version,
-                    RoutedEnvPool(self._pool, serving.fleet, avoid, lambda: serving.superseded),
+                    weight_sync.scheduler.version,
+                    RoutedEnvPool(self._pool, weight_sync.fleet, avoid, lambda: weight_sync.superseded),
                 )
                 reports = await self._run_plans(pool, version)
                 unverified = await pool.unverified()
-                async with serving.shipping:
-                    serving.notice_incarnation()
-                if serving.scheduler.must_go_back:
+                async with weight_sync.shipping:
+                    weight_sync.notice_incarnation()
+                if weight_sync.scheduler.must_go_back:
                     return  # the version was given up meanwhile
                 if not unverified and not pool.turned_away:
                     for report in reports:
@@ -126,7 +126,7 @@ class Evaluations:
             for replica in unverified:
                 self._recovery.recover(replica)
             await self._recovery.brought_back()
-            if serving.scheduler.must_go_back or serving.superseded:
+            if weight_sync.scheduler.must_go_back or weight_sync.superseded:
                 return
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
@@ -149,7 +149,7 @@ class Evaluations:
         )  # fmt: skip
 
     def _log(self, report: EvalReport) -> None:
-        incarnation = self._serving.scheduler.incarnation
+        incarnation = self._weight_sync.scheduler.incarnation
         metrics = {**report.metrics(), f"eval/{report.env}/policy_incarnation": float(incarnation)}
         self._monitor.log(report.version, metrics)
         self._logged[report.env, report.version] = incarnation
@@ -166,7 +166,7 @@ class Evaluations:
     def _is_logged(self, env: str, version: int) -> bool:
         """Whether it is, and the trainer has not gone on from before that version since: what it makes again is another policy."""
         incarnation = self._logged.get((env, version))
-        return incarnation is not None and valid(version, incarnation, self._serving.history.incarnations)
+        return incarnation is not None and valid(version, incarnation, self._weight_sync.history.incarnations)
 
     def _read_logged(self) -> dict[tuple[str, int], int]:
         """The incarnation of the trainer in which each was evaluated."""

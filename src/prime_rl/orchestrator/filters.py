@@ -111,23 +111,23 @@ def _repeats(sequence: SampleTokens, rule: "RepetitionFilter") -> bool:
 
 def _improbable(result: EpisodeResult, rule: "GibberishFilter") -> int:
     """Sampled tokens with a rare id and a low log-probability."""
-    found = 0
+    count = 0
     for sequence in result.samples:
         ids, mask = as_array(sequence.input_ids, np.int32), as_array(sequence.loss_mask, np.bool_)
         low = as_array(sequence.logprobs, np.float32) < rule.max_logprob
-        found += int((mask & low & (ids >= rule.min_token_id)).sum())
-    return found
+        count += int((mask & low & (ids >= rule.min_token_id)).sum())
+    return count
 
 
 def _custom(rule: "CustomFilter", result: EpisodeResult) -> bool:
     function = _loaded(rule.path, tuple(sorted(rule.args)))
     try:
-        found = function(result, **rule.args)
+        count = function(result, **rule.args)
     except Exception as error:  # whatever the user's function raises
         raise UserError(f"filter {rule.path} raised {error!r} of episode {result.episode_id}") from error
-    if not isinstance(found, bool | np.bool_):
-        raise UserError(f"filter {rule.path} gave {found!r}: True (leave the episode out) or False is needed")
-    return bool(found)
+    if not isinstance(count, bool | np.bool_):
+        raise UserError(f"filter {rule.path} gave {count!r}: True (leave the episode out) or False is needed")
+    return bool(count)
 
 
 @cache

@@ -28,9 +28,9 @@ from prime_rl.orchestrator.scheduler import (
     Event,
     Finished,
     Group,
+    GroupSlot,
     Issued,
     Opened,
-    Place,
     Start,
     State,
     Task,
@@ -233,7 +233,7 @@ class Ledger:
     # -- writing, in a worker thread -------------------------------------------------------------------------------------------
 
     def flush(self, recorded: int | None = None) -> None:
-        """Write the first `recorded` events, or all so far, in one transaction. Call it before a batch is renamed into place, and after.
+        """Write the first `recorded` events, or all so far, in one transaction. Call it before a batch is renamed into slot, and after.
 
         Raises:
             UserError: the disk is full, or another program keeps the file locked: a later flush writes the events. Or they contradict
@@ -291,8 +291,8 @@ class Ledger:
                 self._change(event, _INSERT_GROUP, (group, task.env, task.index, task.task_id))
                 self._raise_groups_opened(group + 1)
             case Issued(start, incarnation):
-                again = f"UPDATE episodes SET version = ?, life = ? WHERE {_KEY} AND state = 'issued'"
-                if self._db.execute(again, (start.version, incarnation, *start.key)).rowcount == 0:
+                reissue = f"UPDATE episodes SET version = ?, life = ? WHERE {_KEY} AND state = 'issued'"
+                if self._db.execute(reissue, (start.version, incarnation, *start.key)).rowcount == 0:
                     self._change(event, _INSERT_ISSUED, (*start.key, start.version, incarnation))
                     issued[start.task.env] += 1
             case Finished(start, first, last, result, incarnation):
@@ -388,29 +388,29 @@ class Ledger:
             ).fetchall()
             for number, env, index, task_id in rows:
                 group = self._open_group(Group(number, Task(env, index, task_id)), group_size)
-                if any(place.state is not State.FAILED for place in group.places.values()):
+                if any(slot.state is not State.FAILED for slot in group.slots.values()):
                     groups.append(group)
         return groups
 
     def _open_group(self, group: Group[EpisodeResult], size: int) -> Group[EpisodeResult]:
-        latest = {number: Place(number) for number in range(size)}
+        latest = {number: GroupSlot(number) for number in range(size)}
         rows = self._db.execute(_EPISODES_OF, (group.number,)).fetchall()
         for number, attempt, state, retried, version, incarnation, first, last, data in rows:  # the latest attempt last
-            place = latest[number] = Place(number, attempt)
+            slot = latest[number] = GroupSlot(number, attempt)
             if state == "issued":
-                place.state = State.RETRY
+                slot.state = State.RETRY
             elif state == "finished":
                 if data is None:
                     name = f"{group.number}.{number}.{attempt}"
                     raise UserError(ledger_file.damaged(self.path, f"the tokens of episode {name} are missing"))
-                place.state = State.FINISHED
+                slot.state = State.FINISHED
                 start = Start(group.number, number, attempt, group.task, version)
                 group.finished.append(Finished(start, first, last, ledger_file.unpack_result(data), incarnation))
             elif retried:
-                place.attempt += 1
+                slot.attempt += 1
             else:
-                place.state = State.FAILED
-        group.places = dict(sorted(latest.items()))
+                slot.state = State.FAILED
+        group.slots = dict(sorted(latest.items()))
         return group
 
     def discards(self, step: int) -> Counter[str]:
@@ -423,12 +423,12 @@ class Ledger:
 
         Call it at start, after `reconcile`. `step` is collected from now on: what left at later ones, whose batches are gone, has left at this one.
         """
-        found: dict[int, tuple[Task, list[float]]] = {}
+        left: dict[int, tuple[Task, list[float]]] = {}
         with ledger_file.file_errors(self.path), self._lock:
             for number, env, index, task_id, reward in self._db.execute(_LEFT, (step,)).fetchall():
-                found.setdefault(number, (Task(env, index, task_id), []))[1].append(reward)
+                left.setdefault(number, (Task(env, index, task_id), []))[1].append(reward)
             self._db.execute("UPDATE groups SET step = ? WHERE state = 'discarded' AND step > ?", (step, step))
-        return found
+        return left
 
     # -- reconciling -----------------------------------------------------------------------------------------------------------
 

@@ -123,15 +123,15 @@ def _check(db: sqlite3.Connection, path: Path, shown: Path) -> None:
         raise UserError(damaged(shown, "it is no ledger"))
     row = db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
     if row is None or row[0] != FORMAT:
-        found = row[0] if row else "unknown"
+        format_ = row[0] if row else "unknown"
         raise UserError(
-            f"{shown} has format {found}; this version reads format {FORMAT}: go on with the version that wrote it"
+            f"{shown} has format {format_}; this version reads format {FORMAT}: go on with the version that wrote it"
         )
     pages, size = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "page_size"))
     if (length := path.stat().st_size) < pages * size:
         raise UserError(damaged(shown, f"it is truncated: {length} bytes of {pages * size}"))
-    if (verdict := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-        raise UserError(damaged(shown, verdict.splitlines()[-1]))
+    if (problem := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+        raise UserError(damaged(shown, problem.splitlines()[-1]))
 
 
 @contextmanager

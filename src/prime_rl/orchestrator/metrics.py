@@ -8,7 +8,7 @@ import numpy as np
 
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.ledger import Counts
-from prime_rl.orchestrator.samples import Scored, output_tokens
+from prime_rl.orchestrator.samples import ScoredBatch, output_tokens
 from prime_rl.orchestrator.scheduler import Batch, Drop, Group
 
 
@@ -23,7 +23,7 @@ class Tally:
 
 def step_metrics(
     batch: Batch[EpisodeResult],
-    scored: Scored,
+    scored: ScoredBatch,
     tally: Tally,
     now: Counts,
     *,
@@ -90,7 +90,7 @@ def bench_table(rows: list[dict[str, float]]) -> str:
     )
 
 
-def _distributions(groups: Sequence[Group[EpisodeResult]], scored: Scored, env: str = "") -> dict[str, float]:
+def _distributions(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, env: str = "") -> dict[str, float]:
     """`<quantity>/<statistic>` over all finished episodes of these groups, or `<quantity>/<env>/<statistic>`, and which share of groups was solved."""
     episodes = [episode for group in groups for episode in group.finished]
     results = [episode.result for episode in episodes]
@@ -98,7 +98,9 @@ def _distributions(groups: Sequence[Group[EpisodeResult]], scored: Scored, env: 
     sampled = [output_tokens(result) for result in results]
     quantities: dict[str, Sequence[float]] = {
         "reward": [result.reward for result in results],
-        "advantage": [value for episode in episodes for value in scored.worth.get(episode.start.episode, {}).values()],
+        "advantage": [
+            value for episode in episodes for value in scored.advantages.get(episode.start.episode, {}).values()
+        ],
         "num_total_tokens": tokens,
         "num_output_tokens": sampled,
         "num_input_tokens": [total - output for total, output in zip(tokens, sampled, strict=True)],
@@ -125,10 +127,10 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
     """Mean, population standard deviation, extremes and percentiles (linear between neighbours) of finite values; nothing of none."""
     if not values:
         return {}
-    given = np.asarray(values, dtype=np.float64)
-    p10, median, p90 = np.percentile(given, [10, 50, 90])
-    found = {"mean": given.mean(), "std": given.std(), "min": given.min(), "max": given.max()}
-    return {name: float(value) for name, value in {**found, "p10": p10, "median": median, "p90": p90}.items()}
+    array = np.asarray(values, dtype=np.float64)
+    p10, median, p90 = np.percentile(array, [10, 50, 90])
+    moments = {"mean": array.mean(), "std": array.std(), "min": array.min(), "max": array.max()}
+    return {name: float(value) for name, value in {**moments, "p10": p10, "median": median, "p90": p90}.items()}
 
 
 def _solved(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
@@ -138,7 +140,7 @@ def _solved(rewards: Sequence[Sequence[float]]) -> dict[str, float]:
     return {"all": solved, "none": unsolved, "some": 1.0 - solved - unsolved}
 
 
-def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: Scored, several: bool) -> dict[str, float]:
+def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: ScoredBatch, several: bool) -> dict[str, float]:
     """The same distributions for each environment, where the run has several, and every environment's own metrics."""
     by_env: dict[str, list[Group[EpisodeResult]]] = {}
     for group in groups:
@@ -157,9 +159,9 @@ def _per_environment(groups: Sequence[Group[EpisodeResult]], scored: Scored, sev
             ("metrics", [result.metrics for result in results]),
         ):
             for name in sorted({name for one in values for name in one}):
-                found = [value for one in values if (value := one.get(name)) is not None]
-                if found:
-                    metrics[f"{env}/{kind}/{name}/mean"] = _mean(found)
+                known = [value for one in values if (value := one.get(name)) is not None]
+                if known:
+                    metrics[f"{env}/{kind}/{name}/mean"] = _mean(known)
     return metrics
 
 

@@ -23,7 +23,13 @@ from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
 from prime_rl.monitor.limits import LimitWatch
 from prime_rl.orchestrator.admission import Admission
-from prime_rl.orchestrator.ckpt import JointCheckpoints, Progress, State, missing_rows, resume_progress
+from prime_rl.orchestrator.checkpoint import (
+    JointCheckpoints,
+    OrchestratorState,
+    ResumePoint,
+    missing_rows,
+    resume_point,
+)
 from prime_rl.orchestrator.concurrency import LoadWatch
 from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
@@ -31,7 +37,7 @@ from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, total
 from prime_rl.orchestrator.metrics import Tally, step_metrics
 from prime_rl.orchestrator.plans import limits, most_in_flight
 from prime_rl.orchestrator.resume import open_ledger, restore
-from prime_rl.orchestrator.samples import Scored, output_tokens, score_batch
+from prime_rl.orchestrator.samples import ScoredBatch, output_tokens, score_batch
 from prime_rl.orchestrator.scheduler import Batch, Batched, Drop, Scheduler, Start
 from prime_rl.orchestrator.tasks import Curriculum, count, request_seed, task_stream, tasks_of_env
 from prime_rl.orchestrator.teachers import Teachers, listed
@@ -79,13 +85,13 @@ class Orchestrator:
             for env in config.environments
         }
         self.admission = Admission(config)
-        self.progress = Progress()
+        self.progress = ResumePoint()
         if not config.bench:
-            self.progress = resume_progress(config.output_dir, config.ckpt, config.max_steps, config.recover)
+            self.progress = resume_point(config.output_dir, config.ckpt, config.max_steps, config.recover)
         self.fleet = ReplicaPool(engines, slack=config.rollouts_per_example)
-        self.serving = WeightSync(config, self.fleet, status, self)
-        self.recovery = Recovery(config, self.serving, status, self)
-        self.evaluations = Evaluations(config, pool, monitor, status, self.serving, self.recovery)
+        self.weight_sync = WeightSync(config, self.fleet, status, self)
+        self.recovery = Recovery(config, self.weight_sync, status, self)
+        self.evaluations = Evaluations(config, pool, monitor, status, self.weight_sync, self.recovery)
         self.checkpoints = JointCheckpoints(config.output_dir, config.ckpt)
         self.limits = LimitWatch(config.output_dir)
         self.ledger: Ledger
@@ -96,7 +102,7 @@ class Orchestrator:
         self._running: dict[str, asyncio.Task[None]] = {}
         self._outcomes: deque[Outcome | None] = deque(maxlen=max(_ERROR_WINDOW, config.batch_size))
         self._last_error = ""
-        self._step_began = self._last_landing = time.monotonic()
+        self._step_began = self._last_end = time.monotonic()
         self._gated_since: float | None = None
         self._failure: BaseException | None = None
         self._algorithm_state = self.progress.state.algorithm  # after the last committed batch
@@ -116,7 +122,7 @@ class Orchestrator:
             if self.evaluations.owed(self.scheduler.version):
                 await self._evaluate()
             background = (
-                [] if self.config.bench else [self.serving.follow(), self.recovery.watch(), self._keep_ledger()]
+                [] if self.config.bench else [self.weight_sync.follow(), self.recovery.watch(), self._keep_ledger()]
             )
             if self.config.max_concurrent == "auto":
                 background.append(self._watch_load())
@@ -153,7 +159,7 @@ class Orchestrator:
                 self._wake.set()  # to go on with, once what was started has begun
                 await asyncio.sleep(0)
             await self._next_event()
-            while not (self.scheduler.done or self.serving.recovering) and await self._ship():
+            while not (self.scheduler.done or self.weight_sync.recovering) and await self._ship():
                 pass
 
     def stop(self) -> None:
@@ -182,7 +188,7 @@ class Orchestrator:
         else:
             if not config.trainer:
                 logger.info("no trainer takes part: all batches come from the base model (version 0)")
-            version = await self.serving.start(self.progress, self.evaluations.owed)
+            version = await self.weight_sync.start(self.progress, self.evaluations.owed)
         self.started = True
         self._make_scheduler(version)
         await self._write_ledger()
@@ -194,7 +200,7 @@ class Orchestrator:
         )  # fmt: skip
 
     def _make_scheduler(self, version: int) -> None:
-        config, history = self.config, self.serving.history
+        config, history = self.config, self.weight_sync.history
         tasks = {env.name: tasks_of_env(env.name, self.pool.tasks(env.name)) for env in config.environments}
         by_difficulty = {env: pools for env in tasks if (pools := config.curriculum_of(env)) is not None}
         self.admission.curriculum = Curriculum(tasks, by_difficulty, config.seed)
@@ -209,7 +215,7 @@ class Orchestrator:
             emit=self.ledger.record,
             gate=self.admission.gate,
         )
-        self.serving.begin(self.scheduler)
+        self.weight_sync.begin(self.scheduler)
         self.recovery.begin()
         if not config.bench:
             newest = version if history.newest is None else history.newest
@@ -231,7 +237,7 @@ class Orchestrator:
         """Start what may start, but not too much at once. Returns whether more may."""
         for _ in range(_LAUNCHED_AT_ONCE):
             if (
-                self.serving.recovering
+                self.weight_sync.recovering
                 or self.stopping
                 or (start := self.scheduler.next_start(time.monotonic())) is None
             ):
@@ -275,7 +281,7 @@ class Orchestrator:
 
     def _land(self, start: Start, result: EpisodeResult) -> None:
         del self._running[start.episode]
-        self._last_landing = time.monotonic()
+        self._last_end = time.monotonic()
         self.status.progress()
         self._wake.set()
         self.admission.look(start.task.env, result)
@@ -308,7 +314,7 @@ class Orchestrator:
         running, self._running = list(self._running.values()), {}
         return running
 
-    # -- what serving and recovery tell: see the `Shell` of each -------------------------------------------------------------------------------
+    # -- what weight_sync and recovery tell: see the `Shell` of each -------------------------------------------------------------------------------
 
     def forget(self, starts: Sequence[Start]) -> None:
         """These were in flight, and the scheduler has given them up."""
@@ -331,7 +337,7 @@ class Orchestrator:
         """Whether the run is stopped before `version` is evaluated, as it should be: a resumed run does so."""
         return self.stopping and self.evaluations.owed(version)
 
-    def lost(self, replica: Replica) -> None:
+    def replica_lost(self, replica: Replica) -> None:
         """It is gone, or serves something else."""
         self.recovery.recover(replica)
 
@@ -363,7 +369,7 @@ class Orchestrator:
         self._wake.clear()
         if self._failure is not None:
             raise self._failure
-        if gated and not self.serving.lock.locked() and not self.serving.recovering:
+        if gated and not self.weight_sync.lock.locked() and not self.weight_sync.recovering:
             # Nothing is in flight and nothing may start: only the trainer can free the run.
             self._gated_since = self._gated_since or began
             subject, seconds = f"weights/step_{self.scheduler.version + 1}", self.config.weights_timeout
@@ -372,12 +378,12 @@ class Orchestrator:
                 raise WaitTimeout(subject, "trainer", seconds)
         elif not gated:
             self._gated_since = None
-            self._tell()
+            self._show_status()
         self._check_error_rate()
 
-    def _tell(self) -> None:
+    def _show_status(self) -> None:
         """What the orchestrator does while episodes are in flight, or what keeps it waiting for unusually long."""
-        quiet = time.monotonic() - self._last_landing
+        quiet = time.monotonic() - self._last_end
         loading = self.fleet.loading
         if self.evaluations.running:
             return  # it tells by itself
@@ -399,11 +405,11 @@ class Orchestrator:
 
     async def _ship(self) -> bool:
         """Commit a batch if there is one. Returns whether there may be another."""
-        async with self.serving.shipping:
+        async with self.weight_sync.shipping:
             if self.scheduler.ready_batch() is None:
                 return False
             if not self.config.bench:
-                self.serving.notice_incarnation()
+                self.weight_sync.notice_incarnation()
             batch = self.scheduler.ready_batch()
             if batch is None:
                 return False
@@ -422,7 +428,7 @@ class Orchestrator:
         self._report(batch, metrics)
         return True
 
-    async def _commit(self, batch: Batch[EpisodeResult], scored: Scored) -> dict[str, float]:
+    async def _commit(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> dict[str, float]:
         """Write a batch with its metrics and the state after it; the ledger has all its episodes before."""
         taken = self.admission.take(batch)
         pools = await asyncio.to_thread(self.admission.curriculum.state)  # milliseconds, of a million tasks
@@ -434,7 +440,7 @@ class Orchestrator:
         extra = batch_extra(event, batch.groups, opened, counts)  # which counts the batch
         self.tally = Tally(total(counts))
         if not self.config.bench:
-            state = State(
+            state = OrchestratorState(
                 step=batch.step + 1,
                 seed=self.config.seed,
                 groups_opened=opened,
@@ -465,23 +471,23 @@ class Orchestrator:
         if self.config.bench:
             self.scheduler.verify(batch.episodes)
         else:
-            await self.serving.verify()
+            await self.weight_sync.verify()
         return batch.episodes.isdisjoint(self.scheduler.unverified())
 
-    def _discard(self, batch: Batch[EpisodeResult], scored: Scored) -> None:
+    def _discard(self, batch: Batch[EpisodeResult], scored: ScoredBatch) -> None:
         self.scheduler.discard(batch, scored.truncated)
         self.admission.empty_batch(batch, set(scored.details.values()))
 
     def _count_idle(self, now: float) -> None:
         """Nothing has been in flight since the last episode of this step ended."""
-        self.tally.seconds_idle += now - max(self._last_landing, self._step_began)
-        self._last_landing = now
+        self.tally.seconds_idle += now - max(self._last_end, self._step_began)
+        self._last_end = now
 
-    def _take_metrics(self, batch: Batch[EpisodeResult], scored: Scored, counts: Counts) -> dict[str, float]:
+    def _take_metrics(self, batch: Batch[EpisodeResult], scored: ScoredBatch, counts: Counts) -> dict[str, float]:
         now = time.monotonic()
         if not self._running:
             self._count_idle(now)
-        updating, parts = self.serving.take_times()
+        updating, parts = self.weight_sync.take_times()
         metrics = step_metrics(
             batch,
             scored,
@@ -493,7 +499,7 @@ class Orchestrator:
             several=len(self.config.environments) > 1,
         )
         metrics["workers/cpu"] = self.pool.busiest
-        if (limit := self.limits.look(self.serving.history.incarnations.values())) is not None:
+        if (limit := self.limits.look(self.weight_sync.history.incarnations.values())) is not None:
             metrics[limit.name.metric] = limit.share
         self._step_began = now
         return metrics
@@ -516,14 +522,14 @@ class Orchestrator:
             await asyncio.sleep(FLUSH_SECONDS / 2)
 
     async def _save(self, last: bool = False) -> None:
-        history = self.serving.history
+        history = self.weight_sync.history
         async with self._saving:
             if history.newest is not None and not self.scheduler.must_go_back:
                 self.ledger.trained_through(history.newest)
             if last or time.monotonic() - self._flushed >= FLUSH_SECONDS:
-                async with self.serving.shipping:
-                    if self.scheduler.unverified() and not self.serving.recovering:
-                        await self.serving.verify()
+                async with self.weight_sync.shipping:
+                    if self.scheduler.unverified() and not self.weight_sync.recovering:
+                        await self.weight_sync.verify()
                     await self._write_ledger()
             await asyncio.to_thread(self.checkpoints.join, dict(history.incarnations))
 
@@ -554,7 +560,7 @@ class Orchestrator:
         if self._failure is not None:
             raise self._failure
         await self.recovery.close()
-        self.serving.history.release()
+        self.weight_sync.history.release()
 
     @property
     def _served_to_the_end(self) -> bool:
@@ -572,13 +578,13 @@ class Orchestrator:
         def ended() -> bool:
             return watch.ended(asked_to_stop=self.stopping)
 
-        def tell(waited: float) -> None:
+        def on_wait(waited: float) -> None:
             self.status.waiting(subject, "trainer", seconds)
             if self._failure is not None:
                 raise self._failure
 
         subject, seconds = "last word", self.config.weights_timeout
-        await wait_async(ended, subject=subject, owner="trainer", seconds=seconds, on_wait=tell)
+        await wait_async(ended, subject=subject, owner="trainer", seconds=seconds, on_wait=on_wait)
 
 
 async def _end(tasks: Sequence["asyncio.Task[None]"]) -> None:

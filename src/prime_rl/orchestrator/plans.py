@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def limits(config: "OrchestratorConfig") -> Limits:
-    """The core's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
+    """The scheduler's numbers. A benchmark has no trainer: it may run ahead for all of its few steps."""
     level = steps_ahead(config)
-    given = None if config.max_concurrent == "auto" else config.max_concurrent  # `load` finds it
+    fixed = None if config.max_concurrent == "auto" else config.max_concurrent  # `concurrency` finds it
     return Limits(
         batch_size=config.batch_size,
         group_size=config.rollouts_per_example,
         async_level=level,
         max_off_policy_steps=max(config.max_off_policy_steps, level),
-        max_concurrent=min(given or config.batch_size * (config.async_level + 1), slots(config)),
+        max_concurrent=min(fixed or config.batch_size * (config.async_level + 1), slots(config)),
         max_steps=ORCHESTRATOR_STEPS if config.bench else config.max_steps,
     )
 
@@ -93,6 +93,6 @@ def make_pool(config: "OrchestratorConfig", teachers: Teachers) -> EnvPool:
         renderer=config.renderer,
         output_dir=config.output_dir,
         log_level=config.log.level,
-        samplers={name: found for name in names if (found := teachers.sampler_of(name)) is not None},
+        samplers={name: sampler for name in names if (sampler := teachers.sampler_of(name)) is not None},
         demonstrations={name: shown for name in names if (shown := teachers.demonstration_of(name)) is not None},
     )

@@ -9,13 +9,13 @@ from loguru import logger
 from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.admission import Admission
-from prime_rl.orchestrator.ckpt import Progress, refuse_other_seed
+from prime_rl.orchestrator.checkpoint import ResumePoint, refuse_other_seed
 from prime_rl.orchestrator.ledger import Counts, Ledger, read_batches, total
-from prime_rl.orchestrator.scheduler import Group, Opened, Place, Scheduler, State, Task
+from prime_rl.orchestrator.scheduler import Group, GroupSlot, Opened, Scheduler, State, Task
 from prime_rl.transport.settings import ways_out
 
 
-def open_ledger(output_dir: Path, seed: int, progress: Progress) -> Ledger:
+def open_ledger(output_dir: Path, seed: int, progress: ResumePoint) -> Ledger:
     """The run's ledger.
 
     Raises:
@@ -38,7 +38,7 @@ def restore(
     scheduler: Scheduler[EpisodeResult],
     ledger: Ledger,
     rollouts: Path,
-    progress: Progress,
+    progress: ResumePoint,
     stream: Iterator[Task],
     version: int,
     admission: Admission,
@@ -84,13 +84,13 @@ def restore(
             if pools is not None and index is not None:  # else the stream gives it again
                 task = pools.task(index) or task
             ledger.record(Opened(number, task))
-            groups.append(Group(number, task, {i: Place(i) for i in range(scheduler.limits.group_size)}))
+            groups.append(Group(number, task, {i: GroupSlot(i) for i in range(scheduler.limits.group_size)}))
     scheduler.restore(groups)
     if groups:
         finished = sum(len(group.finished) for group in groups)
-        again = sum(place.state is State.RETRY for group in groups for place in group.places.values())
+        retried = sum(slot.state is State.RETRY for group in groups for slot in group.slots.values())
         logger.info(
-            "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, again
+            "{} open groups go on, with {} finished episodes; {} are started again", len(groups), finished, retried
         )
     admission.restore(ledger.discards(state.step), {number: rewards for number, (_, rewards) in left.items()})
     return total({env: Counts(**one) for env, one in state.ledger.items()} if known else {})

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredBatch:
     """A batch's samples, and what became of its finished episodes, by name."""
 
     samples: list[Sample]
@@ -28,7 +28,7 @@ class Scored:
     truncated: list[str]  # all sampled tokens are cut off
     state: dict[str, Any] = field(default_factory=dict)  # of each environment's algorithm, after this batch
     details: dict[str, str] = field(default_factory=dict)  # which filter left an episode out
-    worth: dict[str, dict[int, float]] = field(default_factory=dict)  # the advantage of each part of each episode
+    advantages: dict[str, dict[int, float]] = field(default_factory=dict)  # the advantage of each part of each episode
 
 
 def score_batch(
@@ -36,7 +36,7 @@ def score_batch(
     config: "OrchestratorConfig",
     temperatures: Mapping[str, float],
     state: Mapping[str, Any],
-) -> Scored:
+) -> ScoredBatch:
     """Score every group and build the samples of the episodes that carry signal.
 
     Args:
@@ -48,9 +48,9 @@ def score_batch(
         only widen the loss's denominator. A penalty or bonus of all tokens (`loss.kl_coef`, `loss.entropy_coef`) needs them: `RLConfig` refuses the two
         together. Left out are also those whose sampled tokens all lie beyond `seq_len`.
     """
-    scored = Scored([], [], [], [], dict(state))
-    worth = _advantages(batch, config, scored.state)
-    scored.worth.update(worth)
+    scored = ScoredBatch([], [], [], [], dict(state))
+    values = _advantages(batch, config, scored.state)
+    scored.advantages.update(values)
     for group in batch.groups:
         for episode in in_order(group):
             name = episode.start.episode
@@ -58,7 +58,7 @@ def score_batch(
                 scored.filtered.append(name)
                 scored.details[name] = why
                 continue
-            rows = episode_samples(episode, worth[name], temperatures[group.task.env], config)
+            rows = episode_samples(episode, values[name], temperatures[group.task.env], config)
             if rows is None:
                 scored.truncated.append(name)
             elif not rows:
@@ -102,27 +102,27 @@ def attempts(result: EpisodeResult) -> dict[int, Attempt]:
     sequences: dict[int, list[SampleTokens]] = {}
     for sequence in result.samples:
         sequences.setdefault(sequence.part, []).append(sequence)
-    found = {}
+    by_part = {}
     for number, its in sorted(sequences.items()):
-        worth = result.parts[number] if result.parts else result
-        found[number] = Attempt(
-            reward=worth.reward,
+        scores = result.parts[number] if result.parts else result
+        by_part[number] = Attempt(
+            reward=scores.reward,
             output_tokens=sum(sequence.loss_mask.count(1) for sequence in its),
             total_tokens=sum(len(sequence.input_ids) for sequence in its),
-            turns=worth.num_turns,
-            rewards=worth.rewards,
-            metrics=worth.metrics,
-            is_truncated=worth.is_truncated,
+            turns=scores.num_turns,
+            rewards=scores.rewards,
+            metrics=scores.metrics,
+            is_truncated=scores.is_truncated,
             agent=its[0].agent,
         )
-    return found
+    return by_part
 
 
 def _advantages(
     batch: Batch[EpisodeResult], config: "OrchestratorConfig", state: dict[str, Any]
 ) -> dict[str, dict[int, float]]:
     """The advantage of each part of each episode. `state` is brought to what it is after this batch."""
-    worth: dict[str, dict[int, float]] = {}
+    by_episode: dict[str, dict[int, float]] = {}
     by_env: dict[str, list[list[Finished[EpisodeResult]]]] = {}
     for group in batch.groups:
         filters = config.filters_of(group.task.env)
@@ -142,21 +142,24 @@ def _advantages(
         )
         if after:
             state[env] = after
-        for members, row in zip(named, values, strict=True):
-            for (name, part, _), value in zip(members, row, strict=True):
-                worth.setdefault(name, {})[part] = value
-    return worth
+        for episodes, row in zip(named, values, strict=True):
+            for (name, part, _), value in zip(episodes, row, strict=True):
+                by_episode.setdefault(name, {})[part] = value
+    return by_episode
 
 
 def episode_samples(
-    episode: Finished[EpisodeResult], worth: Mapping[int, float], temperature: float, config: "OrchestratorConfig"
+    episode: Finished[EpisodeResult],
+    part_advantages: Mapping[int, float],
+    temperature: float,
+    config: "OrchestratorConfig",
 ) -> list[Sample] | None:
     """One sample for each token sequence of an episode that some component of the loss is to learn from, cut to `seq_len` tokens.
 
     Its streams are arrays, of the types that are written: no work a token in Python, and a fourth of the memory of lists.
 
     Args:
-        worth: The advantage of each of its parts.
+        part_advantages: The advantage of each of its parts.
 
     Returns:
         None where all sampled tokens are cut off.
@@ -171,7 +174,12 @@ def episode_samples(
             continue
         fits = True
         streams = streams_of(
-            algorithm, sequence, mask, logprobs[:seq_len], worth[sequence.part], not config.filter_zero_advantage
+            algorithm,
+            sequence,
+            mask,
+            logprobs[:seq_len],
+            part_advantages[sequence.part],
+            not config.filter_zero_advantage,
         )
         if not streams.trained:
             continue

@@ -33,7 +33,7 @@ _TURNS = 3  # of `async_level + 1` steps each, of which the shortest says how lo
 
 
 class State(StrEnum):
-    """State of one place in a group."""
+    """State of a slot of a group."""
 
     PENDING = "pending"  # its present attempt has not started
     RUNNING = "running"
@@ -122,8 +122,8 @@ class Finished(Generic[Result]):
 
 
 @dataclass(slots=True)
-class Place:
-    """One of the attempts at a task that make a group. `attempt` counts up when it is tried again."""
+class GroupSlot:
+    """One of the episodes that make a group. `attempt` counts up when it is tried again."""
 
     number: int
     attempt: int = 0
@@ -136,21 +136,21 @@ class Group(Generic[Result]):
 
     number: int
     task: Task
-    places: dict[int, Place] = field(default_factory=dict)  # by their number
+    slots: dict[int, GroupSlot] = field(default_factory=dict)  # by their number
     finished: list[Finished[Result]] = field(default_factory=list)
     admitted: bool = False  # complete, and not turned away
 
     @property
     def complete(self) -> bool:
-        return all(place.state in (State.FINISHED, State.FAILED) for place in self.places.values())
+        return all(slot.state in (State.FINISHED, State.FAILED) for slot in self.slots.values())
 
     @property
-    def next_place(self) -> Place | None:
+    def next_slot(self) -> GroupSlot | None:
         """What is to be started next: what an earlier orchestrator had started before what is new."""
         for state in (State.RETRY, State.PENDING):
-            for place in self.places.values():
-                if place.state is state:
-                    return place
+            for slot in self.slots.values():
+                if slot.state is state:
+                    return slot
         return None
 
 
@@ -304,10 +304,10 @@ class Scheduler(Generic[Result]):
                 self.opens_at = paced
                 return None
             group = self._open(now)
-        place = group.next_place
-        assert place is not None  # or the group could not be started
-        place.state = State.RUNNING
-        start = Start(group.number, place.number, place.attempt, group.task, self.version)
+        slot = group.next_slot
+        assert slot is not None  # or the group could not be started
+        slot.state = State.RUNNING
+        start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
         self._running[start.episode] = start
         self._reindex(group)
         self._emit(Issued(start, self.incarnation))
@@ -331,8 +331,8 @@ class Scheduler(Generic[Result]):
         turn = (level + 1) * batch
         if len(self._running) < self.limits.batch_size or len(opened) <= turn:
             return None
-        ends = [opened[index] for index in range(-1, -len(opened) - 1, -turn)]
-        took = min(later - earlier for later, earlier in pairwise(ends))
+        turns = [opened[index] for index in range(-1, -len(opened) - 1, -turn)]
+        took = min(later - earlier for later, earlier in pairwise(turns))
         return opened[-batch] + PACE * took / (level + 1)
 
     def allow(self, max_concurrent: int) -> None:
@@ -345,7 +345,7 @@ class Scheduler(Generic[Result]):
         """An episode ended with a result that can be trained once the servers are verified (`verify`)."""
         start, group = self._end(episode)
         finished = Finished(start, start.version, self.announced, result, self.incarnation)
-        group.places[start.number].state = State.FINISHED
+        group.slots[start.number].state = State.FINISHED
         group.finished.append(finished)
         self._unverified[episode] = finished
         self._looked_for_stale = self._looked_for_stale and not self._too_old(finished.first)
@@ -354,10 +354,10 @@ class Scheduler(Generic[Result]):
     def fail(self, episode: str, reason: Drop, detail: str = "", retry: bool = False) -> bool:
         """An episode ended without a result. With `retry` it is issued again, unless it was the last of `max_attempts`. Returns whether it will be."""
         start, group = self._end(episode)
-        again = retry and start.attempt + 1 < self.limits.max_attempts
-        self._drop(group, start, reason, detail, again)
+        retried = retry and start.attempt + 1 < self.limits.max_attempts
+        self._drop(group, start, reason, detail, retried)
         self._settle(group)
-        return again
+        return retried
 
     def announce(self, version: int) -> None:
         """An update to `version` begins: tokens sampled from now on may be of it, though `serve` has not been called yet."""
@@ -399,7 +399,7 @@ class Scheduler(Generic[Result]):
         Returns:
             What was in flight; the shell cancels it.
         """
-        for finished in [found for found in self._unverified.values() if found.start.episode in episodes]:
+        for finished in [one for one in self._unverified.values() if one.start.episode in episodes]:
             self._give_up(self._groups[finished.start.group], finished, detail)
         return self._give_up_running([start for name, start in self._running.items() if name in episodes], detail)
 
@@ -506,11 +506,11 @@ class Scheduler(Generic[Result]):
         """The run ends for good: what is in no batch will be in none. Returns what was in flight; the shell cancels it."""
         running = list(self._running.values())
         for group in list(self._groups.values()):
-            for place in group.places.values():
-                if place.state not in (State.PENDING, State.FAILED):
-                    start = Start(group.number, place.number, place.attempt, group.task, self.version)
+            for slot in group.slots.values():
+                if slot.state not in (State.PENDING, State.FAILED):
+                    start = Start(group.number, slot.number, slot.attempt, group.task, self.version)
                     self._emit(Dropped(start, Drop.CANCELLED))
-                place.state = State.FAILED
+                slot.state = State.FAILED
             group.finished.clear()
             self._settle(group)
         self._running.clear()
@@ -531,7 +531,7 @@ class Scheduler(Generic[Result]):
     def held(self) -> int:
         """Episodes that were issued and are neither dropped nor in a committed batch."""
         states = (State.RUNNING, State.FINISHED, State.RETRY)
-        return sum(place.state in states for group in self._groups.values() for place in group.places.values())
+        return sum(slot.state in states for group in self._groups.values() for slot in group.slots.values())
 
     @property
     def open_groups(self) -> dict[int, Task]:
@@ -540,9 +540,9 @@ class Scheduler(Generic[Result]):
 
     # -- private -------------------------------------------------------------------------------------------------------------
 
-    def _planned_step(self, place: int) -> int:
-        """The step that the group at `place` among the unbatched ones will be trained at."""
-        return planned_step(self.step, place, self.limits.groups_per_batch)
+    def _planned_step(self, position: int) -> int:
+        """The step that the group at `position` among the unbatched ones will be trained at."""
+        return planned_step(self.step, position, self.limits.groups_per_batch)
 
     def _first_startable(self) -> Group[Result] | None:
         """The first open group with an episode to start, if the gate lets it through. It is closed for one again after going back."""
@@ -555,7 +555,7 @@ class Scheduler(Generic[Result]):
     def _open(self, now: float) -> Group[Result]:
         task = next(self._tasks)
         self._opened.append(now)
-        group: Group[Result] = Group(self.groups_opened, task, {i: Place(i) for i in range(self.limits.group_size)})
+        group: Group[Result] = Group(self.groups_opened, task, {i: GroupSlot(i) for i in range(self.limits.group_size)})
         self._add(group)
         self.groups_opened += 1
         self._emit(Opened(group.number, task))
@@ -566,23 +566,23 @@ class Scheduler(Generic[Result]):
         self.ended += 1
         return start, self._groups[start.group]
 
-    def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", again: bool = False) -> None:
-        """An episode of `group` ends untrained; with `again` its place is tried once more."""
-        place = group.places[start.number]
-        place.state = State.PENDING if again else State.FAILED
-        place.attempt += again
+    def _drop(self, group: Group[Result], start: Start, reason: Drop, detail: str = "", retried: bool = False) -> None:
+        """An episode of `group` ends untrained; with `retried` its slot is tried once more."""
+        slot = group.slots[start.number]
+        slot.state = State.PENDING if retried else State.FAILED
+        slot.attempt += retried
         self._reindex(group)
-        self._emit(Dropped(start, reason, detail, again))
+        self._emit(Dropped(start, reason, detail, retried))
 
     def _give_up(self, group: Group[Result], finished: Finished[Result], detail: str) -> None:
         group.finished.remove(finished)
         self._unverified.pop(finished.start.episode, None)
-        self._drop(group, finished.start, Drop.STALE, detail, again=True)
+        self._drop(group, finished.start, Drop.STALE, detail, retried=True)
 
     def _give_up_running(self, starts: list[Start], detail: str) -> list[Start]:
         for start in starts:
             _, group = self._end(start.episode)
-            self._drop(group, start, Drop.STALE, detail, again=True)
+            self._drop(group, start, Drop.STALE, detail, retried=True)
         return starts
 
     def _settle(self, group: Group[Result]) -> None:
@@ -636,7 +636,7 @@ class Scheduler(Generic[Result]):
             return
         group.admitted = group.admitted and group.complete  # what is made again is looked at again
         for numbers, belongs in (
-            (self._startable, group.next_place is not None),
+            (self._startable, group.next_slot is not None),
             (self._complete, group.complete and not group.admitted),
             (self._admitted, group.admitted),
         ):

@@ -44,7 +44,7 @@ class Refused(Exception):
     """The server refuses this very request: another attempt gives the same."""
 
 
-class Server:
+class ModelServer:
     """A client of one teacher's server.
 
     Args:
@@ -93,8 +93,8 @@ class Server:
         trouble = ""
         while time.monotonic() - began < ready_timeout:  # bounded: by the deadline in its head
             try:
-                if found := _listed(await self._once(self._api.models.with_raw_response.list, _LOOK_SECONDS)):
-                    return found
+                if models := _listed(await self._once(self._api.models.with_raw_response.list, _LOOK_SECONDS)):
+                    return models
                 trouble = "it lists no model"
             except (TeacherTrouble, Refused) as error:
                 trouble = str(error)
@@ -128,7 +128,7 @@ class Server:
         return _json(response.http_response)
 
 
-class Teacher(Server):
+class Teacher(ModelServer):
     """A client of a server that scores."""
 
     config: TeacherConfig
@@ -165,8 +165,8 @@ class Teacher(Server):
         """
         async with self.slots:  # bounded: requests have timeouts, and a few attempts
             kept = tokens[: await self._room(len(hint))]
-            found = await self._ask([*hint, *kept])
-        scores = array("f", found[len(hint) :])
+            logprobs = await self._ask([*hint, *kept])
+        scores = array("f", logprobs[len(hint) :])
         if not all(map(math.isfinite, scores)) or len(scores) != len(kept):
             raise Refused(f"{self.root} gives no finite log-probability for each of {len(kept)} tokens")
         return scores
@@ -196,8 +196,8 @@ class Teacher(Server):
 
     def _learn(self, models: dict[str, dict[str, Any]]) -> None:
         model = models.get(self.model, {})
-        told = model.get("max_model_len") or models.get(str(model.get("parent")), {}).get("max_model_len")
-        self.context = told if isinstance(told, int) and told > 0 else None
+        length = model.get("max_model_len") or models.get(str(model.get("parent")), {}).get("max_model_len")
+        self.context = length if isinstance(length, int) and length > 0 else None
         self._learned = True
 
     async def _choose(self) -> None:
@@ -246,12 +246,12 @@ class Teacher(Server):
 
 def _json(response: httpx.Response) -> dict[str, Any]:
     try:
-        found = response.json()
+        answer = response.json()
     except ValueError as error:
         raise Refused(f"it answers something else than JSON: {response.text[:100]!r}") from error
-    if not isinstance(found, dict):
+    if not isinstance(answer, dict):
         raise Refused(f"it answers something else than a table: {response.text[:100]!r}")
-    return found
+    return answer
 
 
 def _listed(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -268,14 +268,16 @@ class Teachers:
     def __init__(self, config: "OrchestratorConfig") -> None:
         self._config = config
         self._by_env: dict[str, Teacher] = {}  # who scores its episodes
-        self._samplers: dict[str, Server] = {}  # who samples them
+        self._samplers: dict[str, ModelServer] = {}  # who samples them
         self._self: dict[str, Teacher] = {}  # the policy's own servers, by address
         self._said_short: set[Teacher] = set()
         for env in config.environments:
             algorithm, key = config.algorithm_of(env.name), f"{config.algorithm_key(env.name)}.teacher"
             if isinstance(algorithm, SFT):
                 assert algorithm.teacher is not None
-                self._samplers[env.name] = _same(self._samplers, algorithm.teacher) or Server(algorithm.teacher, key)
+                self._samplers[env.name] = _same(self._samplers, algorithm.teacher) or ModelServer(
+                    algorithm.teacher, key
+                )
             elif isinstance(algorithm, OPD):
                 assert algorithm.teacher is not None
                 self._by_env[env.name] = _same(self._by_env, algorithm.teacher) or Teacher(algorithm.teacher, key)
@@ -292,7 +294,7 @@ class Teachers:
         for server in [*self._servers(), *self._self.values()]:
             await server.close()
 
-    def _servers(self) -> list[Server]:
+    def _servers(self) -> list[ModelServer]:
         """Each once, the policy's own not among them."""
         return list(dict.fromkeys([*self._by_env.values(), *self._samplers.values()]))
 
@@ -383,7 +385,7 @@ class Teachers:
         return self._self[server]
 
 
-S = TypeVar("S", bound=Server)
+S = TypeVar("S", bound=ModelServer)
 
 
 def _same(known: Mapping[str, S], config: TeacherServer) -> S | None:

@@ -178,7 +178,7 @@ async def test_a_version_that_goes_away_between_look_and_load(tmp_path, servers)
     """The trainer has begun a new incarnation: what it commits is served."""
     world = FleetWorld(tmp_path, servers=servers, max_steps=3)
     orchestrator = world.orchestrator()
-    history = orchestrator.serving.history
+    history = orchestrator.weight_sync.history
     manifest, gone = history.manifest, []
 
     def removed(version):

@@ -12,7 +12,7 @@ from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
 from prime_rl.launcher.run import drained, policy, restarts_summary, resume_at, run, ways_on
 from prime_rl.launcher.supervise import Restart
-from prime_rl.orchestrator.ckpt import State
+from prime_rl.orchestrator.checkpoint import OrchestratorState
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
 
@@ -52,7 +52,7 @@ def test_the_newest_checkpoint_is_chosen_once_for_all(tmp_path: Path) -> None:
 
 def test_another_seed_is_refused_before_anything_is_started(tmp_path: Path) -> None:
     """Contract: a run that would go on with other tasks is not begun: the trainer would go back first, and what it had made be gone."""
-    state = State(step=1, seed=1, groups_opened=2)
+    state = OrchestratorState(step=1, seed=1, groups_opened=2)
     with stage(tmp_path / "rollouts" / "step_0", step=0, producer="orchestrator", extra={"state": state.to_json()}):
         pass
     tiny = {"model": {"name": str(MODEL)}, "device": "cpu", "recover": True, "dry_run": True}

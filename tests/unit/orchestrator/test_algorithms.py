@@ -385,9 +385,9 @@ def test_penalties_compare_an_agent_with_its_own_kind() -> None:
 
 def test_what_gdpo_needs() -> None:
     """Contract: an attempt without the rewards that it is to be judged by is told apart, with the reason."""
-    assert unfit(GDPO(), Attempt(1.0)) == "gdpo needs rewards of single functions, and the environment tells none"
+    assert unfit(GDPO(), Attempt(1.0)) == "gdpo needs rewards of single functions, and the environment gives none"
     asked = GDPO(weights={"b": 1.0})
-    assert unfit(asked, Attempt(1.0, rewards={"a": 1.0})) == "gdpo needs a reward 'b', and the environment tells a"
+    assert unfit(asked, Attempt(1.0, rewards={"a": 1.0})) == "gdpo needs a reward 'b', and the environment gives a"
     assert unfit(asked, Attempt(1.0, rewards={"a": 1.0, "b": 0.0})) == unfit(GRPO(), Attempt(1.0)) == ""
 
 

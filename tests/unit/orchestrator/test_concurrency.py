@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from prime_rl.orchestrator.concurrency import LOOKS, PATIENCE, Concurrency, Load
+from prime_rl.orchestrator.concurrency import LOOKS, PATIENCE, Concurrency, ServerLoad
 
 LOOK_EVERY = 3  # tokens
 
@@ -61,8 +61,8 @@ class Server:
         self.landed += sum(sampled >= wanted for wanted, sampled in self.running)
         self.running = [request for request in self.running if request[1] < request[0]]
 
-    def load(self) -> Load:
-        return Load(len(self.running), len(self.queue), self.used / self.room, self.preempted)
+    def load(self) -> ServerLoad:
+        return ServerLoad(len(self.running), len(self.queue), self.used / self.room, self.preempted)
 
 
 def drive(
@@ -183,26 +183,30 @@ def test_contexts_that_are_computed_again_are_no_pressure(every: int) -> None:
 
 def test_an_evaluation_is_no_pressure() -> None:
     """Contract: an evaluation beside training fills the seats and the cache, and preempts; the limit stays, and grows when it is over."""
-    control, calm = Concurrency(24, 48), [Load(24, 0, 0.3, 0)]
+    control, calm = Concurrency(24, 48), [ServerLoad(24, 0, 0.3, 0)]
     for look in range(3 * LOOKS):
-        assert control.look([Load(64, 80, 0.99, 7 * look)], in_flight=24, landed=24 * look, evaluating=True) == 24
+        assert control.look([ServerLoad(64, 80, 0.99, 7 * look)], in_flight=24, landed=24 * look, evaluating=True) == 24
     landed = 24 * 3 * LOOKS
-    assert control.look([Load(24, 30, 0.3, 100)], in_flight=24, landed=landed, evaluating=True) == 24  # its last look
-    limits = [control.look([Load(24, 0, 0.3, 100)], in_flight=24, landed=landed + 8 * n) for n in range(2 * LOOKS)]
+    assert (
+        control.look([ServerLoad(24, 30, 0.3, 100)], in_flight=24, landed=landed, evaluating=True) == 24
+    )  # its last look
+    limits = [
+        control.look([ServerLoad(24, 0, 0.3, 100)], in_flight=24, landed=landed + 8 * n) for n in range(2 * LOOKS)
+    ]
     assert (min(limits), limits[-1]) == (24, 31), calm
 
 
 def test_the_limit_falls_by_the_share_that_waits() -> None:
     """Contract: of a hundred episodes ten are at the server, the others use tools; that two of the ten wait is no reason to go down to eight."""
     control = Concurrency(100, 100)
-    limits = [control.look([Load(8, 2, 0.5, 0)], in_flight=100, landed=n) for n in range(2 * LOOKS)]
+    limits = [control.look([ServerLoad(8, 2, 0.5, 0)], in_flight=100, landed=n) for n in range(2 * LOOKS)]
     assert limits[-1] == 72
 
 
 def test_a_cache_that_is_nearly_full_is_pressure_before_it_preempts() -> None:
     """Contract: at 95 % the limit falls at once, below that it does not."""
     control = Concurrency(20, 40)
-    assert [control.look([Load(20, 0, cache, 0)], in_flight=20, landed=0) for cache in (0.5, 0.94, 0.96)] == [
+    assert [control.look([ServerLoad(20, 0, cache, 0)], in_flight=20, landed=0) for cache in (0.5, 0.94, 0.96)] == [
         20,
         20,
         18,
@@ -213,15 +217,15 @@ def test_what_was_preempted_before_is_no_pressure() -> None:
     """Contract: counters begin before the run, also those of a server that joins."""
     control = Concurrency(10, 20)
     for n in range(LOOKS):
-        assert control.look([Load(10, 0, 0.3, 500)], in_flight=10, landed=n) == 10
+        assert control.look([ServerLoad(10, 0, 0.3, 500)], in_flight=10, landed=n) == 10
     for n in range(LOOKS):
-        assert control.look([Load(10, 0, 0.3, 500), Load(10, 0, 0.3, 70)], in_flight=10, landed=n) == 20
-    assert control.look([Load(10, 0, 0.3, 500), Load(10, 0, 0.3, 71)], in_flight=20, landed=n) == 18
+        assert control.look([ServerLoad(10, 0, 0.3, 500), ServerLoad(10, 0, 0.3, 70)], in_flight=10, landed=n) == 20
+    assert control.look([ServerLoad(10, 0, 0.3, 500), ServerLoad(10, 0, 0.3, 71)], in_flight=20, landed=n) == 18
 
 
 def test_nothing_grows_that_does_not_bind() -> None:
     """Contract: where something else holds the number back (steps that may run ahead), the limit stays; without servers, too."""
     control = Concurrency(16, 64)
-    idle = Load(4, 0, 0.1, 0)
+    idle = ServerLoad(4, 0, 0.1, 0)
     assert [control.look([idle], in_flight=4, landed=100 * i, updating=False) for i in range(9)] == [16] * 9
     assert control.look([], in_flight=0, landed=10**4, updating=False) == 16

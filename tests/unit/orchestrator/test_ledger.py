@@ -163,7 +163,7 @@ def test_what_the_core_needs_to_go_on(path):
     ledger = reopened(ledger)
     (group,) = ledger.open_groups(6)
     assert (group.number, group.task) == (3, Task("reverse-text", 103, "task-3"))
-    assert [(place.number, place.attempt, place.state) for place in group.places.values()] == [
+    assert [(place.number, place.attempt, place.state) for place in group.slots.values()] == [
         (0, 0, State.FINISHED),
         (1, 1, State.PENDING),
         (2, 0, State.FAILED),

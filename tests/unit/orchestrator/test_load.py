@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from prime_rl.orchestrator.concurrency import Load, LoadWatch, read_load
+from prime_rl.orchestrator.concurrency import LoadWatch, ServerLoad, read_load
 from prime_rl.orchestrator.scheduler import Limits, Scheduler, Task
 from prime_rl.wait import wait_async
 
@@ -30,7 +30,7 @@ def text(running: int = 6, waiting: int = 0, cache: float = 0.5, preempted: int 
 
 def test_counters_are_read_for_all_engines_of_a_server() -> None:
     """Contract: requests and preemptions are summed over a server's engines, the fullest cache counts; another text is refused."""
-    assert read_load(text(waiting=3, preempted=4)) == Load(8.0, 3.0, 0.5, 4.0)
+    assert read_load(text(waiting=3, preempted=4)) == ServerLoad(8.0, 3.0, 0.5, 4.0)
     with pytest.raises(ValueError, match="num_requests_running"):
         read_load("<html>")
 

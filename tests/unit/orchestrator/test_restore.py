@@ -13,7 +13,7 @@ from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, SampleTokens
 from prime_rl.orchestrator.admission import Admission
-from prime_rl.orchestrator.ckpt import Progress, State, resume_progress
+from prime_rl.orchestrator.checkpoint import OrchestratorState, ResumePoint, resume_point
 from prime_rl.orchestrator.ledger import Ledger, batch_extra, total
 from prime_rl.orchestrator.resume import open_ledger, restore
 from prime_rl.orchestrator.scheduler import Batched, Drop, Limits, Scheduler, Start, Task
@@ -37,7 +37,7 @@ def extra_of(ledger: Ledger, scheduler, batch, trained, filtered, curriculum=Non
     extra = batch_extra(event, batch.groups, scheduler.groups_opened, ledger.counts())
     still_open = {number: task for number, task in scheduler.open_groups.items() if number not in numbers}
     pools = curriculum or {}
-    state = State(
+    state = OrchestratorState(
         batch.step + 1,
         groups_opened=scheduler.groups_opened,
         open_groups=list(still_open),
@@ -61,7 +61,7 @@ class World:
 
     def start(self) -> None:
         """A new incarnation of the orchestrator."""
-        progress = resume_progress(self.directory, None, recover=self.crashes > 0)
+        progress = resume_point(self.directory, None, recover=self.crashes > 0)
         self.ledger = open_ledger(self.directory, 0, progress)
         stream = task_stream(TASKS, {"env": 2.0, "other": 1.0}, 0)
         newest = newest_version(self.versions, self.incarnations)
@@ -217,7 +217,7 @@ def test_crashes_at_any_event_lose_and_double_nothing(limits, seed):
 def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(tmp_path):
     """A checkpoint that was taken elsewhere: groups that were drawn from pools as they stood then, and what is drawn next, are the same."""
 
-    def begin(directory: Path, progress: Progress) -> tuple[Scheduler[EpisodeResult], Ledger, Curriculum]:
+    def begin(directory: Path, progress: ResumePoint) -> tuple[Scheduler[EpisodeResult], Ledger, Curriculum]:
         directory.mkdir()
         admission = Admission(OrchestratorConfig(environment={"id": "env"}))
         pools = admission.curriculum = Curriculum(TASKS, {"env": CurriculumConfig(easy_weight=3)}, 0)
@@ -227,7 +227,7 @@ def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(
         restore(scheduler, ledger, directory / "rollouts", progress, stream, 0, admission)
         return scheduler, ledger, pools
 
-    scheduler, ledger, pools = begin(tmp_path / "here", Progress())
+    scheduler, ledger, pools = begin(tmp_path / "here", ResumePoint())
     for step in range(4):
         starts = [start for _ in range(5) if (start := scheduler.next_start()) is not None]
         for start in starts[: 2 + step % 2]:
@@ -244,10 +244,10 @@ def test_open_groups_by_difficulty_have_the_same_tasks_where_there_is_no_ledger(
         ledger.flush()
         extra = extra_of(ledger, scheduler, batch, names, [], pools.state())
         scheduler.advance(batch, names, [])
-    state = State(**json.loads(json.dumps(extra["state"])))
+    state = OrchestratorState(**json.loads(json.dumps(extra["state"])))
     tasks = {number: scheduler.open_groups[number] for number in state.open_groups}
     assert {task.env for task in tasks.values()} == {"env", "other"}
-    there, elsewhere, same = begin(tmp_path / "there", Progress(4, 0, resumed=True, state=state))
+    there, elsewhere, same = begin(tmp_path / "there", ResumePoint(4, 0, resumed=True, state=state))
     assert there.open_groups == tasks
     assert same.state() == pools.state()
     assert [there._open(0.0).task for _ in range(30)] == [scheduler._open(0.0).task for _ in range(30)]

@@ -133,7 +133,7 @@ def test_each_of_several_conversations_of_one_agent_is_an_attempt():
         {},
     )
     assert [float(row.advantages[-1]) for row in scored.samples] == [0.5, -0.5, -0.5, 0.5]
-    assert scored.worth == {"7.0.0": {0: 0.5, 1: -0.5}, "7.1.0": {0: -0.5, 1: 0.5}}
+    assert scored.advantages == {"7.0.0": {0: 0.5, 1: -0.5}, "7.1.0": {0: -0.5, 1: 0.5}}
 
 
 def test_samples_are_cut_to_seq_len_and_marked_truncated():

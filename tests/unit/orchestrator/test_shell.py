@@ -227,10 +227,10 @@ async def test_a_version_that_another_incarnation_of_the_trainer_makes_again_is_
         1,
     ]
     evaluations = world.orchestrator().evaluations
-    evaluations._serving.history.look()
+    evaluations._weight_sync.history.look()
     assert not evaluations.due_at_end(2)
     world.trainer.live(2, 1)
-    evaluations._serving.history.look()
+    evaluations._weight_sync.history.look()
     assert evaluations.due_at_end(2)
     assert evaluations._last == 1
 

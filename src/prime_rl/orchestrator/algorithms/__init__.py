@@ -62,12 +62,12 @@ def advantages(
     parts = [[attempt for _, attempt in part] for group in by_agent for part in group]
     after = dict(state)
     if config.type == "rae":
-        found, after = rae(parts, config, state)
+        advantages_of_parts, after = rae(parts, config, state)
     elif config.type in _OF_A_BATCH:
-        found = _OF_A_BATCH[config.type](parts, config)
+        advantages_of_parts = _OF_A_BATCH[config.type](parts, config)
     else:
-        found = [_group(config, part) for part in parts]
-    values = iter(found)
+        advantages_of_parts = [_group(config, part) for part in parts]
+    values = iter(advantages_of_parts)
     result = [[0.0] * len(group) for group in groups]
     for row, group in zip(result, by_agent, strict=True):
         for part in group:
@@ -109,14 +109,14 @@ def _custom(config: "CustomAlgorithm") -> Callable[[Sequence[Attempt]], list[flo
 
     def checked(group: Sequence[Attempt]) -> list[float]:
         try:
-            found = [float(value) for value in function(list(group), **config.args)]
+            values = [float(value) for value in function(list(group), **config.args)]
         except Exception as error:  # whatever the user's function raises
             raise UserError(f"algorithm {config.path} raised {error!r} of {len(group)} attempts") from error
-        if len(found) != len(group) or not all(abs(value) <= _LARGEST for value in found):
+        if len(values) != len(group) or not all(abs(value) <= _LARGEST for value in values):
             raise UserError(
-                f"algorithm {config.path} gave {found} for {len(group)} attempts: one finite number for each is needed"
+                f"algorithm {config.path} gave {values} for {len(group)} attempts: one finite number for each is needed"
             )
-        return found
+        return values
 
     return checked
 
@@ -128,10 +128,10 @@ def _loaded(path: str, names: tuple[str, ...]) -> Callable[..., Any]:
 
 def _by_agent(group: Sequence[Attempt], config: "RewardAlgorithm") -> list[list[tuple[int, Attempt]]]:
     """(place in the group, attempt) of each agent, in the order in which agents come, with what penalties leave of their rewards."""
-    places: dict[str, list[int]] = {}
+    by_agent: dict[str, list[int]] = {}
     for place, attempt in enumerate(group):
-        places.setdefault(attempt.agent, []).append(place)
+        by_agent.setdefault(attempt.agent, []).append(place)
     return [
         list(zip(its, penalized([group[place] for place in its], config.length_penalty), strict=True))
-        for its in places.values()
+        for its in by_agent.values()
     ]

@@ -195,11 +195,11 @@ def _gdpo_group(group: Sequence[Attempt], weights: dict[str, float]) -> list[flo
 
 def lacks(attempt: Attempt, config: "GDPO") -> str:
     """What the algorithm needs and the attempt does not have, "" where it has all."""
-    there = ", ".join(sorted(attempt.rewards)) or "none"
+    known = ", ".join(sorted(attempt.rewards)) or "none"
     if not attempt.rewards:
-        return "gdpo needs rewards of single functions, and the environment tells none"
+        return "gdpo needs rewards of single functions, and the environment gives none"
     missing = sorted(config.weights.keys() - attempt.rewards.keys())
-    return f"gdpo needs a reward {missing[0]!r}, and the environment tells {there}" if missing else ""
+    return f"gdpo needs a reward {missing[0]!r}, and the environment gives {known}" if missing else ""
 
 
 def rae(

@@ -79,8 +79,8 @@ def _reference(sequence: SampleTokens, sampled: Floats) -> tuple[dict[str, Any],
 
 def _foreseen(sequence: SampleTokens, mask: Mask, weights: dict[str, float]) -> Floats:
     """(T,) weights of the tokens that the environment gave after the policy's first reply, by the role of their message."""
-    assert sequence.roles is not None, "a worker tells the roles of all tokens"
+    assert sequence.roles is not None, "a worker gives the roles of all tokens"
     by_role = np.array([weights.get(role, 0.0) for role in ROLES], dtype=np.float32)
-    found = by_role[np.frombuffer(sequence.roles, dtype=np.uint8)[: len(mask)]]
+    weight = by_role[np.frombuffer(sequence.roles, dtype=np.uint8)[: len(mask)]]
     after = np.arange(len(mask)) >= sequence.prompt_len
-    return np.where(after & ~mask, found, np.float32(0))
+    return np.where(after & ~mask, weight, np.float32(0))

@@ -4,14 +4,14 @@ import pytest
 
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.ckpt import (
+from prime_rl.orchestrator.checkpoint import (
     JointCheckpoints,
-    Progress,
-    State,
+    OrchestratorState,
+    ResumePoint,
     missing_rows,
     read_part,
     refuse_used,
-    resume_progress,
+    resume_point,
 )
 from prime_rl.transport import checkpoints
 from prime_rl.transport.commit import stage
@@ -30,15 +30,15 @@ def commit_checkpoint(output_dir, step):
     assert step in JointCheckpoints(output_dir, None).join({})
 
 
-def where(progress: Progress) -> tuple[int, int, int]:
+def where(progress: ResumePoint) -> tuple[int, int, int]:
     """The next step, the groups drawn so far, the version."""
     return progress.step, progress.state.groups_opened, progress.version
 
 
 def test_a_fresh_run_starts_at_zero(tmp_path):
     """No checkpoint asked for, or none to resume from."""
-    assert resume_progress(tmp_path, None) == Progress()
-    assert resume_progress(tmp_path, CkptConfig()) == Progress()
+    assert resume_point(tmp_path, None) == ResumePoint()
+    assert resume_point(tmp_path, CkptConfig()) == ResumePoint()
 
 
 def test_it_goes_on_after_the_batches_that_are_committed_already(tmp_path):
@@ -46,7 +46,7 @@ def test_it_goes_on_after_the_batches_that_are_committed_already(tmp_path):
     for step, groups in enumerate([10, 20, 33, 41]):
         commit_batch(tmp_path, step, groups)
     commit_checkpoint(tmp_path, 2)
-    progress = resume_progress(tmp_path, CkptConfig(resume_step=2))
+    progress = resume_point(tmp_path, CkptConfig(resume_step=2))
     assert where(progress) == (4, 41, 2)
     assert progress.resumed
     assert not progress.fresh
@@ -57,7 +57,7 @@ def test_a_gap_in_the_batches_ends_what_is_reused(tmp_path):
     commit_batch(tmp_path, 1, 20)
     commit_checkpoint(tmp_path, 2)
     commit_batch(tmp_path, 3, 41)
-    assert where(resume_progress(tmp_path, CkptConfig(resume_step=2))) == (2, 20, 2)
+    assert where(resume_point(tmp_path, CkptConfig(resume_step=2))) == (2, 20, 2)
 
 
 def test_the_newest_complete_checkpoint_is_resumed_and_a_single_part_never(tmp_path):
@@ -66,26 +66,26 @@ def test_the_newest_complete_checkpoint_is_resumed_and_a_single_part_never(tmp_p
         commit_batch(tmp_path, step, groups)
     commit_checkpoint(tmp_path, 2)
     commit_trainer_part(tmp_path, 3)
-    assert where(resume_progress(tmp_path, CkptConfig(resume_step=-1))) == (3, 33, 2)
+    assert where(resume_point(tmp_path, CkptConfig(resume_step=-1))) == (3, 33, 2)
     with pytest.raises(UserError, match="resume_step 3: not in"):
-        resume_progress(tmp_path, CkptConfig(resume_step=3))
+        resume_point(tmp_path, CkptConfig(resume_step=3))
 
 
 def test_a_checkpoint_is_enough_to_go_on_elsewhere(tmp_path):
     """Another output directory, with the first one's checkpoints: the task stream goes on, with the groups that were open."""
-    state = State(step=2, groups_opened=9, open_groups=[7, 8])
+    state = OrchestratorState(step=2, groups_opened=9, open_groups=[7, 8])
     commit_batch(tmp_path / "old", 1, 9, state=state.to_json())
     commit_checkpoint(tmp_path / "old", 2)
     ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
-    assert resume_progress(tmp_path / "new", ckpt) == Progress(2, 2, resumed=True, state=state)
+    assert resume_point(tmp_path / "new", ckpt) == ResumePoint(2, 2, resumed=True, state=state)
 
 
 def test_after_a_crash_everything_committed_counts(tmp_path):
     """No checkpoint is needed: the row of batches says where to go on, from the first one that there is."""
-    assert where(resume_progress(tmp_path, None, recover=True)) == (0, 0, 0)
+    assert where(resume_point(tmp_path, None, recover=True)) == (0, 0, 0)
     for step, groups in [(4, 41), (5, 50)]:
         commit_batch(tmp_path, step, groups)
-    progress = resume_progress(tmp_path, None, recover=True)
+    progress = resume_point(tmp_path, None, recover=True)
     assert where(progress) == (6, 50, 0)
     assert progress.recovered
 
@@ -95,9 +95,9 @@ def test_a_crash_right_after_resuming_goes_on_from_the_same_checkpoint(tmp_path)
     commit_batch(tmp_path / "old", 1, 20)
     commit_checkpoint(tmp_path / "old", 2)
     ckpt = CkptConfig(resume_step=2, output_dir=tmp_path / "old")
-    assert where(resume_progress(tmp_path / "new", ckpt, recover=True)) == (2, 20, 0)
+    assert where(resume_point(tmp_path / "new", ckpt, recover=True)) == (2, 20, 0)
     commit_batch(tmp_path / "new", 2, 30)
-    assert where(resume_progress(tmp_path / "new", ckpt, recover=True)) == (3, 30, 0)
+    assert where(resume_point(tmp_path / "new", ckpt, recover=True)) == (3, 30, 0)
 
 
 @pytest.mark.parametrize(("step", "message"), [(5, "resume_step 5: not in"), (-1, "holds no checkpoint")])
@@ -107,7 +107,7 @@ def test_a_checkpoint_that_is_not_there_is_named(tmp_path, step, message):
         commit_batch(tmp_path, 1, 20)
         commit_checkpoint(tmp_path, 2)
     with pytest.raises(UserError, match=message):
-        resume_progress(tmp_path, CkptConfig(resume_step=step))
+        resume_point(tmp_path, CkptConfig(resume_step=step))
 
 
 def test_a_damaged_state_is_named_with_its_checkpoint(tmp_path):
@@ -116,19 +116,19 @@ def test_a_damaged_state_is_named_with_its_checkpoint(tmp_path):
     commit_checkpoint(tmp_path, 2)
     (tmp_path / "checkpoints" / "step_2" / "orchestrator" / "state.json").write_text("{}")
     with pytest.raises(UserError, match="cannot resume from step 2"):
-        resume_progress(tmp_path, CkptConfig(resume_step=2))
+        resume_point(tmp_path, CkptConfig(resume_step=2))
 
 
 def test_a_used_directory_is_refused_unless_it_is_gone_on_with(tmp_path):
     """A fresh run never mixes its batches with those of another."""
     commit_batch(tmp_path, 0, 3)
     with pytest.raises(UserError, match="holds steps 0-0 of an earlier run"):
-        refuse_used(tmp_path, Progress())
-    refuse_used(tmp_path, Progress(recovered=True))
+        refuse_used(tmp_path, ResumePoint())
+    refuse_used(tmp_path, ResumePoint(recovered=True))
     with stage(tmp_path / "other" / "weights" / "step_1", step=1, producer="trainer"):
         pass
     with pytest.raises(UserError, match=r"weights holds steps 1-1 of an earlier run: remove it with --clean"):
-        refuse_used(tmp_path / "other", Progress())  # its version would be taken for this run's
+        refuse_used(tmp_path / "other", ResumePoint())  # its version would be taken for this run's
 
 
 def test_a_checkpoint_is_completed_from_the_batch_before_it(tmp_path):

@@ -37,7 +37,7 @@ _OBSOLETE = ("environments", "discards")  # earlier releases wrote them; the led
 
 
 @dataclass(frozen=True)
-class State:
+class OrchestratorState:
     """The orchestrator's state between two steps. The random numbers have no state of their own: task stream and requests are functions of `seed`.
 
     Args:
@@ -66,7 +66,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Progress:
+class ResumePoint:
     """Where the run goes on: `step` is the next step to collect, `version` the step that the trainer's incarnation starts from.
 
     `resumed`: from a checkpoint, with what was committed after it. `recovered`: from whatever is committed.
@@ -76,7 +76,7 @@ class Progress:
     version: int = 0
     resumed: bool = False
     recovered: bool = False
-    state: State = field(default_factory=State)
+    state: OrchestratorState = field(default_factory=OrchestratorState)
 
     @property
     def fresh(self) -> bool:
@@ -84,9 +84,9 @@ class Progress:
         return not (self.resumed or self.recovered)
 
 
-def resume_progress(
+def resume_point(
     output_dir: Path, ckpt: "CkptConfig | None", max_steps: int | None = None, recover: bool = False
-) -> Progress:
+) -> ResumePoint:
     """Where to start: step 0, or after what the run directory already holds.
 
     Batches committed beyond the checkpoint are trained again unchanged, so collecting goes on after them.
@@ -99,11 +99,11 @@ def resume_progress(
     if recover:
         return _recover(output_dir, root, asked)
     if asked is None:
-        return Progress()
+        return ResumePoint()
     version = checkpoints.find(root, asked, PART, max_steps)
     state = read_part(root, version)
     step, state = _after_batches(output_dir, version, state)
-    return Progress(step, version, resumed=True, state=state)
+    return ResumePoint(step, version, resumed=True, state=state)
 
 
 def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
@@ -111,7 +111,7 @@ def checkpoints_root(output_dir: Path, ckpt: "CkptConfig | None") -> Path:
     return ((ckpt and ckpt.output_dir) or output_dir) / "checkpoints"
 
 
-def refuse_used(output_dir: Path, progress: Progress) -> None:
+def refuse_used(output_dir: Path, progress: ResumePoint) -> None:
     """Raise UserError where a fresh run would mix its batches with those of an earlier one."""
     if not progress.fresh:
         return
@@ -121,7 +121,7 @@ def refuse_used(output_dir: Path, progress: Progress) -> None:
             raise UserError(f"{output_dir / name} holds steps {steps[0]}-{steps[-1]} of an earlier run: {ways}")
 
 
-def refuse_other_seed(progress: Progress, seed: int) -> None:
+def refuse_other_seed(progress: ResumePoint, seed: int) -> None:
     """Raise UserError where a run would go on with other tasks than it began with."""
     if not progress.fresh and progress.state.groups_opened and progress.state.seed != seed:
         raise UserError(
@@ -130,7 +130,7 @@ def refuse_other_seed(progress: Progress, seed: int) -> None:
         )
 
 
-def read_state(rollouts: Path, step: int) -> State:
+def read_state(rollouts: Path, step: int) -> OrchestratorState:
     """The state after the batch of `step`.
 
     Raises:
@@ -140,7 +140,7 @@ def read_state(rollouts: Path, step: int) -> State:
     return _state(read_manifest(directory).extra.get("state"), directory / MANIFEST)
 
 
-def read_part(root: Path, step: int) -> State:
+def read_part(root: Path, step: int) -> OrchestratorState:
     """The state in this process's part of checkpoint `step`.
 
     Raises:
@@ -159,13 +159,13 @@ def missing_rows(rollouts: Path, logged: Mapping[int, Mapping[str, float]]) -> d
     Args:
         logged: The rows of `metrics/orchestrator.jsonl` by step. One without `reward/mean` holds an evaluation only.
     """
-    found = {}
+    rows = {}
     for step in list_steps(rollouts):
         if "reward/mean" not in logged.get(step, {}):
             metrics = read_manifest(rollouts / f"step_{step}").extra.get("metrics")
             if metrics:
-                found[step] = metrics
-    return found
+                rows[step] = metrics
+    return rows
 
 
 class JointCheckpoints:
@@ -238,18 +238,18 @@ class JointCheckpoints:
         return True
 
 
-def _recover(output_dir: Path, root: Path, asked: int | None) -> Progress:
+def _recover(output_dir: Path, root: Path, asked: int | None) -> ResumePoint:
     """After a crash: everything that is committed counts. `asked` is the checkpoint that the run once was resumed from, if any."""
     batches = list_steps(output_dir / "rollouts")
     if asked is None or asked in batches:
-        step, state = _after_batches(output_dir, min(batches, default=0), State())
-        return Progress(step, recovered=True, state=state)
+        step, state = _after_batches(output_dir, min(batches, default=0), OrchestratorState())
+        return ResumePoint(step, recovered=True, state=state)
     version = checkpoints.find(root, asked, PART)
     step, state = _after_batches(output_dir, version, read_part(root, version))
-    return Progress(step, recovered=True, state=state)
+    return ResumePoint(step, recovered=True, state=state)
 
 
-def _after_batches(output_dir: Path, start: int, state: State) -> tuple[int, State]:
+def _after_batches(output_dir: Path, start: int, state: OrchestratorState) -> tuple[int, OrchestratorState]:
     """The first step from `start` on that is to be collected, and the state there; `state` if there is no batch from `start` on."""
     rollouts = output_dir / "rollouts"
     step = first_to_collect(list_steps(rollouts), start)
@@ -261,11 +261,11 @@ def _after_batches(output_dir: Path, start: int, state: State) -> tuple[int, Sta
         raise UserError(f"cannot go on from step {step}: the batch before it is damaged ({error})") from error
 
 
-def _state(data: object, path: Path) -> State:
+def _state(data: object, path: Path) -> OrchestratorState:
     if not isinstance(data, dict):
         raise CommitError(f"{path} tells no state of the orchestrator: another version wrote it")
     try:
-        return State(**{name: value for name, value in data.items() if name not in _OBSOLETE})
+        return OrchestratorState(**{name: value for name, value in data.items() if name not in _OBSOLETE})
     except TypeError as error:
         raise CommitError(
             f"{path} tells the orchestrator's state in a way that this version does not know ({error})"

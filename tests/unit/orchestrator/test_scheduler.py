@@ -97,7 +97,7 @@ class World:
         """What the core keeps to answer quickly is what it would find by looking at every group."""
         groups = self.core._groups
         assert self.core._numbers == sorted(groups) == list(self.core.open_groups)
-        assert self.core._startable == [n for n, group in groups.items() if group.next_place is not None]
+        assert self.core._startable == [n for n, group in groups.items() if group.next_slot is not None]
         assert self.core._complete == [n for n, group in groups.items() if group.complete and not group.admitted]
         assert self.core._admitted == [n for n, group in groups.items() if group.complete and group.admitted]
 
@@ -249,7 +249,7 @@ def test_a_retried_episode_is_issued_again_with_the_same_place_and_a_new_id():
     assert not core.fail(last.episode, Drop.ERRORED, retry=True)
     core.finish(second.episode, 1.0)
     (group,) = core.ready_batch().groups
-    assert [place.state for place in group.places.values()] == [State.FAILED, State.FINISHED]
+    assert [place.state for place in group.slots.values()] == [State.FAILED, State.FINISHED]
     core.check_conservation()
 
 
