@@ -10,7 +10,7 @@ import xxhash
 
 from prime_rl.config import EvalConfig
 from prime_rl.envs.protocol import EpisodeResult, Outcome, TaskInfo
-from prime_rl.evals import episodes, run, servers, targets
+from prime_rl.evals import run, runner, servers, targets
 from prime_rl.evals.report import Entry
 from prime_rl.fleet.client import Served
 from prime_rl.transport.weights import WeightsManifest
@@ -88,8 +88,8 @@ class World:
         self._roots = list(roots)
         monkeypatch.setattr(run, "make_pool", lambda config, chat: self.pool)
         monkeypatch.setattr(servers, "_connect", lambda stack, client, canaries, root: self.servers[root])
-        monkeypatch.setattr(episodes, "PROOF_SECONDS", 0.005)
-        monkeypatch.setattr(episodes, "FIRST_PAUSE_SECONDS", 0.001)
+        monkeypatch.setattr(runner, "VERIFY_SECONDS", 0.005)
+        monkeypatch.setattr(runner, "FIRST_PAUSE_SECONDS", 0.001)
         monkeypatch.setattr(targets, "LOOK_SECONDS", 0.01)
 
     @property

@@ -15,15 +15,14 @@ from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.evals.episodes import Denied, Job, Round
-from prime_rl.evals.progress import Bars
-from prime_rl.evals.report import Entry, number, print_table, write_report
+from prime_rl.evals.metrics import EvalReport
+from prime_rl.evals.report import Bars, Entry, number, print_table, write_report
+from prime_rl.evals.runner import Denied, EvalPlan, Job, Round, tasks_of
 from prime_rl.evals.servers import Servers, connect, refused_key, way_of_asking
 from prime_rl.evals.store import Store, alone, check_settings, setting
 from prime_rl.evals.targets import API, Target, Versions, is_lost, targets
 from prime_rl.fleet.replicas import RoutedEnvPool
 from prime_rl.monitor import Monitor, Status
-from prime_rl.orchestrator.evals import EvalPlan, EvalReport, tasks_of
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import EVAL, drop_lease
 from prime_rl.transport.protocol import BASE
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from prime_rl.config import EvalConfig
     from prime_rl.config.eval import EvalEnv
 
+_TRIES = 5  # at one attempt, of which all but the last failed for want of a server
 _NUMBERED = re.compile(r"(.+)#[0-9]+")  # how `envs` tells tasks apart that share an id
 
 
@@ -223,9 +223,14 @@ class Evaluation:
                     bars.add(job.plan.env, result)
                     self._status.phase(f"evaluating {target.name}: {bars.done}/{total}")
 
-                pool = self._pool if servers is None else RoutedEnvPool(self._pool, servers.fleet)
+                config = self._config
+                attempts = Round(
+                    self._pool if servers is None else RoutedEnvPool(self._pool, servers.fleet), jobs, target.version,
+                    seed=config.seed, max_concurrent=config.max_concurrent, timeout=config.rollout_timeout,
+                    verify=None if servers is None else servers.verify, on_kept=on_kept, tries=_TRIES,
+                )  # fmt: skip
                 try:
-                    await Round(self._config, pool, jobs, target.version, servers, on_kept).run()
+                    await attempts.run()
                 finally:
                     for job in jobs:
                         self._conclude(job, target, time.monotonic() - begin)
@@ -247,6 +252,7 @@ class Evaluation:
     def _conclude(self, job: Job, target: Target, seconds: float) -> None:
         report = EvalReport(job.plan.env, target.version, seconds, job.kept(), self._config.solved_at)
         self._reported[job.plan.env, target.name] = Entry(target, report, job.store.spent, job.complete)
+        assert isinstance(job.store, Store)
         job.store.write_table(target.version)
 
     def _log(self, entry: Entry) -> None:

@@ -17,13 +17,12 @@ from typing import Any
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.evals import reply_tokens
+from prime_rl.evals.metrics import reply_tokens
+from prime_rl.evals.runner import Results
 from prime_rl.transport.commit import disk_errors, sync, write_atomically
 
 RESULTS, TABLE, SETTINGS = "results.jsonl", "results.arrow", "settings.json"
 LOCK = ".lock"
-
-Key = tuple[str, int]  # task id, attempt
 
 
 @contextmanager
@@ -48,15 +47,11 @@ def alone(directory: Path) -> Iterator[None]:
         os.close(file)
 
 
-class Store:
-    """Open until `close`. Raises UserError where other settings made what is there.
-
-    Attributes:
-        results: The last result of every attempt that was made.
-        spent: Tokens of prompts and of replies, of failed attempts too.
-    """
+class Store(Results):
+    """Results in a directory, open until `close`. Raises UserError where other settings made what is there."""
 
     def __init__(self, directory: Path, settings: Mapping[str, Any], *, clean: bool = False) -> None:
+        super().__init__()
         self.directory = directory
         if clean and directory.is_dir():
             shutil.rmtree(directory)
@@ -65,18 +60,11 @@ class Store:
             self._file = os.open(directory / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             self._check(settings)
-            self.results: dict[Key, EpisodeResult] = {}
-            self.spent = (0, 0)
             for row in self._read():
-                self._take(row["attempt"], _result(row))
+                super().add(row["attempt"], _result(row), row["version"])
         except BaseException:
             os.close(self._file)
             raise
-
-    def scored(self, task_id: str, attempt: int) -> bool:
-        """Whether that attempt need not be made any more. One that failed is made again."""
-        found = self.results.get((task_id, attempt))
-        return found is not None and found.ok
 
     def add(self, attempt: int, result: EpisodeResult, version: int) -> None:
         """Append one. Whatever is killed afterwards, it stays; half a line is dropped by the next reader.
@@ -88,7 +76,7 @@ class Store:
         with disk_errors(self.directory / RESULTS, "the results before are kept"):
             while line:
                 line = line[os.write(self._file, line) :]
-        self._take(attempt, result)
+        super().add(attempt, result, version)
 
     def write_table(self, version: int) -> None:
         """Write `results.arrow` from what there is."""
@@ -109,10 +97,6 @@ class Store:
         with disk_errors(self.directory / RESULTS, "a power cut may undo the last results"):
             sync(self.directory / RESULTS)
         os.close(self._file)
-
-    def _take(self, attempt: int, result: EpisodeResult) -> None:
-        self.results[result.task_id, attempt] = result
-        self.spent = self.spent[0] + result.input_tokens, self.spent[1] + result.output_tokens
 
     def _check(self, settings: Mapping[str, Any]) -> None:
         check_settings(self.directory, settings)

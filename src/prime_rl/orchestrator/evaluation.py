@@ -8,11 +8,12 @@ from loguru import logger
 
 from prime_rl.envs.pool import EnvPool
 from prime_rl.errors import UserError
+from prime_rl.evals.metrics import EvalReport
+from prime_rl.evals.runner import evaluate, tasks_of
 from prime_rl.fleet.recovery import Recovery
 from prime_rl.fleet.replicas import Replica, RoutedEnvPool
 from prime_rl.fleet.weight_sync import WeightSync
 from prime_rl.monitor import Monitor, Status, read_metrics
-from prime_rl.orchestrator.evals import EvalReport, evaluate, tasks_of
 from prime_rl.orchestrator.plans import eval_plans, limits
 from prime_rl.transport.protocol import valid
 
@@ -131,21 +132,16 @@ class Evaluations:
         raise UserError(f"the inference server was lost during {_ATTEMPTS} evaluations of version {version}")
 
     async def _run_plans(self, pool: RoutedEnvPool, version: int) -> list[EvalReport]:
-        """What is not logged yet, all at once: the slowest episodes of one environment leave the engines to the others."""
+        """Run what is not logged yet."""
         plans = [plan for plan in self._plans if not self._is_logged(plan.env, version)]
         total = sum(len(tasks_of(pool, plan)) * plan.rollouts_per_example for plan in plans)
         where = f"evaluating {', '.join(plan.env for plan in plans)} on version {version}"
         self._status.phase(where)
         done = itertools.count(1)
-        room = asyncio.Semaphore(limits(self.config).max_concurrent)
-        return await asyncio.gather(
-            *(
-                evaluate(
-                    pool, plan, version=version, seed=self.config.seed, room=room, timeout=self.config.rollout_timeout,
-                    on_progress=lambda: self._status.phase(f"{where}: {next(done)}/{total}"),
-                )
-                for plan in plans
-            )
+        return await evaluate(
+            pool, plans, version, seed=self.config.seed, max_concurrent=limits(self.config).max_concurrent,
+            timeout=self.config.rollout_timeout,
+            on_progress=lambda: self._status.phase(f"{where}: {next(done)}/{total}"),
         )  # fmt: skip
 
     def _log(self, report: EvalReport) -> None:

@@ -17,6 +17,7 @@ from loguru import logger
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
 from prime_rl.errors import UserError
+from prime_rl.evals.runner import wire_sampling
 from prime_rl.fleet.recovery import Recovery
 from prime_rl.fleet.replicas import Replica, ReplicaPool, ServerClient
 from prime_rl.fleet.weight_sync import WeightSync
@@ -31,7 +32,6 @@ from prime_rl.orchestrator.checkpoint import (
     resume_point,
 )
 from prime_rl.orchestrator.concurrency import LoadWatch
-from prime_rl.orchestrator.evals import wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 from prime_rl.orchestrator.ledger import Counts, Ledger, batch_extra, total
 from prime_rl.orchestrator.metrics import Tally, step_metrics

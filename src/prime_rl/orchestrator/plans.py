@@ -9,7 +9,7 @@ from prime_rl.config.shared import ORCHESTRATOR_STEPS
 from prime_rl.envs.autoscaling import worker_range
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
-from prime_rl.orchestrator.evals import EvalPlan
+from prime_rl.evals.runner import EvalPlan
 from prime_rl.orchestrator.scheduler import Limits
 from prime_rl.orchestrator.teachers import Teachers
 

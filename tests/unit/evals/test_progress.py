@@ -1,8 +1,8 @@
 """Without a terminal an evaluation says now and then how far it is, of each environment."""
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.evals import progress
-from prime_rl.evals.progress import Bars
+from prime_rl.evals import report
+from prime_rl.evals.report import Bars
 
 
 def result(reward, outcome=Outcome.OK):
@@ -13,7 +13,7 @@ def test_a_line_now_and_then(heard, monkeypatch):
     with Bars("step_3", {"one": 4, "two": 2}) as bars:
         bars.add("one", result(1.0))
         assert heard.messages == []  # too soon
-        monkeypatch.setattr(progress, "LINE_SECONDS", -1.0)
+        monkeypatch.setattr(report, "LINE_SECONDS", -1.0)
         bars.add("one", result(0.5))
         bars.add("two", result(0.0, Outcome.TIMEOUT))
     assert heard.messages == [

@@ -1,38 +1,15 @@
-"""Evaluation: attempts at an environment's tasks with one policy version, and what they scored."""
+"""What an evaluation measured: rewards by task and attempt, and the metrics that follow from them."""
 
-import asyncio
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from prime_rl.envs.pool import EnvPool
-from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
-from prime_rl.errors import UserError
+from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.orchestrator.samples import output_tokens
-from prime_rl.orchestrator.tasks import request_seed
 
-if TYPE_CHECKING:
-    from prime_rl.config.shared import SamplingConfig
-    from prime_rl.fleet.replicas import RoutedEnvPool
-
-_ATTEMPTS = 3  # at an episode whose worker dies
 _ROUNDING = 1e-9  # of a reward that is a sum of weighted ones
-
-
-@dataclass(frozen=True)
-class EvalPlan:
-    """What to run for one environment: `env` names it in metrics, `worker` in the pool. `chat`: by the chat route of an API, which gives no tokens."""
-
-    env: str
-    worker: str
-    sampling: "SamplingConfig"
-    num_examples: int
-    rollouts_per_example: int
-    seq_len: int
-    chat: bool = False
+_Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
 
 @dataclass(frozen=True)
@@ -118,117 +95,13 @@ class EvalReport:
         return sum(result.reward >= self.solved_at - _ROUNDING for result in attempts)
 
 
-async def evaluate(
-    pool: "EnvPool | RoutedEnvPool",
-    plan: EvalPlan,
-    *,
-    version: int,
-    seed: int,
-    room: asyncio.Semaphore,
-    timeout: float,
-    on_progress: Callable[[], None] = lambda: None,
-) -> EvalReport:
-    """Run one environment's evaluation.
-
-    Args:
-        version: The policy version the engines serve; it must not change meanwhile.
-        room: Its places are the episodes that may be in flight, of all environments that share it.
-        timeout: Seconds that one episode may take.
-        on_progress: Told after each episode.
-    """
-    begin = time.monotonic()
-
-    async def one(index: int, number: int) -> EpisodeResult:
-        async with room:  # bounded: every episode that holds a place has its deadline
-            result = await attempt(pool, plan, index, number, version=version, seed=seed, timeout=timeout)
-        on_progress()
-        return result
-
-    numbers = range(plan.rollouts_per_example)
-    tasks = tasks_of(pool, plan)
-    results = await asyncio.gather(*(one(task.index, number) for task in tasks for number in numbers))
-    by_task = [list(results[i : i + len(numbers)]) for i in range(0, len(results), len(numbers))]
-    return EvalReport(plan.env, version, time.monotonic() - begin, by_task)
-
-
-def tasks_of(pool: "EnvPool | RoutedEnvPool", plan: EvalPlan) -> Sequence[TaskInfo]:
-    """Those that are to be attempted.
-
-    Raises:
-        UserError: the environment is endless, and no number of tasks is set.
-    """
-    tasks = pool.tasks(plan.worker)
-    if isinstance(tasks, EndlessTasks):
-        if plan.num_examples < 0:
-            raise UserError(f"environment {plan.env!r} is endless: set num_examples, the number of tasks to evaluate")
-        return [tasks[index] for index in range(plan.num_examples)]
-    return tasks if plan.num_examples < 0 else tasks[: plan.num_examples]
-
-
-async def attempt(
-    pool: "EnvPool | RoutedEnvPool", plan: EvalPlan, index: int, number: int, *, version: int, seed: int, timeout: float
-) -> EpisodeResult:
-    """Attempt `number` at task `index`, again where a worker dies. Its seed follows from what it is, not from what ran before."""
-    own = request_seed(seed, f"eval/{plan.env}/{version}/{index}", number)
-    sampling = chat_sampling(plan.sampling, own) if plan.chat else wire_sampling(plan.sampling, own, plan.seq_len)
-    for _ in range(_ATTEMPTS):
-        result = await pool.run(
-            env=plan.worker,
-            task_index=index,
-            sampling=sampling,
-            policy_version=version,
-            episode_id=f"eval-{plan.env}-{version}-{index}-{number}",
-            deadline=time.monotonic() + timeout,
-        )
-        if result.outcome is not Outcome.WORKER_DIED:
-            break
-    return result
-
-
 def reply_tokens(result: EpisodeResult) -> int:
     """Tokens of all replies: as the engine counts them, else those that were sampled."""
     return result.output_tokens or output_tokens(result)
 
 
-def wire_sampling(sampling: "SamplingConfig", seed: int, seq_len: int) -> dict[str, float | int]:
-    """Sampling parameters as the engine takes them. Every field is sent, so that no server-side default applies.
-
-    Without `max_tokens` a reply is bounded by `seq_len`; the engine bounds prompt and reply by its context besides.
-    """
-    wire: dict[str, float | int] = {
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "min_tokens": sampling.min_tokens,
-        "max_tokens": sampling.max_tokens or seq_len,
-    }
-    if sampling.seeded:
-        wire["seed"] = seed
-    return wire
-
-
-def chat_sampling(sampling: "SamplingConfig", seed: int) -> dict[str, float | int]:
-    """Sampling parameters for APIs that know OpenAI's alone: what is no parameter of theirs is sent only where it says something."""
-    wire: dict[str, float | int] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
-    if sampling.max_tokens is not None:
-        wire["max_tokens"] = sampling.max_tokens
-    if sampling.top_k > 0:
-        wire["top_k"] = sampling.top_k
-    if sampling.min_p > 0:
-        wire["min_p"] = sampling.min_p
-    if sampling.min_tokens > 0:
-        wire["min_tokens"] = sampling.min_tokens
-    if sampling.seeded:
-        wire["seed"] = seed
-    return wire
-
-
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-_Z95 = 1.959963984540054  # 97.5 % quantile of the standard normal distribution
 
 
 def pass_at_k(attempts: int, solved: int, k: int) -> float:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.envs.protocol import EpisodeResult, Outcome
-from prime_rl.orchestrator.evals import EvalReport, interval95, ks, mean, pass_at_k, pass_hat_k
+from prime_rl.evals.metrics import EvalReport, interval95, ks, mean, pass_at_k, pass_hat_k
 
 
 @pytest.mark.parametrize("attempts", range(1, 9))

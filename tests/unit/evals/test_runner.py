@@ -11,7 +11,8 @@ import pytest
 from prime_rl.config.shared import SamplingConfig
 from prime_rl.envs.protocol import EndlessTasks, EpisodeResult, Outcome, TaskInfo
 from prime_rl.errors import UserError
-from prime_rl.orchestrator.evals import EvalPlan, EvalReport, evaluate, tasks_of, wire_sampling
+from prime_rl.evals.metrics import EvalReport
+from prime_rl.evals.runner import EvalPlan, evaluate, tasks_of, wire_sampling
 from prime_rl.orchestrator.evaluation import Evaluations
 
 
@@ -72,14 +73,9 @@ class SlowPool:
 
 async def test_results_are_ordered_by_task_and_concurrency_is_bounded():
     """Whatever finishes first: results[i] belongs to task i; environments that are evaluated at once share one bound."""
-    pool, room, told = SlowPool(), asyncio.Semaphore(3), []
+    pool, told = SlowPool(), []
     plans = [EvalPlan(name, name, SamplingConfig(), 3, 2, 100) for name in ("one", "other")]
-    reports = await asyncio.gather(
-        *(
-            evaluate(pool, plan, version=0, seed=0, room=room, timeout=1, on_progress=lambda: told.append(1))
-            for plan in plans
-        )
-    )
+    reports = await evaluate(pool, plans, 0, seed=0, max_concurrent=3, timeout=1, on_progress=lambda: told.append(1))
     for report in reports:
         assert [[r.reward for r in attempts] for attempts in report.results] == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]]
     assert pool.most == 3
