@@ -450,7 +450,7 @@ def unexplained_locks(source: str) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Refuse waits without a bound.")
-    parser.add_argument("places", nargs="*", type=Path, default=[ROOT / "src"])
+    parser.add_argument("places", nargs="*", type=Path, default=[ROOT / "src", ROOT / "environments"])
     parser.add_argument("--exemptions", action="store_true", help="list the waits that are exempt, and why")
     arguments = parser.parse_args()
     findings, exemptions = check_files(arguments.places)

@@ -250,13 +250,13 @@ From nothing, in minutes on two CPU cores, by three commands:
     uv run sft @ examples/reverse_text/sft_tiny.toml
     uv run python scripts/make_tiny_model.py publish
 
-* Data: demonstrations on the training texts of `src/reverse_text`, correct at first; in the last ones a share of the letters is
+* Data: demonstrations on the training texts of `environments/reverse_text`, correct at first; in the last ones a share of the letters is
   wrong on purpose. The model samples with the same carelessness; reinforcement learning takes it out.
 * Training: {steps} steps of supervised fine-tuning from random weights; loss of the last ten {loss:.3f} nats per trained token.
 * Tokenizer: one token per byte, three special tokens, and the two tags of the task.
 * Chat template: plain ChatML. The end of a turn, `<|im_end|>`, is the end-of-sequence token.
 
-The words come from the list in `src/reverse_text/data.py`. It knows nothing but this task.
+The words come from the list in `environments/reverse_text/data.py`. It knows nothing but this task.
 """
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def read_rows() -> list[Row]:
 def make_checkout(directory: Path) -> Path:
     """A directory with the files that pasted lines name, whose outputs are its own."""
     directory.mkdir(parents=True)
-    for name in ("assets", "configs", "examples", "scripts", "src"):
+    for name in ("assets", "configs", "environments", "examples", "scripts", "src"):
         (directory / name).symlink_to(REPOSITORY / name)
     return directory
 

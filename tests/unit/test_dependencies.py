@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+SOURCES = (ROOT / "src", ROOT / "environments")
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 MODULES = {
@@ -40,8 +41,8 @@ def declared() -> set[str]:
 
 
 def imported() -> Iterator[tuple[str, Path]]:
-    """Top-level modules that an import statement under src names, with the file."""
-    for path in (ROOT / "src").rglob("*.py"):
+    """Top-level modules that an import statement of ours names, with the file."""
+    for path in (path for directory in SOURCES for path in directory.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 yield from ((alias.name.split(".")[0], path) for alias in node.names)
@@ -51,7 +52,7 @@ def imported() -> Iterator[tuple[str, Path]]:
 
 def test_imports_and_declarations_agree() -> None:
     """A package that comes along with another one today may not tomorrow."""
-    own = {path.stem for path in (ROOT / "src").iterdir()} | set(sys.stdlib_module_names)
+    own = {path.stem for directory in SOURCES for path in directory.iterdir()} | set(sys.stdlib_module_names)
     used = {module: path.relative_to(ROOT) for module, path in imported() if module not in own}
     modules = {name: MODULES.get(name, name.replace("-", "_")) for name in declared()}
     assert {module: str(path) for module, path in used.items() if module not in modules.values()} == {}
@@ -71,6 +72,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     (copy / "src" / "prime_rl").mkdir(parents=True)
+    (copy / "environments").mkdir()
     uv(copy, "lock", "--quiet")
     return copy
 

@@ -41,11 +41,17 @@ def find(environment_id: str) -> ModuleSpec | None:
 
 def installed() -> list[str]:
     """Ids of the environments that are installed: the bundled ones, and packages that depend on verifiers."""
-    names = {path.parent.name for path in Path(prime_rl.__file__).parents[1].glob("*/__init__.py")}
+    names = {path.parent.name for path in _bundled().glob("*/__init__.py")}
     for package in importlib.metadata.distributions():
         if any(re.match(r"verifiers\b", need) for need in package.requires or ()):
             names.add(package.name)
     return sorted(name.replace("_", "-") for name in names if _is_environment(name))
+
+
+def _bundled() -> Path:
+    """The directory of the bundled environments: `environments/` of a checkout, else the one that the wheel was installed into."""
+    checkout = Path(prime_rl.__file__).parents[2] / "environments"
+    return checkout if checkout.is_dir() else Path(prime_rl.__file__).parents[1]
 
 
 def _is_environment(name: str) -> bool:
@@ -86,8 +92,7 @@ def _installed_version(environment_id: str) -> str | None:
     package, spec = module_name(environment_id).partition(".")[0], find(environment_id)
     for name in importlib.metadata.packages_distributions().get(package, ()):
         return importlib.metadata.version(name)
-    bundled = Path(prime_rl.__file__).parents[1]
-    if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(bundled):
+    if spec is not None and spec.origin is not None and Path(spec.origin).is_relative_to(_bundled()):
         return importlib.metadata.version("prime-rl")
     return None
 
