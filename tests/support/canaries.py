@@ -14,9 +14,9 @@ from prime_rl.fleet.logprob_check import Difference, LogprobCheck, compare
 from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World
-from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import stage
 from prime_rl.transport.weights import (
+    LogprobReference,
     WeightsManifest,
     hash_directory,
     manifest_extra,
@@ -39,7 +39,7 @@ class Run:
         self.base = write_base_version(self.root, server.model, self.score(server.model))
         self.version = 0
 
-    def score(self, model: Path) -> Canary:
+    def score(self, model: Path) -> LogprobReference:
         policy = self.make_policy(model)
         vocabulary = policy.lm.config.vocab_size
         scorer = CanaryScorer(policy, self.world, vocabulary, torch.float32, torch.float32)

@@ -223,17 +223,17 @@ async def connect(config: "EvalConfig", stack: AsyncExitStack, status: Status) -
     Raises:
         UserError: none came up in time, or they do not serve the same, or another model.
     """
-    canaries = LogprobCheck(any_base=True) if config.canary and config.weights_dir is not None else None
-    fleet = ReplicaPool(connect_all(config.client, partial(_connect, stack, config.client, canaries)))
+    logprob_check = LogprobCheck(any_base=True) if config.canary and config.weights_dir is not None else None
+    fleet = ReplicaPool(connect_all(config.client, partial(_connect, stack, config.client, logprob_check)))
     ready = await fleet.wait_ready(status.waiting, config.client.ready_timeout)
     await admit(fleet, ready, config.model.name, same=config.weights_dir is None)
     return Servers(fleet, status.waiting)
 
 
 def _connect(
-    stack: AsyncExitStack, client: "ClientConfig", canaries: LogprobCheck | None, root: str
+    stack: AsyncExitStack, client: "ClientConfig", logprob_check: LogprobCheck | None, root: str
 ) -> InferenceClient:
-    engine = InferenceClient(client, root, canaries)
+    engine = InferenceClient(client, root, logprob_check)
     stack.push_async_exit(engine)
     return engine
 

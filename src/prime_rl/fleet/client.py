@@ -74,12 +74,14 @@ class InferenceClient:
     """A client of one inference server. Use it as an asynchronous context manager.
 
     Args:
-        canaries: Check what the server computes, not only what it says that it serves (None: do not).
+        logprob_check: Check what the server computes, not only what it says that it serves (None: do not).
     """
 
-    def __init__(self, config: "ClientConfig", root: str | None = None, canaries: "LogprobCheck | None" = None) -> None:
+    def __init__(
+        self, config: "ClientConfig", root: str | None = None, logprob_check: "LogprobCheck | None" = None
+    ) -> None:
         self.root = root or config.api_roots[0]
-        self._config, self._canaries = config, canaries
+        self._config, self._logprob_check = config, logprob_check
         key = os.environ.get(config.api_key_var, "")
         self._http = httpx.AsyncClient(
             base_url=self.root,
@@ -156,12 +158,12 @@ class InferenceClient:
             ServerError: it failed, or its answer was lost, and it does not serve that version; or it computes something else.
             UserError: it refused, or says afterwards that it serves something else.
         """
-        if self._canaries is None:
+        if self._logprob_check is None:
             return await self.give(weights)
-        await self._canaries.prepare(self, weights)
+        await self._logprob_check.prepare(self, weights)
         served = await self.give(weights)
         began = time.monotonic()
-        await self._canaries.check(self, weights, served)
+        await self._logprob_check.check(self, weights, served)
         return replace(served, seconds={**served.seconds, "verify": time.monotonic() - began})
 
     async def give(self, weights: WeightsManifest) -> Served:

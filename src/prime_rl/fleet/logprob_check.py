@@ -14,10 +14,9 @@ from loguru import logger
 
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import CannotScore, NoWeightsServed, Served, ServerError
-from prime_rl.transport.canary import Canary
 from prime_rl.transport.commit import CommitError, list_steps
 from prime_rl.transport.protocol import BASE
-from prime_rl.transport.weights import WeightsManifest, version_dir, weights_manifest
+from prime_rl.transport.weights import LogprobReference, WeightsManifest, version_dir, weights_manifest
 
 # By which a trained version may be farther off than the base was. In bfloat16 the noise grows with training: in 30 steps of a tiny model on an H200
 # to 2.8 times the base's on average and 5.1 times at most. A false alarm ends a run, and hashes find most of what this could.
@@ -92,7 +91,7 @@ def stayed(before: Scores, now: Scores) -> bool:
     return moved and list(now.server) == list(before.server)
 
 
-async def score(engine: "Scoring", canary: Canary, engines: int) -> list[Scores]:
+async def score(engine: "Scoring", canary: LogprobReference, engines: int) -> list[Scores]:
     """What each of the engines behind a server computes: one, or as many as its data parallelism has.
 
     Raises:

@@ -94,10 +94,10 @@ async def _orchestrate(config: "OrchestratorConfig", status: Status) -> None:
 
 
 def _connect(
-    stack: AsyncExitStack, client: "ClientConfig", canaries: LogprobCheck | None, root: str
+    stack: AsyncExitStack, client: "ClientConfig", logprob_check: LogprobCheck | None, root: str
 ) -> InferenceClient:
     """The client of one server, for as long as the run."""
-    engine = InferenceClient(client, root, canaries)
+    engine = InferenceClient(client, root, logprob_check)
     stack.push_async_exit(engine)
     return engine
 

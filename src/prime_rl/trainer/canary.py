@@ -20,7 +20,7 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.names import local_rows
 from prime_rl.trainer.packing import Document, collate
 from prime_rl.trainer.parallel import World
-from prime_rl.transport.canary import Canary, canary_tokens
+from prime_rl.transport.weights import LogprobReference, reference_tokens
 
 
 class Scored:
@@ -36,7 +36,7 @@ class Scored:
             self._there = torch.cuda.Event(blocking=True)
             self._there.record()
 
-    def read(self) -> Canary:
+    def read(self) -> LogprobReference:
         """Wait for them. Any thread may.
 
         Raises:
@@ -47,7 +47,7 @@ class Scored:
         logprobs = tuple(self._numbers.tolist())
         if not all(map(math.isfinite, logprobs)):
             raise UserError("the new weights give the canary prompt log-probabilities that are no numbers")
-        return Canary(self._tokens, logprobs)
+        return LogprobReference(self._tokens, logprobs)
 
 
 class CanaryScorer:
@@ -63,7 +63,7 @@ class CanaryScorer:
         self, policy: Policy, world: World, vocabulary: int, computed: torch.dtype, exported: torch.dtype
     ) -> None:
         self._policy, self._world, self._exported = policy, world, exported
-        self._tokens = tuple(canary_tokens(vocabulary))
+        self._tokens = tuple(reference_tokens(vocabulary))
         ids = np.array(self._tokens)
         document = Document(ids, np.ones(len(ids), dtype=np.bool_), 1.0, np.zeros((1, len(ids)), dtype=np.float32))
         multiple_of = 128 if world.device.type == "cuda" else 1  # as `make_data`

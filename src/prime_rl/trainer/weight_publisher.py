@@ -32,15 +32,14 @@ from prime_rl.trainer.source import Source
 from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies
 from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
 from prime_rl.transport import incarnations
-from prime_rl.transport.addresses import own_address
-from prime_rl.transport.canary import Canary
 from prime_rl.transport.checksum import checksums
 from prime_rl.transport.commit import CommitError, Stage, clean_stages, give_up, list_steps, prune
-from prime_rl.transport.exchange import Publisher
+from prime_rl.transport.exchange import Publisher, own_address
 from prime_rl.transport.protocol import prunable, spared, to_set_aside
 from prime_rl.transport.tmpfs import check_room, in_tmpfs, open_tmpfs, remove_in_tmpfs, tmpfs_dir, tmpfs_of
 from prime_rl.transport.weights import (
     INDEX,
+    LogprobReference,
     TensorEntry,
     make_durable,
     manifest_extra,
@@ -92,7 +91,7 @@ def write_version(
     *,
     version: int,
     incarnation: int,
-    canary: Canary | None = None,
+    canary: LogprobReference | None = None,
     tmpfs: Path | None = None,
 ) -> Times:
     """Commit a copy as `final`, with config and tokenizer of the source. Every rank calls it and writes its own rows.
@@ -371,7 +370,9 @@ class WeightPublisher:
             )  # fmt: skip
         return {f"time/export_{part}": seconds for part, seconds in {"copy": copy_seconds, **times}.items()}
 
-    def _commit_in_memory(self, copies: GatheredCopy, version: int, durable: bool, canary: Canary | None) -> Times:
+    def _commit_in_memory(
+        self, copies: GatheredCopy, version: int, durable: bool, canary: LogprobReference | None
+    ) -> Times:
         """Offer a version, and commit a manifest that names the publisher, on rank 0."""
         publisher, memory = self._publisher, self._memory
         assert publisher is not None
@@ -464,7 +465,7 @@ class WeightPublisher:
         return self._save_interval is not None and version % self._save_interval == 0
 
     def _open(
-        self, start: int, spares: bool, saved_by: Collection[int], canary: Canary | None
+        self, start: int, spares: bool, saved_by: Collection[int], canary: LogprobReference | None
     ) -> tuple[int, str | None, str | None]:
         self.root.mkdir(parents=True, exist_ok=True)
         if (place := self._tmpfs) is not None:

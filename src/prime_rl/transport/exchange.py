@@ -351,6 +351,16 @@ def _request(message: Mapping[str, Any]) -> _Request:
         raise ExchangeError(f"a worker asks for something else than a version ({error!r})") from error
 
 
+def own_address() -> str:
+    """Return this host's address on the way to others; the loopback address if there is no such way."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that nobody has; nothing is sent, it is only routed
+            return str(probe.getsockname()[0])
+        except OSError:
+            return "127.0.0.1"
+
+
 def _listen(host: str, port: int) -> socket.socket:
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=128)
 

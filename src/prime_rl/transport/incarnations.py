@@ -23,13 +23,15 @@ def read_incarnations(output_dir: Path) -> dict[int, int]:
     Raises:
         CommitError: an incarnation file is damaged. They are renamed into place, so something other than us wrote it.
     """
-    return {incarnation: told["step"] for incarnation, told in _read_files(output_dir).items()}
+    return {incarnation: table["step"] for incarnation, table in _read_files(output_dir).items()}
 
 
 def sparing_incarnations(output_dir: Path) -> dict[int, int]:
     """The incarnations that keep the newest of what they give up, and the steps they started from."""
     return {
-        incarnation: told["step"] for incarnation, told in _read_files(output_dir).items() if told.get("spares") is True
+        incarnation: table["step"]
+        for incarnation, table in _read_files(output_dir).items()
+        if table.get("spares") is True
     }
 
 
@@ -38,8 +40,8 @@ def _read_files(output_dir: Path) -> dict[int, dict[str, Any]]:
     for path in (output_dir / "incarnations").glob("*.json"):
         if path.stem.isdigit():
             try:
-                told = json.loads(path.read_bytes())
-                incarnations[int(path.stem)] = {**told, "step": int(told["step"])}
+                table = json.loads(path.read_bytes())
+                incarnations[int(path.stem)] = {**table, "step": int(table["step"])}
             except (ValueError, KeyError, TypeError) as error:
                 raise CommitError(f"{path} cannot be read: {error}") from error
     return incarnations
@@ -50,9 +52,9 @@ def run_id(output_dir: Path) -> str | None:
 
     Every incarnation file holds it; it is the nonce of the base model's version, where there is one.
     """
-    told = _read_files(output_dir)
-    for incarnation in sorted(told):
-        if isinstance(run := told[incarnation].get("run"), str):
+    tables = _read_files(output_dir)
+    for incarnation in sorted(tables):
+        if isinstance(run := tables[incarnation].get("run"), str):
             return run
     try:
         return read_manifest(version_dir(output_dir / "weights", BASE)).nonce
@@ -85,8 +87,8 @@ def open_incarnation(output_dir: Path, start: int, *, spares: bool = False, save
     directory.mkdir(parents=True, exist_ok=True)
     clean_stages(directory)
     incarnation = next_incarnation(output_dir, saved_by)
-    told = {"step": start, "spares": spares, "run": run_id(output_dir) or secrets.token_hex(8)}
-    write_atomically(directory / f"{incarnation}.json", json.dumps(told).encode())
+    table = {"step": start, "spares": spares, "run": run_id(output_dir) or secrets.token_hex(8)}
+    write_atomically(directory / f"{incarnation}.json", json.dumps(table).encode())
     return incarnation
 
 

@@ -6,7 +6,8 @@ file that is pruned on a network file system kills the process. pyarrow, pandas 
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -266,33 +267,32 @@ class RolloutBatch:
 
     @cached_property
     def environments(self) -> list[str]:
-        """Names of the run's environments, each once, in the same order in every step. Where the manifest does not tell: of those of the samples."""
-        told = self.manifest.extra.get("environments")
-        return sorted(self._names()) if told is None else list(told)
-
-    def _names(self) -> set[str]:
-        """The environments that the samples are of."""
-        only = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("env")])
-        with open(self.directory / FILE, "rb") as file:
-            reader = pa.ipc.open_file(_Pread(file.fileno(), os.fstat(file.fileno()).st_size), options=only)
-            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        return {name for batch in batches for name in batch.column("env").to_pylist()}
+        """Names of the run's environments, each once, in the same order in every step; of the samples if the manifest has none."""
+        names = self.manifest.extra.get("environments")
+        return sorted(set(self._column("env"))) if names is None else list(names)
 
     def group_ids(self) -> list[str]:
-        """The group of each sample: this column is read, and no other."""
-        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index("group_id")])
+        """Return the group of each sample."""
+        return self._column("group_id")
+
+    def _column(self, name: str) -> list[Any]:
+        """Read one column, and no other."""
+        options = pa.ipc.IpcReadOptions(included_fields=[SCHEMA.get_field_index(name)])
+        with self._reader(options) as reader:
+            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
+            return [value for batch in batches for value in batch.column(0).to_pylist()]
+
+    @contextmanager
+    def _reader(self, options: pa.ipc.IpcReadOptions | None = None) -> Iterator[pa.ipc.RecordBatchFileReader]:
         with open(self.directory / FILE, "rb") as file:
             source = _Pread(file.fileno(), os.fstat(file.fileno()).st_size)
-            reader = pa.ipc.open_file(source, options=options)
-            batches = [reader.get_batch(number) for number in range(reader.num_record_batches)]
-        return [group for batch in batches for group in batch.column(0).to_pylist()]
+            yield pa.ipc.open_file(source, options=options)
 
     def rows(self, indices: Sequence[int]) -> list[Sample]:
         """Read the samples at `indices`, in that order, their streams as numpy arrays."""
         wanted = sorted({int(i) // _ROWS_PER_BATCH for i in indices})
         samples: dict[int, Sample] = {}
-        with open(self.directory / FILE, "rb") as file:
-            reader = pa.ipc.open_file(_Pread(file.fileno(), os.fstat(file.fileno()).st_size))
+        with self._reader() as reader:
             for number in wanted:
                 first = number * _ROWS_PER_BATCH
                 batch = reader.get_batch(number)

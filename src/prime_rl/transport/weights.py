@@ -7,6 +7,7 @@ path. Nothing here imports torch.
 """
 
 import json
+import math
 import os
 import shutil
 import struct
@@ -21,7 +22,6 @@ import xxhash
 
 from prime_rl import faults
 from prime_rl.transport import commit
-from prime_rl.transport.canary import Canary, read_canary
 from prime_rl.transport.commit import CommitError, Manifest, disk_errors, hash_file, open_file, read_manifest
 from prime_rl.transport.tmpfs import InTmpfs, check_tmpfs, read_in_tmpfs
 
@@ -46,6 +46,42 @@ class TensorEntry:
     shape: list[int]
     xxh3: str
     checksum: str = ""
+
+
+REFERENCE_TOKENS = 64  # of the fixed prompt
+
+
+@dataclass(frozen=True)
+class LogprobReference:
+    """A fixed prompt of T token ids and the trainer's log-probability (nats, temperature 1) of all but the first: T - 1.
+
+    It goes along in a version's manifest. A hash says what was read, this says what is computed: whoever serves the version
+    scores the same prompt and compares.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+def reference_tokens(vocabulary: int) -> list[int]:
+    """Return the prompt for a model with so many token ids, always the same. It is drawn from all ids: no tokenizer is needed."""
+    digests = (xxhash.xxh3_64_intdigest(f"canary/{place}".encode()) for place in range(REFERENCE_TOKENS))
+    return [digest % vocabulary for digest in digests]
+
+
+def read_reference(extra: Mapping[str, Any]) -> LogprobReference | None:
+    """Return the reference in a manifest's `extra`; None if its writer scored none.
+
+    Raises:
+        KeyError, TypeError, ValueError: the entry is malformed.
+    """
+    entry = extra.get("canary")
+    if entry is None:
+        return None
+    reference = LogprobReference(tuple(map(int, entry["tokens"])), tuple(map(float, entry["logprobs"])))
+    if len(reference.logprobs) != len(reference.tokens) - 1 or not all(map(math.isfinite, reference.logprobs)):
+        raise ValueError("a canary needs one finite log-probability for every token but the first")
+    return reference
 
 
 UNREACHABLE = "does not reach the trainer's publisher"
@@ -85,7 +121,7 @@ class WeightsManifest:
     tensors: dict[str, TensorEntry]
     base: str | None
     directory: Path
-    canary: Canary | None = None
+    canary: LogprobReference | None = None
     tmpfs: InTmpfs | None = None
     publisher: PublisherAddress | None = None
 
@@ -128,12 +164,12 @@ def manifest_extra(
     incarnation: int,
     tensors: Mapping[str, TensorEntry],
     base: str | None = None,
-    canary: Canary | None = None,
+    canary: LogprobReference | None = None,
     publisher: PublisherAddress | None = None,
 ) -> dict[str, Any]:
     """The `extra` of a version's manifest."""
     return {
-        **({} if canary is None else {"canary": canary.as_extra()}),
+        **({} if canary is None else {"canary": {"tokens": list(canary.tokens), "logprobs": list(canary.logprobs)}}),
         **({} if publisher is None else {"publisher": asdict(publisher)}),
         "version": version,
         "incarnation": incarnation,
@@ -163,7 +199,7 @@ def weights_manifest(directory: Path, committed: Manifest | None = None) -> Weig
             tensors,
             extra["base"],
             directory,
-            read_canary(extra),
+            read_reference(extra),
             read_in_tmpfs(extra),
             None if published is None else PublisherAddress(**published),
         )
@@ -304,7 +340,7 @@ def read_header(file: Path) -> dict[str, TensorRange]:
     return stored
 
 
-def write_base_version(root: Path, model: Path, canary: Canary | None = None) -> WeightsManifest:
+def write_base_version(root: Path, model: Path, canary: LogprobReference | None = None) -> WeightsManifest:
     """Commit version 0, the base model at `model`, unless it is. Raises CommitError if another base model is."""
     directory = version_dir(root, 0)
     tensors = hash_directory(model)

@@ -28,15 +28,22 @@ from prime_rl.fleet.logprob_check import (
     compare,
     stayed,
 )
-from prime_rl.transport.canary import Canary, canary_tokens, read_canary
 from prime_rl.transport.commit import CommitError, stage
-from prime_rl.transport.weights import WeightsManifest, manifest_extra, version_dir, weights_manifest
+from prime_rl.transport.weights import (
+    LogprobReference,
+    WeightsManifest,
+    manifest_extra,
+    read_reference,
+    reference_tokens,
+    version_dir,
+    weights_manifest,
+)
 from support.scripted import until
 from unit.fleet.test_replicas import FleetWorld, Server, run
 
 LOGPROBS = (-1.0, -2.0, -3.0)
 TOKENS = (5, 6, 7, 8)
-CANARY = Canary(TOKENS, LOGPROBS)
+CANARY = LogprobReference(TOKENS, LOGPROBS)
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------------------
@@ -69,8 +76,8 @@ def test_another_model_is_not_noise(mean):
 
 def test_the_prompt_is_the_same_for_ever():
     """Versions of earlier runs, and of other machines, are compared by it."""
-    assert canary_tokens(1000)[:4] == [644, 24, 164, 419]
-    assert all(0 <= token < 50 for token in canary_tokens(50))
+    assert reference_tokens(1000)[:4] == [644, 24, 164, 419]
+    assert all(0 <= token < 50 for token in reference_tokens(50))
 
 
 @pytest.mark.parametrize(
@@ -84,9 +91,9 @@ def test_a_spoilt_canary_makes_a_manifest_unreadable(found, tmp_path):
 
 
 def test_a_canary_comes_back_from_a_manifest():
-    canary = Canary(TOKENS, LOGPROBS)
-    assert read_canary(manifest_extra(1, 0, {}, canary=canary)) == canary
-    assert read_canary(manifest_extra(1, 0, {})) is None
+    canary = LogprobReference(TOKENS, LOGPROBS)
+    assert read_reference(manifest_extra(1, 0, {}, canary=canary)) == canary
+    assert read_reference(manifest_extra(1, 0, {})) is None
 
 
 @given(st.lists(st.floats(-20, 0), min_size=1, max_size=5), st.floats(-1, 1))
@@ -145,7 +152,7 @@ class Scored:
         await canaries.check(self, weights, await self.give(weights))
 
 
-def commit(root: Path, version: int, canary: Canary | None = CANARY) -> WeightsManifest:
+def commit(root: Path, version: int, canary: LogprobReference | None = CANARY) -> WeightsManifest:
     place = version_dir(root, version)
     with stage(place, step=version, producer="trainer", extra=manifest_extra(version, 0, {}, canary=canary)):
         pass
@@ -277,7 +284,7 @@ async def test_a_server_that_computes_another_model_is_never_calibrated(server, 
 async def test_a_server_that_keeps_what_it_had_is_found_within_the_band(server, tmp_path):
     """A step moves less than the band; going back to what it really serves is no failure, nor is loading the same again."""
     canaries, one = LogprobCheck(), commit(tmp_path, 1)
-    two = commit(tmp_path, 2, Canary(TOKENS, (-1.001, -2.0, -3.001)))
+    two = commit(tmp_path, 2, LogprobReference(TOKENS, (-1.001, -2.0, -3.001)))
     await server.update(canaries, one)
     give = server.give
 
@@ -304,7 +311,7 @@ async def test_each_engine_of_a_server_with_several_is_scored(server, tmp_path):
     assert server.scored == 6
     server.stale = list(LOGPROBS)
     with pytest.raises(LogprobCheckFailed, match="the very same as before"):
-        await server.update(canaries, commit(tmp_path, 2, Canary(TOKENS, (-1.001, -2.0, -3.001))))
+        await server.update(canaries, commit(tmp_path, 2, LogprobReference(TOKENS, (-1.001, -2.0, -3.001))))
     server.stale = [logprob + 2 * LEAST_MEAN for logprob in LOGPROBS]
     with pytest.raises(LogprobCheckFailed, match=r"differ from the trainer's by 0.002 nats"):
         await server.update(canaries, one)

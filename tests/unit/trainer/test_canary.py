@@ -19,8 +19,7 @@ from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.step import forward_backward
-from prime_rl.transport.canary import LENGTH, Canary, canary_tokens
-from prime_rl.transport.weights import weights_manifest
+from prime_rl.transport.weights import REFERENCE_TOKENS, LogprobReference, reference_tokens, weights_manifest
 from support import trainer as support
 
 tied_model, untied_model, world = support.tied_model, support.untied_model, support.world
@@ -40,8 +39,8 @@ def check(directory: Path) -> None:
     manifest = weights_manifest(directory)
     canary = manifest.canary
     assert canary is not None
-    assert canary.tokens == tuple(canary_tokens(support.VOCABULARY))
-    assert len(canary.tokens) == LENGTH
+    assert canary.tokens == tuple(reference_tokens(support.VOCABULARY))
+    assert len(canary.tokens) == REFERENCE_TOKENS
     expected = reference(manifest.files, canary.tokens)
     assert torch.allclose(torch.tensor(canary.logprobs), expected, atol=2e-5), torch.tensor(canary.logprobs) - expected
 
@@ -145,7 +144,7 @@ def test_scoring_compiles_no_step_again(
 
 def test_weights_that_compute_no_numbers_are_not_committed() -> None:
     """Contract: what a step made is not served when it computes no numbers, however finite its gradient was."""
-    assert Scored((1, 2), torch.tensor([-0.5])).read() == Canary((1, 2), (-0.5,))
+    assert Scored((1, 2), torch.tensor([-0.5])).read() == LogprobReference((1, 2), (-0.5,))
     for bad in (torch.nan, -torch.inf):
         with pytest.raises(UserError, match="canary prompt"):
             Scored((1, 2, 3), torch.tensor([-0.5, bad])).read()
