@@ -140,7 +140,6 @@ NOT_COMPARED = {
     "opsd": "no advantage: its tokens feed the component ref_kl (test_peer_losses)",
     "sft": "no advantage: its tokens feed the component ce (test_peer_losses)",
     "rae": "neither peer has moving averages of an agent's rewards",
-    ("gdpo", "batch_normalize", False): "both peers normalize over the batch, always",
 }
 
 

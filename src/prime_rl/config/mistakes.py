@@ -159,7 +159,8 @@ def _unknown(root: type[Section], tree: Any, keys: Keys, origins: Origins, searc
             section = setting.section_for(value) or setting.item_section or section
             rivals = setting.sections if len(setting.sections) > 1 else ()
     owners = [type_tag(rival) for rival in rivals if keys[-1] in settings(rival)]
-    removed, value, position = section.removed.get(keys[-1]), value[keys[-1]], len(keys) - 1
+    removed = next((one.removed[keys[-1]] for one in (section, *rivals) if keys[-1] in one.removed), None)
+    value, position = value[keys[-1]], len(keys) - 1
     while isinstance(value, dict) and value:
         key, value = next(iter(value.items()))
         keys = (*keys, key)

@@ -150,11 +150,12 @@ class RAE(ByReward):
 class GDPO(ByReward):
     """Every reward function is normalized within its group by itself; the weighted sum is normalized over the batch."""
 
+    removed: ClassVar[dict[str, str]] = {"batch_normalize": "the sum is always normalized over the batch"}
+
     compares: ClassVar[bool] = True
 
     type: Literal["gdpo"] = option("gdpo", "Kind of algorithm.")
     weights: dict[str, float] = option(dict, "Weight of each reward function (empty: all that are there, equally).")
-    batch_normalize: bool = option(True, "Normalize the sum over the environment's episodes in the batch.")
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
@@ -247,7 +248,7 @@ AlgorithmConfig = RewardAlgorithm | OPD | OPSD | SFT
 class EpisodeFilter(Section):
     """What filters of single episodes have in common."""
 
-    from_baseline: bool = option(False, "Leave such an episode out of what others of its group are compared with, too.")
+    removed: ClassVar[dict[str, str]] = {"from_baseline": "others are always compared with an episode that is left out"}
 
 
 class TruncatedFilter(EpisodeFilter):
@@ -320,10 +321,11 @@ class FilterConfig(Section):
 class CurriculumConfig(Section):
     """Difficulty pools: tasks are drawn more or less often by the mean reward of their last group."""
 
+    removed: ClassVar[dict[str, str]] = {"normal_weight": "give easy_weight and hard_weight relative to 1"}
+
     easy: float = option(0.8, "Mean reward from which on a task is easy.")
     hard: float = option(0.2, "Mean reward up to which a task is hard.")
     easy_weight: PositiveFloat = option(0.1, "How often an easy task is drawn, next to a new one.")
-    normal_weight: PositiveFloat = option(1.0, "How often any other one is.")
     hard_weight: PositiveFloat = option(0.5, "How often a hard one is.")
 
     @model_validator(mode="after")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     Field,
@@ -59,11 +59,14 @@ class SGD(_Optimizer):
 class Muon(_Optimizer):
     """Muon for the matrices of the layers; embeddings, head, norms and biases are updated by AdamW."""
 
+    removed: ClassVar[dict[str, str]] = {
+        "match_rms": "updates always have the size of AdamW's",
+        "adamw_lr_ratio": "AdamW updates its part at lr",
+        "nesterov": "the look-ahead is always on",
+    }
+
     type: Literal["muon"] = option("muon", "Kind of optimizer.")
     momentum: float = option(0.95, "Decay of the running mean of the gradient.", ge=0, lt=1)
-    nesterov: bool = option(True, "Look ahead along the momentum (Nesterov).")
-    match_rms: bool = option(True, "Scale updates to the size of AdamW's, so that its learning rates serve.")
-    adamw_lr_ratio: PositiveFloat = option(1.0, "Learning rate of what AdamW updates, relative to lr.")
     betas1: float = option(0.9, "AdamW's decay of the mean of the gradient.", ge=0, lt=1)
     betas2: float = option(0.95, "AdamW's decay of the mean of its square.", ge=0, lt=1)
 
@@ -460,6 +463,8 @@ class TrainingConfig(BaseConfig):
 class TrainerConfig(TrainingConfig):
     """The RL trainer."""
 
+    removed: ClassVar[dict[str, str]] = {"log_samples_interval": "a rollout is logged every 10 steps"}
+
     seq_len: Length = option(2048, "Tokens of a packed micro-batch.")
     async_level: NonNegativeInt = option(1, "Steps that sampling may run ahead of training.")
     loss: LossConfig = option(DefaultLoss, "The loss of a token.", discriminator="type")
@@ -474,7 +479,6 @@ class TrainerConfig(TrainingConfig):
         None, "Steps between two recovery checkpoints; the newest is kept (auto: for 1 % of the time; None: none)."
     )
     rollout_timeout: PositiveFloat = option(3600.0, "Seconds to wait for a batch of rollouts.")
-    log_samples_interval: PositiveInt | None = option(10, "Steps between two logged rollouts (None: never).")
 
     @model_validator(mode="after")
     def _fake_fits(self) -> Self:

@@ -1,7 +1,7 @@
 """What is left out of training: rules about the tokens of one episode, and about the rewards of a group. Pure functions.
 
 Rules about an episode are asked once, when it ends. The episode keeps its place in its group, and what its reward is compared with is the same
-as without a filter (unless `from_baseline`); it is not trained, and counted by the filter's name. A group in which nothing is left to train is
+as without a filter; it is not trained, and counted by the filter's name. A group in which nothing is left to train is
 turned away, and another one takes its place.
 """
 
@@ -52,12 +52,6 @@ def why_episode(config: "FilterConfig", result: EpisodeResult, seq_len: int) -> 
     return ""
 
 
-def counts_in_baseline(config: "FilterConfig", why: str) -> bool:
-    """Whether others of its group are compared with an episode that filter `why` leaves out ("": none does)."""
-    rule = getattr(config, why, None) if why else None  # None: a filter of an earlier incarnation
-    return rule is None or not rule.from_baseline
-
-
 def why_group(
     config: "FilterConfig",
     algorithm: "AlgorithmConfig",
@@ -70,7 +64,7 @@ def why_group(
     Args:
         rewards: Of its finished episodes.
         left_out: Which filter leaves each of them out, "" where none does.
-        attempts: What the algorithm sees of those that count in the baseline.
+        attempts: What the algorithm sees of all of them.
     """
     if all(left_out):
         return "+".join(sorted(set(left_out)))

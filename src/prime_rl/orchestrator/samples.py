@@ -10,7 +10,7 @@ import numpy.typing as npt
 from prime_rl.envs.protocol import EpisodeResult, SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
 from prime_rl.orchestrator.algorithms.streams import streams_of
-from prime_rl.orchestrator.filters import OFF_POLICY, counts_in_baseline, why_group
+from prime_rl.orchestrator.filters import OFF_POLICY, why_group
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group
 from prime_rl.transport.rollouts import Sample, as_array
 
@@ -87,12 +87,7 @@ def turned_away(group: Group[EpisodeResult], step: int, config: "OrchestratorCon
     env, episodes = group.task.env, in_order(group)
     filters = config.filters_of(env)
     left_out = [why_left_out(episode, step, config) for episode in episodes]
-    counted = [
-        one
-        for episode, why in zip(episodes, left_out, strict=True)
-        if counts_in_baseline(filters, why)
-        for one in attempts(episode.result).values()
-    ]
+    counted = [one for episode in episodes for one in attempts(episode.result).values()]
     rewards = [episode.result.reward for episode in episodes]
     return why_group(filters, config.algorithm_of(env), rewards, left_out, counted)
 
@@ -125,13 +120,7 @@ def _advantages(
     by_episode: dict[str, dict[int, float]] = {}
     by_env: dict[str, list[list[Finished[EpisodeResult]]]] = {}
     for group in batch.groups:
-        filters = config.filters_of(group.task.env)
-        counted = [
-            episode
-            for episode in in_order(group)
-            if counts_in_baseline(filters, why_left_out(episode, batch.step, config))
-        ]
-        by_env.setdefault(group.task.env, []).append(counted)
+        by_env.setdefault(group.task.env, []).append(in_order(group))
     for env, groups in by_env.items():
         named = [
             [(e.start.episode, part, one) for e in group for part, one in attempts(e.result).items()]

@@ -35,7 +35,7 @@ class Pools:
 
     def __init__(self, tasks: Sequence[Task], config: "CurriculumConfig", seed: str) -> None:
         self._config, self._seed = config, seed
-        self._weights = {NEW: 1.0, EASY: config.easy_weight, NORMAL: config.normal_weight, HARD: config.hard_weight}
+        self._weights = {NEW: 1.0, EASY: config.easy_weight, NORMAL: 1.0, HARD: config.hard_weight}
         self._order = list(tasks)
         random.Random(f"{seed}/0").shuffle(self._order)
         self._place = {task.index: place for place, task in enumerate(self._order)}

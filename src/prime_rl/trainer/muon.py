@@ -34,7 +34,7 @@ def muon_part(named: Iterable[tuple[str, nn.Parameter]], settings: dict[str, flo
     """The part of an optimizer that updates the hidden matrices `named`.
 
     Args:
-        settings: lr, weight_decay, momentum, nesterov, match_rms.
+        settings: lr, weight_decay, momentum.
     """
     matrices: dict[torch.Size, list[nn.Parameter]] = {}
     experts, halves = [], set()
@@ -79,13 +79,13 @@ def orthogonalize(x_BRC: Tensor) -> Tensor:
     return x_BSL.mT if tall else x_BSL
 
 
-def update_scale(rows: int, columns: int, match_rms: bool) -> float:
+def update_scale(rows: int, columns: int) -> float:
     """What an orthogonalized update is multiplied by, beside the learning rate.
 
-    With `match_rms` 0.2 sqrt(max(rows, columns)): its root mean square is then that of a typical AdamW update (Liu et al. 2025), whose learning
-    rates serve. Else sqrt(max(1, rows / columns)) (Jordan et al. 2024), for learning rates around 0.02.
+    0.2 sqrt(max(rows, columns)): the root mean square is then that of a typical AdamW update (Liu et al. 2025), whose
+    learning rates serve.
     """
-    return 0.2 * math.sqrt(max(rows, columns)) if match_rms else math.sqrt(max(1.0, rows / columns))
+    return 0.2 * math.sqrt(max(rows, columns))
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def _finish(settings: Settings, sent: _Sent) -> None:
     else:
         sent.arrival.wait()  # bounded: by the process group's timeout; on CUDA the stream waits, not the host
         update = _exchange_back(batch, inbox, locals_[0].shape[0])
-    scale = settings["lr"] * update_scale(rows, columns, settings["match_rms"])
+    scale = settings["lr"] * update_scale(rows, columns)
     torch._foreach_mul_(locals_, 1 - settings["lr"] * settings["weight_decay"])
     torch._foreach_add_(
         locals_, list(update.to(torch.float32, memory_format=torch.contiguous_format).unbind()), alpha=-scale
@@ -214,7 +214,7 @@ def _update_experts(settings: Settings, piece: Piece, momentum: Tensor, parts: i
     value = piece.value()
     (direction,) = _directions(settings, [piece.grad()], [momentum])
     update = orthogonalize(direction.view(-1, rows // parts, columns))
-    scale = settings["lr"] * update_scale(rows // parts, columns, settings["match_rms"])
+    scale = settings["lr"] * update_scale(rows // parts, columns)
     value.mul_(1 - settings["lr"] * settings["weight_decay"])
     value.add_(update.reshape(-1), alpha=-scale)
 
@@ -222,7 +222,7 @@ def _update_experts(settings: Settings, piece: Piece, momentum: Tensor, parts: i
 def _directions(settings: Settings, grads: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
     """Bring the momenta up to date; the directions to orthogonalize, in the type that is computed in."""
     torch._foreach_lerp_(momenta, grads, 1 - settings["momentum"])
-    ahead = torch._foreach_lerp(grads, momenta, settings["momentum"]) if settings["nesterov"] else momenta
+    ahead = torch._foreach_lerp(grads, momenta, settings["momentum"])
     dtype = torch.bfloat16 if momenta[0].is_cuda else torch.float32
     return [direction.to(dtype) for direction in ahead]
 

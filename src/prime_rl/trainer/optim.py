@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _EPS = 1e-8
 _MEANS = StateSpec("exp_avg"), StateSpec("exp_avg_sq")
-_RATIO = "lr_ratio"  # a part's learning rate relative to the optimizer's
 
 
 def build_optimizer(model: nn.Module, config: "OptimConfig") -> ShardedOptimizer:
@@ -79,13 +78,12 @@ def _sgd_part(parameters: list[nn.Parameter], config: "SGD") -> Part:
 
 
 def _muon_parts(named: list[tuple[str, nn.Parameter]], config: "Muon") -> list[Part]:
-    settings = config.model_dump(include={"lr", "weight_decay", "momentum", "nesterov", "match_rms"})
-    ratio = config.adamw_lr_ratio
+    settings = config.model_dump(include={"lr", "weight_decay", "momentum"})
     hidden = [(name, parameter) for name, parameter in named if is_hidden_matrix(name, parameter)]
     others = [parameter for name, parameter in named if not is_hidden_matrix(name, parameter)]
     return [
         muon_part(hidden, settings),
-        Part(others, _adamw_settings(config) | {"lr": config.lr * ratio, _RATIO: ratio}, _MEANS, adamw),
+        Part(others, _adamw_settings(config), _MEANS, adamw),
     ]
 
 
@@ -115,7 +113,7 @@ def learning_rate(config: "SchedulerConfig", lr: float, step: int, max_steps: in
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Every part's learning rate for the next update."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get(_RATIO, 1.0)
+        group["lr"] = lr
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> Tensor:

@@ -116,9 +116,11 @@ def test_rae() -> None:
 def test_gdpo() -> None:
     """Two functions of other scales weigh the same; the sum of the rewards does not matter. std of (0, 1) is 1/2, of (0, 10) is 5."""
     group = [Attempt(7.0, rewards={"right": 1.0, "short": 0.0}), Attempt(7.0, rewards={"right": 0.0, "short": 10.0})]
-    assert of_one(GDPO(batch_normalize=False), group) == pytest.approx([0.0, 0.0], abs=1e-5)
-    weighted = GDPO(weights={"right": 3.0, "short": 1.0}, batch_normalize=False)
-    assert of_one(weighted, group) == pytest.approx([2.0, -2.0], rel=1e-5)
+    both = [Attempt(1.0, rewards={"right": right, "short": right}) for right in (1.0, 0.0)]
+    for weights, sums in (({}, [0.0, 0.0, 2.0, -2.0]), ({"right": 3.0, "short": 1.0}, [2.0, -2.0, 4.0, -4.0])):
+        values, _ = advantages(GDPO(weights=weights), [group, both], {})
+        std = math.sqrt(sum(value * value for value in sums) / 4)
+        assert [*values[0], *values[1]] == pytest.approx([value / std for value in sums], abs=1e-5)
 
 
 def test_equal_rewards_that_are_no_binary_fractions_give_exact_zeros() -> None:
@@ -215,7 +217,7 @@ def straightforward(config: AlgorithmConfig, groups: Groups) -> list[list[float]
                     each = [groups[g][j].rewards[name] for j in places]
                     gap = mine.rewards[name] - statistics.fmean(each)
                     values[g][i] += weight * gap / (statistics.pstdev(each) + 1e-6)
-    if config.type == "reinforce_pp" or (config.type == "gdpo" and config.batch_normalize):
+    if config.type == "reinforce_pp" or config.type == "gdpo":
         flat = [value for group in values for value in group]
         if config.type == "reinforce_pp" and config.per_token:  # one entry for every token
             flat = [
@@ -243,7 +245,7 @@ CONFIGS: list[AlgorithmConfig] = [
     ReinforcePP(group_baseline=True, per_token=True),
     RAE(decay=0.7),
     GDPO(),
-    GDPO(weights={"a": 2.0, "b": -0.5}, batch_normalize=False),
+    GDPO(weights={"a": 2.0, "b": -0.5}),
 ]
 every_algorithm = pytest.mark.parametrize("config", CONFIGS, ids=[f"{i} {one.type}" for i, one in enumerate(CONFIGS)])
 

@@ -42,13 +42,13 @@ def test_pools_by_the_latest_mean_reward() -> None:
 
 def test_weights() -> None:
     """Contract: a task is drawn in proportion to its pool's weight, whatever the size of the pools; every task of a pool alike."""
-    found = pools(easy_weight=0.5, normal_weight=2.0, hard_weight=1.0)
+    found = pools(easy_weight=0.25, hard_weight=0.5)
     for index in range(20):
         found.observe(index, 1.0 if index < 10 else 0.5 if index < 15 else 0.0)
     drawn = Counter(found.draw().index for _ in range(20_000))
-    total = 10 * 0.5 + 5 * 2.0 + 5 * 1.0
+    total = 10 * 0.25 + 5 * 1.0 + 5 * 0.5
     for index in range(20):
-        weight = 0.5 if index < 10 else 2.0 if index < 15 else 1.0
+        weight = 0.25 if index < 10 else 1.0 if index < 15 else 0.5
         assert drawn[index] / 20_000 == pytest.approx(weight / total, rel=0.15)
 
 

@@ -72,7 +72,7 @@ def test_prompts_do_not_count() -> None:
 
 
 def test_what_is_left_out_still_counts_in_the_baseline() -> None:
-    """Contract: one that a filter leaves out is not trained and is named; others are compared with it, unless the filter says not to."""
+    """Contract: one that a filter leaves out is not trained and is named; others are compared with it."""
     batch = Batch(3, [group(0, result([5, 6], 1.0), result([5], 0.0), result([6], 0.5, is_truncated=True))])
     batch.groups[0].finished[2].result.filtered = "truncated"
     settings = config(filters={"truncated": {}})
@@ -84,11 +84,6 @@ def test_what_is_left_out_still_counts_in_the_baseline() -> None:
     assert [float(sample.advantages[-1]) for sample in scored.samples] == [0.0, -1.0] or scored.filtered == [
         "0.0.0",
         "0.2.0",
-    ]
-    alone = config(filters={"truncated": {"from_baseline": True}})
-    assert [float(sample.advantages[-1]) for sample in score_batch(batch, alone, {"env": 1.0}, {}).samples] == [
-        0.5,
-        -0.5,
     ]
 
 

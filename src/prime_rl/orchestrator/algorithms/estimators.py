@@ -180,8 +180,7 @@ def gdpo(groups: Sequence[Sequence[Attempt]], config: "GDPO") -> list[list[float
     Adding rewards up before they are normalized, as GRPO does, gives different combinations of them the same advantage. Every attempt has all
     rewards: `lacks` tells of those that have not.
     """
-    summed = [_gdpo_group(group, config.weights) for group in groups]
-    return in_units_of_std(summed) if config.batch_normalize else summed
+    return in_units_of_std([_gdpo_group(group, config.weights) for group in groups])
 
 
 def _gdpo_group(group: Sequence[Attempt], weights: dict[str, float]) -> list[float]:

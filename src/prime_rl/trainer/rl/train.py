@@ -54,6 +54,9 @@ def train(given: TrainerConfig) -> None:
     close_world()
 
 
+_LOG_EXAMPLE_INTERVAL = 10  # steps
+
+
 def run(
     config: TrainerConfig, given: TrainerConfig, world: World, report: Report, stop: StopSignal, ends: ExitStack
 ) -> None:
@@ -186,8 +189,7 @@ def run(
             recorded = partial(rows.recorded, step, weights, durable=kind == "checkpoint")
             checkpoints.save(progress, kind, recorded)
             saving = time.perf_counter() - started
-        interval = config.log_samples_interval
-        if batch.example is not None and tokenizer is not None and interval and step % interval == 0:
+        if batch.example is not None and tokenizer is not None and step % _LOG_EXAMPLE_INTERVAL == 0:
             report.text(readable(batch.example, tokenizer))
         step += 1
 
