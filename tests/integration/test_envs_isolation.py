@@ -24,9 +24,9 @@ from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import output as output_module
 from prime_rl.envs import pool as pool_module
 from prime_rl.envs import worker_pool as worker_pool_module
-from prime_rl.envs.autoscaling import IdleCores
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.protocol import EpisodeResult, Outcome
+from prime_rl.envs.worker_pool import IdleCores
 from prime_rl.errors import UserError
 from support.processes import REPOSITORY
 from support.stub_worker import TASKS, stub_python, tell

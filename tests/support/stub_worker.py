@@ -179,7 +179,7 @@ def worker_socket() -> Any:
 
 def current_request() -> int:
     """Of the episode that runs."""
-    return _serving[0]._blame.running
+    return _serving[0]._attribution.running
 
 
 def _send_raw(result: EpisodeResult, **fields: Any) -> None:

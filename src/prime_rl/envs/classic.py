@@ -20,9 +20,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from prime_rl.envs import token_client as talk
-from prime_rl.envs.adapter import LoadError
+from prime_rl.envs.adapter import LoadError, check_arguments, import_module, keywords, takes_any
 from prime_rl.envs.ids import describe, module_name, unique
-from prime_rl.envs.loading import check_arguments, import_module, keywords, takes_any
 from prime_rl.envs.messages import Message, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
 from prime_rl.envs.token_client import ContextFull, Conversation, Failed, Turn

@@ -23,7 +23,6 @@ from loguru import logger
 
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import worker_process
-from prime_rl.envs.autoscaling import IdleCores
 from prime_rl.envs.output import Log
 from prime_rl.envs.protocol import (
     MOST_BYTES,
@@ -50,7 +49,7 @@ from prime_rl.envs.protocol import (
 )
 from prime_rl.envs.variables import check_promised, passed_on, worker_variables
 from prime_rl.envs.vetting import vetted
-from prime_rl.envs.worker_pool import HEARTBEAT_TIMEOUT, WorkerGone, WorkerPool
+from prime_rl.envs.worker_pool import HEARTBEAT_TIMEOUT, IdleCores, WorkerGone, WorkerPool
 from prime_rl.envs.worker_process import WorkerProcess
 from prime_rl.errors import UserError
 from prime_rl.lifeline import Lifeline

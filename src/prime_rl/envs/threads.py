@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from prime_rl.envs.blame import Blocked, current_request
+from prime_rl.envs.attribution import Blocked, current_request
 
 MOST = 64  # Python's own number is six on a machine of two cores: too few to lose some
 LATE_SECONDS = 10.0  # that a thread may work on after its episode

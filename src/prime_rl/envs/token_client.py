@@ -25,7 +25,7 @@ from prime_rl.envs.messages import Message, parsed_json, without_oldest
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, SampleTokens, Setup
 
 if TYPE_CHECKING:
-    from prime_rl.envs.chat_route import ChatRoute
+    from prime_rl.envs.chat import ChatRoute
 
 # Sent with every request, so that training and evaluation sample alike whatever the model's generation_config says.
 _PINNED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
@@ -282,7 +282,7 @@ class Conversation:
 
 def _chat_route(setup: Setup) -> "ChatRoute":
     try:
-        from prime_rl.envs.chat_route import ChatRoute
+        from prime_rl.envs.chat import ChatRoute
     except ImportError as error:
         raise LoadError(
             f"environment {setup.env_id!r}: an API is asked through verifiers, which cannot be imported here ({error}): add verifiers==0.4.0 to its "

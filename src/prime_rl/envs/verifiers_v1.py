@@ -21,19 +21,17 @@ from verifiers.v1.configs.client import resolve_api_key
 from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
-from prime_rl.envs.adapter import LoadError
+from prime_rl.envs.adapter import LoadError, check_arguments, import_module
 from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.conversation import interception
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import EngineConnection
 from prime_rl.envs.harness import HARNESS_ID, close_session
 from prime_rl.envs.ids import describe, module_name, unique
-from prime_rl.envs.loading import check_arguments, import_module
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
-from prime_rl.envs.shared_tools import SharedTools
 from prime_rl.envs.stream import TaskStream
 from prime_rl.envs.tool_runtime import SERVER_SECONDS, install_runtime
-from prime_rl.envs.tools import CALL_SECONDS
+from prime_rl.envs.tools import CALL_SECONDS, SharedTools
 from prime_rl.envs.train_client import ConversationClient
 
 MAX_TASKS = 5_000_000

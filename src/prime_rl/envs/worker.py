@@ -27,7 +27,7 @@ import zmq.asyncio
 
 from prime_rl import faults, lifeline, processes
 from prime_rl.envs.adapter import Adapter, LoadError, load
-from prime_rl.envs.blame import FATAL, Blame, Page, describe, explain
+from prime_rl.envs.attribution import FATAL, Attribution, Page, describe, explain
 from prime_rl.envs.protocol import (
     MOST_BYTES,
     TOKEN_VAR,
@@ -84,11 +84,11 @@ class _WaitTimer(selectors.DefaultSelector):
 
 class WorkerServer:
     def __init__(
-        self, address: str, identity: str, token: str, blame: Blame, hang_timeout: float, timer: _WaitTimer
+        self, address: str, identity: str, token: str, attribution: Attribution, hang_timeout: float, timer: _WaitTimer
     ) -> None:
         self._address = address
         self._timer = timer
-        self._blame, self._hang_timeout = blame, hang_timeout
+        self._attribution, self._hang_timeout = attribution, hang_timeout
         self._identity = identity
         self._token = token
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -132,7 +132,7 @@ class WorkerServer:
             traceback.print_exc()
             await self._send(LoadFailed(_not_loaded(setup, error)))
             return
-        self._blame.watch(self._overdue)
+        self._attribution.watch(self._overdue)
         asyncio.get_running_loop().set_default_executor(self._threads)
         # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
         gc.collect()
@@ -173,7 +173,7 @@ class WorkerServer:
             self._deadlines.pop(run.request, None)
 
         self._deadlines[run.request] = time.monotonic() + run.timeout
-        self._running[run.request] = self._blame.start(episode, run.request)
+        self._running[run.request] = self._attribution.start(episode, run.request)
         self._running[run.request].add_done_callback(ended)
 
     async def _episode(self, env: Adapter, name: str, run: Run, slots: asyncio.Semaphore) -> None:
@@ -214,7 +214,7 @@ class WorkerServer:
         await self._socket.send(encode(message))  # bounded: the pool reads, or the lifeline ends this process
 
     def _overdue(self, request: int) -> str:
-        """See `Blame.watch`."""
+        """See `Attribution.watch`."""
         now = time.monotonic()
         lag = now - self._ticked
         late = min(lag, now - self._deadlines.get(request, now)) > LATE_SECONDS
@@ -240,7 +240,7 @@ class WorkerServer:
             lag = time.monotonic() - self._ticked if self._loaded else 0.0
             where = describe(sys._current_frames().get(main_thread)) if lag > LAG_SECONDS else ""
             if self._loaded:
-                self._blame.interrupt(main_thread)
+                self._attribution.interrupt(main_thread)
                 self._threads.interrupt(lambda request: request not in self._running)
             try:
                 socket.send(encode(Heartbeat(lag, where, use if self._loaded else 0.0)), zmq.NOBLOCK)
@@ -316,7 +316,9 @@ def _set_up_logging(level: str) -> None:
 
 
 async def _serve(args: argparse.Namespace, token: str, timer: _WaitTimer) -> None:
-    await WorkerServer(args.address, args.identity, token, Blame(Page(args.page)), args.hang_timeout, timer).serve()
+    await WorkerServer(
+        args.address, args.identity, token, Attribution(Page(args.page)), args.hang_timeout, timer
+    ).serve()
 
 
 if __name__ == "__main__":

@@ -1,23 +1,26 @@
 """The workers of one environment: kept alive, as many as its load needs, replaced when they are due; and the episodes that wait for a slot.
 
-`autoscaling` decides how many and when; `worker_process` is one process of one of them. An environment's faults are outcomes of its episodes: a
+`workers_wanted` and `why_replace` decide how many and when; `worker_process` is one process of one of them. An environment's faults are outcomes of its episodes: a
 worker that dies fails those that it had and is started again with backoff. Only one that keeps dying while nothing gets done ends the pool.
 """
 
 import asyncio
 import itertools
+import math
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from loguru import logger
 
 from prime_rl import processes
 from prime_rl.config.shared import EnvConfig
 from prime_rl.envs import worker_process
-from prime_rl.envs.autoscaling import Bounds, Load, cores, why_replace, worker_range, workers_wanted
 from prime_rl.envs.output import Log
 from prime_rl.envs.protocol import EndlessTasks, Outcome, Ready, TaskInfo
 from prime_rl.envs.worker_process import WorkerProcess
@@ -32,6 +35,10 @@ BACKOFF_SECONDS = 1.0  # before the second restart in a row of a worker that fin
 MAX_BACKOFF_SECONDS = 15.0
 MAX_DEATHS = 5  # in a row, of one worker, without one finished episode of its environment
 LAST_WORDS_SECONDS = 5.0
+_WORKERS, _CORES_A_WORKER = 4, 4  # at least: so many where there are so many cores for each
+HIGH, LOW, TARGET = 0.7, 0.35, 0.5  # cores that the mean worker uses: above, more are started; below, some end; aim
+
+_PROC, _QUOTA = Path("/proc"), Path("/sys/fs/cgroup/cpu.max")
 
 
 class WorkerGone(Exception):
@@ -210,34 +217,34 @@ class WorkerPool:
     def scale(self, idle_cores: float) -> int:
         """Start the workers that the load calls for, or end those that it has not called for lately. Returns how many were started."""
         started = self._grow(int(idle_cores))
-        now, staff = time.monotonic(), self._staff()
-        wanted = self._wanted(staff, 0)
+        now, workers = time.monotonic(), self._staying_workers()
+        wanted = self._wanted(workers, 0)
         self._wanted_since = max(self._wanted_since, wanted)
-        if wanted < len(staff) and now - self._idle_since > IDLE_SECONDS:
-            self._retire(staff, len(staff) - self._wanted_since)
-            wanted = len(staff)
-        if wanted >= len(staff):
+        if wanted < len(workers) and now - self._idle_since > IDLE_SECONDS:
+            self._retire(workers, len(workers) - self._wanted_since)
+            wanted = len(workers)
+        if wanted >= len(workers):
             self._idle_since, self._wanted_since = now, 0
         return started
 
-    def _staff(self) -> list[Worker]:
+    def _staying_workers(self) -> list[Worker]:
         """All but those that are to end, and the successors that are to replace one."""
         return [worker for worker in self.workers if not worker.leaving and worker.replaces is None]
 
-    def _wanted(self, staff: list[Worker], free: int) -> int:
-        up = [worker.process for worker in staff if worker.process is not None and worker.ready]
+    def _wanted(self, workers: list[Worker], free: int) -> int:
+        up = [worker.process for worker in workers if worker.process is not None and worker.ready]
         episodes = sum(len(process.pending) for process in up) + len(self._waiting)
-        load = Load(len(staff), len(staff) - len(up), sum(process.use for process in up), episodes)
+        load = Load(len(workers), len(workers) - len(up), sum(process.use for process in up), episodes)
         return workers_wanted(load, self._bounds, free)
 
     def _grow(self, free: int) -> int:
         if self.info is None or time.monotonic() < self._no_extra_before:
             return 0
-        staff = self._staff()
-        missing = self._wanted(staff, free) - len(staff)
+        workers = self._staying_workers()
+        missing = self._wanted(workers, free) - len(workers)
         if missing <= 0:
             return 0
-        starting = sum(not worker.ready for worker in staff)
+        starting = sum(not worker.ready for worker in workers)
         alive = [each for process in self.processes if (each := processes.read(process.pid)) is not None]
         largest = max((process.resident for process in alive), default=0)
         # Growth leaves half of the available memory alone.
@@ -248,10 +255,10 @@ class WorkerPool:
             self._open(worker)
         return missing
 
-    def _retire(self, staff: list[Worker], count: int) -> None:
+    def _retire(self, workers: list[Worker], count: int) -> None:
         """Let the workers with the fewest episodes end, once their last one has."""
         replaced = [worker.replaces for worker in self.workers]
-        able = [(worker, worker.process) for worker in staff if worker.process is not None and worker.ready]
+        able = [(worker, worker.process) for worker in workers if worker.process is not None and worker.ready]
         able = [(worker, process) for worker, process in able if worker not in replaced]
         for worker, process in sorted(able, key=lambda pair: len(pair[1].pending))[:count]:
             worker.leaving = process.leaving = True
@@ -432,3 +439,108 @@ class WorkerPool:
                 f"environment {self.config.name!r}: a fresh worker holds {most} MiB already, so recycle_mib {limit} would replace each at once: "
                 "set it well above that"
             )
+
+
+# ---- how many workers, and when one is replaced: pure decisions, and what they are made on
+
+
+@dataclass(frozen=True)
+class Load:
+    """An environment's workers at one moment, without those that are to end and the successors that replace one."""
+
+    workers: int  # ready or starting
+    starting: int
+    use: float  # cores: the sum over the ready ones of the part of the last seconds in which each one's event loop or threads were busy
+    episodes: int  # in flight, and waiting for a slot
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What an environment may have."""
+
+    slots: int  # episodes that one worker runs at a time
+    least: int
+    most: int
+
+
+def workers_wanted(load: Load, bounds: Bounds, free: int) -> int:
+    """How many workers the load calls for.
+
+    Enough slots for all episodes; and where the workers are busy, more of them, so that each is about half busy. A worker that is
+    always busy says only that one is too few: one round of growth at most doubles their number, and waits for those that are starting.
+
+    Args:
+        free: Workers that there is room for on idle cores. Slots are given without: waiting for an engine takes no core.
+    """
+    ready = load.workers - load.starting
+    wanted = load.workers
+    if load.starting:
+        pass
+    elif load.use > HIGH * ready:
+        wanted = ready + min(math.ceil(load.use / TARGET) - ready, free)
+    elif load.use < LOW * (ready - 1):
+        wanted = math.ceil(load.use / TARGET)
+    return min(max(wanted, -(-load.episodes // bounds.slots), bounds.least), bounds.most)
+
+
+def worker_range(workers: int | Literal["auto"], max_workers: int | None, environments: int = 1) -> tuple[int, int]:
+    """The least and the most workers that an environment has, by its settings.
+
+    Episodes of a batch start together and often end together: one worker would take them one after the other, though it is idle between. A host with
+    cores to spare soon has several.
+    """
+    if workers != "auto":
+        return workers, workers
+    most = max_workers or cores()
+    return min(most, max(1, min(_WORKERS, cores() // _CORES_A_WORKER) // environments)), most
+
+
+def why_replace(finished: int, resident: int, episodes: int | None, mib: int | None) -> str | None:
+    """Why a worker is to be replaced, None while it is not.
+
+    Args:
+        finished: Episodes that it has finished.
+        resident: Bytes of memory of the worker and what it has started.
+        episodes, mib: The limits, where there are any.
+    """
+    if episodes is not None and finished >= episodes:
+        return f"has finished {finished} episodes (recycle_episodes {episodes})"
+    if mib is not None and resident > mib << 20:
+        return f"holds {resident >> 20} MiB (recycle_mib {mib})"
+    return None
+
+
+def cores() -> int:
+    """Processor cores that this process and its children may use."""
+    available = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no such control group, or no limit ("max")
+        quota, period = _QUOTA.read_text().split()
+        available = min(available, max(1, int(quota) // int(period)))
+    return available
+
+
+class IdleCores:
+    """How many of our cores were idle lately, whoever used the others. Measures from call to call, and averages over the last few."""
+
+    def __init__(self) -> None:
+        self._names = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        self._before = self._counters()
+        self._idle = 0.0
+
+    def measure(self) -> float:
+        before, self._before = self._before, self._counters()
+        idle, total = (now - then for now, then in zip(self._before, before, strict=True))
+        # A sandbox's kernel may count nothing: then nothing speaks against its cores but that workers do not get busier.
+        now = len(self._names) * idle / total if total else float(len(self._names))
+        self._idle = (self._idle + min(now, cores())) / 2
+        return self._idle
+
+    def _counters(self) -> tuple[int, int]:
+        """Idle time, and time, of all our cores together."""
+        idle = total = 0
+        for line in (_PROC / "stat").read_text().splitlines():
+            name, *counts = line.split()
+            if name in self._names:
+                times = [int(count) for count in counts[:8]]  # the others are part of these
+                idle, total = idle + times[3] + times[4], total + sum(times)
+        return idle, total

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import prime_rl
-from prime_rl.envs.blame import Page
+from prime_rl.envs.attribution import Page
 from prime_rl.envs.output import Log, Output
 from prime_rl.envs.protocol import EpisodeResult, Heartbeat, Ready
 from prime_rl.lifeline import Child, Lifeline

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prime_rl.config.shared import ORCHESTRATOR_STEPS
-from prime_rl.envs.autoscaling import worker_range
 from prime_rl.envs.pool import EnvPool
 from prime_rl.envs.venv import prepare
+from prime_rl.envs.worker_pool import worker_range
 from prime_rl.evals.runner import EvalPlan
 from prime_rl.orchestrator.scheduler import Limits
 from prime_rl.orchestrator.teachers import Teachers

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from prime_rl.envs import threads as threads_module
-from prime_rl.envs.blame import Blame, Page
+from prime_rl.envs.attribution import Attribution, Page
 from prime_rl.envs.threads import Threads
 
 
@@ -27,14 +27,14 @@ def test_who_works_for_nobody_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
     release: list[bool] = []
 
     async def main() -> None:
-        threads, blame = Threads(), Blame(Page(tmp_path / "page"))
+        threads, attribution = Threads(), Attribution(Page(tmp_path / "page"))
         asyncio.get_running_loop().set_default_executor(threads)
 
         async def episode(results: list[str]) -> None:
             results.append(await asyncio.to_thread(_spin, release))
 
         kept: list[str] = []
-        over, running = blame.start(episode([]), 1), blame.start(episode(kept), 2)
+        over, running = attribution.start(episode([]), 1), attribution.start(episode(kept), 2)
         nobodys = asyncio.create_task(asyncio.to_thread(_spin, release))
         async with asyncio.timeout(60):
             while not over.done():

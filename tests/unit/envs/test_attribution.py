@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from prime_rl.envs.blame import SIGNAL, Blame, Blocked, Page, explain
+from prime_rl.envs.attribution import SIGNAL, Attribution, Blocked, Page, explain
 
 
 @pytest.fixture
@@ -20,25 +20,25 @@ def page(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def blame(page: Path) -> Iterator[Blame]:
+def attribution(page: Path) -> Iterator[Attribution]:
     import signal
 
     before = signal.getsignal(SIGNAL)
-    yield Blame(Page(page))
+    yield Attribution(Page(page))
     signal.signal(SIGNAL, before)
 
 
 def run(
-    blame: Blame, main: Callable[[], Coroutine[Any, Any, Any]], overdue: Callable[[int], str] = lambda _: ""
+    attribution: Attribution, main: Callable[[], Coroutine[Any, Any, Any]], overdue: Callable[[int], str] = lambda _: ""
 ) -> Any:
     async def watched() -> Any:
-        blame.watch(overdue)
+        attribution.watch(overdue)
         return await main()
 
     return asyncio.run(watched())
 
 
-def test_every_step_of_an_episode_bears_its_number(blame: Blame, page: Path) -> None:
+def test_every_step_of_an_episode_bears_its_number(attribution: Attribution, page: Path) -> None:
     """Its own, those of tasks that it makes, and of theirs; between the steps nobody's; the pool's side reads the same."""
 
     async def inner(seen: list[int]) -> None:
@@ -46,25 +46,25 @@ def test_every_step_of_an_episode_bears_its_number(blame: Blame, page: Path) -> 
         seen.append(Page.read(page))
 
     async def episode(seen: list[int]) -> None:
-        seen.append(blame.running)
+        seen.append(attribution.running)
         await asyncio.gather(inner(seen), asyncio.create_task(inner(seen)))
         async with asyncio.TaskGroup() as group:
             group.create_task(inner(seen))
-        seen.append(blame.running)
+        seen.append(attribution.running)
 
     async def main() -> None:
         seen: dict[int, list[int]] = {1: [], 2: []}
-        tasks = [blame.start(episode(numbers), request) for request, numbers in seen.items()]
+        tasks = [attribution.start(episode(numbers), request) for request, numbers in seen.items()]
         for _ in range(20):
-            assert blame.running == 0
+            assert attribution.running == 0
             await asyncio.sleep(0)
         await asyncio.wait(tasks, timeout=60)
         assert seen == {1: [1] * 5, 2: [2] * 5}
 
-    run(blame, main)
+    run(attribution, main)
 
 
-def test_what_would_end_the_loop_ends_the_task(blame: Blame) -> None:
+def test_what_would_end_the_loop_ends_the_task(attribution: Attribution) -> None:
     """sys.exit and KeyboardInterrupt in an episode's tasks are errors of theirs; results, errors and cancellation go through as ever."""
 
     async def raises(error: BaseException) -> None:
@@ -76,22 +76,22 @@ def test_what_would_end_the_loop_ends_the_task(blame: Blame) -> None:
     async def main() -> None:
         for error in (SystemExit(4), KeyboardInterrupt()):
             with pytest.raises(RuntimeError, match="exit|KeyboardInterrupt"):
-                await blame.start(episode(error), 1)
+                await attribution.start(episode(error), 1)
         with pytest.raises(ValueError, match="as ever"):
-            await blame.start(episode(ValueError("as ever")), 1)
+            await attribution.start(episode(ValueError("as ever")), 1)
         with pytest.raises(asyncio.CancelledError):
-            await blame.start(episode(asyncio.CancelledError()), 1)
-        task = blame.start(asyncio.sleep(1000), 1)  # type: ignore[arg-type]
+            await attribution.start(episode(asyncio.CancelledError()), 1)
+        task = attribution.start(asyncio.sleep(1000), 1)  # type: ignore[arg-type]
         await asyncio.sleep(0)
         assert inspect.getcoroutinestate(task.get_coro()) == inspect.CORO_SUSPENDED  # as anyio looks
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    run(blame, main)
+    run(attribution, main)
 
 
-def test_code_that_does_not_give_way_is_interrupted(blame: Blame) -> None:
+def test_code_that_does_not_give_way_is_interrupted(attribution: Attribution) -> None:
     """The exception goes past `except Exception`, names the place, and leaves the loop and others running."""
     main_thread = threading.get_ident()
 
@@ -106,25 +106,25 @@ def test_code_that_does_not_give_way_is_interrupted(blame: Blame) -> None:
         await asyncio.create_task(stubborn())
 
     async def main() -> None:
-        neighbour = blame.start(asyncio.sleep(0.1, "fine"), 2)  # type: ignore[arg-type]
+        neighbour = attribution.start(asyncio.sleep(0.1, "fine"), 2)  # type: ignore[arg-type]
         done = threading.Event()
 
         def watch() -> None:
             while not done.wait(0.05):
-                blame.interrupt(main_thread)
+                attribution.interrupt(main_thread)
 
         thread = threading.Thread(target=watch)
         thread.start()
-        with pytest.raises(RuntimeError, match=r"for an age at .*test_blame.py:\d+ in stubborn"):
-            await blame.start(episode(), 1)
+        with pytest.raises(RuntimeError, match=r"for an age at .*test_attribution.py:\d+ in stubborn"):
+            await attribution.start(episode(), 1)
         done.set()
         thread.join(timeout=60)
         assert await neighbour == "fine"
 
-    run(blame, main, lambda request: "an age" if request == 1 else "")
+    run(attribution, main, lambda request: "an age" if request == 1 else "")
 
 
-def test_nobody_is_interrupted_whose_time_is_not_over(blame: Blame) -> None:
+def test_nobody_is_interrupted_whose_time_is_not_over(attribution: Attribution) -> None:
     """A signal that comes too late hits nobody, nor what is no episode's."""
     main_thread = threading.get_ident()
 
@@ -133,10 +133,10 @@ def test_nobody_is_interrupted_whose_time_is_not_over(blame: Blame) -> None:
 
         signal.pthread_kill(main_thread, SIGNAL)
         await asyncio.sleep(0)
-        blame.interrupt(main_thread)
+        attribution.interrupt(main_thread)
         await asyncio.sleep(0)
 
-    run(blame, main, lambda request: "an age")
+    run(attribution, main, lambda request: "an age")
 
 
 def test_explanations() -> None:

@@ -1,14 +1,15 @@
-"""Which episode's code a worker's event loop is in, so that what blocks or kills the worker costs that episode, and can be told to the pool.
+"""Attribute what blocks or kills a worker's event loop to the episode whose code runs in it, so that only this episode fails for it.
 
-Every step of every task of an episode writes its request into a page of memory shared with the pool, which reads it when the worker is dead
-or says nothing any more. Python code that blocks for too long gets an exception out of a signal handler, and the loop goes on; an extension that
-holds the interpreter's lock hears no signal: then the pool ends the worker. Standard library only.
+Every step of an episode's tasks writes its request number into a page of memory that is shared with the pool, which reads it when the worker is
+dead or silent. Python code that blocks for too long gets an exception from a signal handler, and the loop goes on. An extension that holds the
+interpreter's lock receives no signal: then the pool ends the worker. Standard library only.
 """
 
 import asyncio
 import contextvars
 import mmap
 import os
+import re
 import signal
 from collections.abc import Callable, Coroutine, Generator
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 # Not one of the named signals: environments use SIGALRM (timers of math checkers) and SIGUSR1 themselves.
 SIGNAL = signal.SIGRTMIN + 4
 _BYTES = 8
-_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_LIBRARY_FILE = re.compile(rf"<|{re.escape(os.path.dirname(os.__file__))}/(?!.*site-packages)")
 
 _episode: contextvars.ContextVar[int] = contextvars.ContextVar("episode", default=0)
 
@@ -94,7 +95,7 @@ class _Steps(Coroutine[Any, Any, Any]):
         return getattr(self._inner, name)  # what looks at a task's coroutine (anyio does) sees the real one
 
 
-class Blame:
+class Attribution:
     """Worker side. `start` an episode's task, and ask what runs."""
 
     def __init__(self, page: Page) -> None:
@@ -134,7 +135,7 @@ class Blame:
         return asyncio.Task(steps, loop=loop, context=context, **more)
 
     def _interrupted(self, number: int, frame: FrameType | None) -> None:
-        # That step may have ended between the look and the signal: then there is nobody to interrupt.
+        # The step may have ended between the check and the signal.
         if (request := self.running) and (overdue := self._overdue(request)):
             raise Blocked(f"its code blocked the worker's event loop for {overdue} at {describe(frame)}")
 
@@ -142,11 +143,7 @@ class Blame:
 def describe(frame: FrameType | None) -> str:
     """`file:line in function` of the innermost code that is not Python's own library, if there is any."""
     own = frame
-    while own is not None and _is_library(own.f_code.co_filename):
+    while own is not None and _LIBRARY_FILE.match(own.f_code.co_filename):
         own = own.f_back
     shown = own or frame
     return "" if shown is None else f"{shown.f_code.co_filename}:{shown.f_lineno} in {shown.f_code.co_name}"
-
-
-def _is_library(file: str) -> bool:
-    return file.startswith(("<", _LIBRARY)) and "site-packages" not in file
