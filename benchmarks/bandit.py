@@ -32,9 +32,8 @@ from prime_rl.config.trainer import LossConfig
 from prime_rl.envs.protocol import SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
 from prime_rl.orchestrator.algorithms.streams import streams_of
-from prime_rl.trainer.batch import MicroBatch, to_device
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
-from prime_rl.trainer.packing import collate
+from prime_rl.trainer.packing import MicroBatch, collate, to_device
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.rl.data import StepData, document, normalize
 from prime_rl.transport.rollouts import Sample

@@ -26,11 +26,10 @@ from steps import model_source
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.model import build_policy
-from prime_rl.trainer.names import named_parameters
-from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.packing import Document, collate, to_device
 from prime_rl.trainer.parallel import close_world, init_world
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import write_version

@@ -22,15 +22,14 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.monitor import log
-from prime_rl.trainer import attention, footprint, memory, moe, perf
-from prime_rl.trainer.bench import HostSyncs
+from prime_rl.trainer import attention, memory, moe, perf
 from prime_rl.trainer.canary import CanaryScorer
-from prime_rl.trainer.loss import cross_entropy, make_loss
-from prime_rl.trainer.loss_metrics import describe
+from prime_rl.trainer.loss import cross_entropy, describe, make_loss
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import rollout_lengths
 from prime_rl.trainer.parallel import close_world, gather, init_world
+from prime_rl.trainer.perf import HostSyncs
 from prime_rl.trainer.report import Report, Row, Rows
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
@@ -269,7 +268,7 @@ class Bench:
         plan = self.policy.memory
         if plan.job is None:
             return None
-        return footprint.estimate(plan.shape, plan.job, plan.settings).total / perf.GIB
+        return memory.estimate(plan.shape, plan.job, plan.settings).total / perf.GIB
 
     def step(self) -> None:
         """One whole step, in the order of the trainer's loop.

@@ -12,8 +12,8 @@ from conftest import make_tiny_model
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.inference.staging import Staging
 from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
 from prime_rl.transport.exchange import Subscriber

@@ -20,12 +20,12 @@ from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
-from prime_rl.trainer import batch
-from prime_rl.trainer.bench import HostSyncs
+from prime_rl.trainer import packing
 from prime_rl.trainer.dcp import HostCopy
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.names import stored_tensors
 from prime_rl.trainer.packing import collate
+from prime_rl.trainer.parameters import stored_tensors
+from prime_rl.trainer.perf import HostSyncs
 from prime_rl.trainer.report import Report
 from prime_rl.trainer.rl import train as loop
 from prime_rl.trainer.weight_copy import RowCopies
@@ -245,15 +245,15 @@ def test_diverged_step_is_not_committed(run_training: Run, model: Path, tmp_path
 def test_two_copies_that_nobody_waits_for() -> None:
     """A micro-batch lies in page-locked memory, and goes to the device without a wait."""
     documents = support.random_documents((700, 1, 1347), len(STREAMS))
-    (host,) = batch.pinned([collate(documents, len(STREAMS), 128)], torch.device(DEVICE))
+    (host,) = packing.pinned([collate(documents, len(STREAMS), 128)], torch.device(DEVICE))
     assert host.ints.is_pinned()
     assert host.floats.is_pinned()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        placed = batch.to_device(host, torch.device(DEVICE))
+        placed = packing.to_device(host, torch.device(DEVICE))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    expected = batch.to_device(host, torch.device("cpu"))
+    expected = packing.to_device(host, torch.device("cpu"))
     for name in ("input_ids", "position_ids", "cu_seqlens", "loss_index", "labels", "inv_temperature", "streams"):
         assert torch.equal(getattr(placed, name).cpu(), getattr(expected, name)), name
 

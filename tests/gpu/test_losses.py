@@ -6,8 +6,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from prime_rl.config.trainer import LossConfig
-from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
-from prime_rl.trainer.loss_metrics import describe
+from prime_rl.trainer.loss import STREAMS, SequenceLoss, describe, make_loss
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)

@@ -10,11 +10,10 @@ import torch
 
 from prime_rl.config.trainer import AdamW, TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer import memory, offload
+from prime_rl.trainer import activations, memory
 from prime_rl.trainer.activations import LEVELS
-from prime_rl.trainer.footprint import Settings, estimate
 from prime_rl.trainer.loss import cross_entropy
-from prime_rl.trainer.memory import GIB, MemoryPlan
+from prime_rl.trainer.memory import GIB, MemoryPlan, Settings, estimate
 from prime_rl.trainer.model import Policy, build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
@@ -135,7 +134,7 @@ def test_offload_changes_no_number_and_frees(level: str, source: Source, world: 
 
 def test_a_budget_parks_a_part(source: Source, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of four layers park what a budget allows: no number changes, the peak falls as estimated, and all host memory comes back."""
-    monkeypatch.setattr(offload, "LAG", 1)
+    monkeypatch.setattr(activations, "LAG", 1)
     plain = Settings(("pointwise",) * 4, head_chunk=4096, reshard=False, parked=0.0)
     peaks, outcomes = [], []
     for budget in (0.0, 0.6e9):
@@ -149,7 +148,7 @@ def test_a_budget_parks_a_part(source: Source, world: World, monkeypatch: pytest
         peaks.append(peak)
         outcomes.append(results)
     assert (
-        0 < chunks[0] == chunks[1] <= 2 * 0.6e9 / offload.CHUNK + 2 * 10
+        0 < chunks[0] == chunks[1] <= 2 * 0.6e9 / activations.CHUNK + 2 * 10
     )  # the last chunk of a tensor need not be full
     assert_near(outcomes[1], outcomes[0])
     assert peaks[1] < peaks[0]

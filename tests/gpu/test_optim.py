@@ -10,9 +10,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import fully_shard
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
-from prime_rl.trainer import dcp, muon, optim_states
-from prime_rl.trainer.muon import is_hidden_matrix
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer import dcp, optim, sharded_optimizer
+from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix
 from prime_rl.trainer.parallel import World, close_world, init_world
 from support import optim as support
 
@@ -53,8 +52,8 @@ def toy_with_gradients(steps: int) -> tuple[nn.Module, list[list[Tensor]]]:
 def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five steps, one right after the other, in many more chunks than are under way at a time; the states lie in page-locked host memory."""
     needs(config)
-    monkeypatch.setattr(optim_states, "CHUNK", 1 << 17)
-    monkeypatch.setattr(muon, "_TOGETHER", 1 << 18)
+    monkeypatch.setattr(sharded_optimizer, "CHUNK", 1 << 17)
+    monkeypatch.setattr(optim, "_TOGETHER", 1 << 18)
     results = []
     for offload in (False, True):
         model, gradients = toy_with_gradients(5)

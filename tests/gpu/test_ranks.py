@@ -17,12 +17,11 @@ from prime_rl.config.trainer import TrainerModel
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import moe
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.names import named_parameters
-from prime_rl.trainer.packing import collate
+from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source
 from support import trainer as support
 from support.processes import REPOSITORY, Command

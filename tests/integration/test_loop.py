@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from prime_rl.monitor import read_metrics
-from prime_rl.trainer.batch import to_device
-from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.packing import Document, collate, to_device
 from prime_rl.transport.commit import list_steps, verify
 from prime_rl.transport.weights import verify_weights
 from support import trainer as support

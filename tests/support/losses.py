@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import LossConfig
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
-from prime_rl.trainer.packing import collate
+from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl.data import StepData, document, grouped, normalize
 from prime_rl.transport.rollouts import Sample

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from prime_rl.config.trainer import Recompute, TrainerModel
 from prime_rl.trainer.activations import LEVELS
-from prime_rl.trainer.footprint import Job, Settings, Shape, estimate
-from prime_rl.trainer.memory import GIB, choose
+from prime_rl.trainer.memory import GIB, Job, Settings, Shape, choose, estimate
 from prime_rl.trainer.source import find_model
 
 

@@ -1,27 +1,279 @@
-"""Activation checkpointing: what a block keeps for its backward pass, and what it computes again.
+"""What a block keeps for its backward pass: checkpointing (computed again) and offload (in host memory meanwhile).
 
-From the fastest to the leanest, each level keeping less than the one before:
+Levels of checkpointing, from the fastest to the leanest, each keeping less than the one before:
 
     none        as autograd (compiled: as the partitioner) pleases
     pointwise   attention and every matrix product are kept; norms, rotary embedding and activation function are computed again
     wide        the widest products too: those into the feed-forward layer
     attention   all but the attention kernel
     full        all of the block, attention too
+
+Offload runs on one side stream beside the computation. After a block's forward its kept tensors, or some of them, are copied out; when `LAG` more
+blocks have run, the copies on the device are released. In backward a block's tensors come back while the block after it still computes. Host
+memory is pinned, in equal chunks that go round from block to block and from step to step. The budget is what the host link carries in the time of
+one block's forward: offloading that much costs no time. Tensors go whole, so a block offloads a little less, and what is left of its budget is the
+next one's. On CPU the copies are made at once: the same bookkeeping, nothing to overlap.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PretrainedConfig
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import Recompute
+
+
+CHUNK = 1 << 24
+"""Bytes of a chunk of host memory: a power of two, to which the pinned allocator would round it up; small beside what a block keeps."""
+
+SMALLEST = 1 << 20
+"""Bytes below which a tensor stays where it is."""
+
+LAG = 3
+"""Blocks by which the copies of a budget may be late before the computation waits for them: exported weights leave over the same link."""
+
+
+def offload_layers(layers: Sequence[nn.Module], device: torch.device, budget: float = math.inf) -> list[nn.Module]:
+    """The layers, each parking what it keeps: at most `budget` bytes a layer on average, by default all."""
+    host = Host(device, len(layers), budget)
+    return [_Parked(layer, host, index, index == len(layers) - 1) for index, layer in enumerate(layers)]
+
+
+def parking_layers(layers: int, budget: float) -> int:
+    """How many of the layers park, the first ones. The others would not be given up before backward needs them."""
+    return max(layers - 1 - _lag(budget), 0)
+
+
+def _lag(budget: float) -> int:
+    """Where everything is parked memory is what matters, and a link that is too slow is so with any lag."""
+    return 1 if budget == math.inf else LAG
+
+
+def affordable(sizes: Sequence[int], credit: float) -> tuple[list[int], float]:
+    """Which storages go out, the largest first as long as they fit into `credit` (bytes); and the credit that is left for the next block."""
+    going = []
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] <= credit:
+            credit -= sizes[index]
+            going.append(index)
+    return going, credit
+
+
+class Host:
+    """Where the blocks of one policy park: `budget` bytes of each on average. `chunks` counts what was ever allocated."""
+
+    def __init__(self, device: torch.device, layers: int, budget: float) -> None:
+        self.device, self.budget = device, budget
+        self.lag, self.parking = _lag(budget), parking_layers(layers, budget)
+        self.credit = 0.0
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.blocks: dict[int, _Block] = {}
+        self.chunks = 0
+        self._free: list[Tensor] = []
+
+    def open(self, index: int) -> "_Block":
+        """Block `index` begins its forward pass. What an earlier pass without a backward one left behind is given up."""
+        if index in self.blocks:
+            self.blocks.pop(index).close(self)
+        if index == 0:
+            self.credit = 0.0
+        self.blocks[index] = _Block()
+        return self.blocks[index]
+
+    def ran(self, index: int) -> None:
+        """Block `index` ends its forward pass: copy out what it keeps, as far as the budget goes, and let go of an earlier one."""
+        self.blocks[index].send(self, self._going(index))
+        if index - self.lag in self.blocks:
+            self.blocks[index - self.lag].release()
+
+    def _going(self, index: int) -> "list[_Storage]":
+        if index >= self.parking:
+            return []
+        storages = list(self.blocks[index].kept.values())
+        sizes = [storage.size for storage in storages]
+        # A block that keeps less than its budget leaves no credit for others: the link's idle time cannot be saved up.
+        going, self.credit = affordable(sizes, self.credit + min(self.budget, sum(sizes)))
+        return [storages[i] for i in going]
+
+    def fetch(self, index: int) -> None:
+        """Backward needs what block `index` kept: have it on the device, and begin to fetch the block before."""
+        block = self.blocks[index]
+        if block.arrived:
+            return
+        block.fetch(self)
+        block.await_copy()
+        block.arrived = True
+        if index - 1 in self.blocks:
+            self.blocks[index - 1].fetch(self)
+
+    def take(self, size: int) -> list[Tensor]:
+        """Chunks that hold `size` bytes."""
+        wanted = -(-size // CHUNK)
+        while len(self._free) < wanted:
+            self._free.append(torch.empty(CHUNK, dtype=torch.uint8, pin_memory=self.stream is not None))
+            self.chunks += 1
+        taken, self._free = self._free[:wanted], self._free[wanted:]
+        return taken
+
+    def give_back(self, chunks: list[Tensor]) -> None:
+        """All copies run on one stream, so that a chunk may be taken again before its last copy has ended."""
+        self._free += chunks
+        chunks.clear()
+
+
+@dataclass
+class _Storage:
+    """A storage that a block keeps tensors in. `tensors` of them are still to be asked for."""
+
+    size: int
+    device: Tensor | None  # its bytes
+    chunks: list[Tensor] = field(default_factory=list)
+    tensors: int = 0
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A parked tensor: how it lies in its storage."""
+
+    index: int
+    storage: _Storage
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int | torch.SymInt
+
+
+class _Block:
+    """What one block keeps, by address, until it has run; then what of it is parked. The rest is the graph's alone."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, _Storage] = {}
+        self.parked: list[_Storage] = []
+        self.arrived = False
+        self._copied: torch.cuda.Event | None = None
+
+    def send(self, host: Host, going: list[_Storage]) -> None:
+        """Begin to copy out what is `going`."""
+        self.parked = going
+        self.kept.clear()
+        if not going:
+            return
+        with _beside(host) as stream:
+            for storage in going:
+                assert storage.device is not None
+                storage.chunks = host.take(storage.size)
+                for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
+                    chunk[: len(part)].copy_(part, non_blocking=True)
+            self._copied = None if stream is None else stream.record_event()
+
+    def release(self) -> None:
+        """Give up the device's copies, once they have been read."""
+        self.await_copy()
+        for storage in self.parked:
+            storage.device = None
+
+    def fetch(self, host: Host) -> None:
+        """Begin to copy back what is not on the device."""
+        away = [storage for storage in self.parked if storage.device is None and storage.tensors]
+        for storage in away:  # before the side stream, which the allocator would otherwise take for the memory's owner
+            storage.device = torch.empty(storage.size, dtype=torch.uint8, device=host.device)
+        if away:
+            with _beside(host) as stream:
+                for storage in away:
+                    assert storage.device is not None
+                    for chunk, part in zip(storage.chunks, storage.device.split(CHUNK), strict=True):
+                        part.copy_(chunk[: len(part)], non_blocking=True)
+                    host.give_back(storage.chunks)
+                self._copied = None if stream is None else stream.record_event()
+
+    def await_copy(self) -> None:
+        """Let the computation wait for the copies that were begun last."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def close(self, host: Host) -> None:
+        self.await_copy()
+        for storage in self.parked:
+            host.give_back(storage.chunks)
+
+
+class _Parked(ActivationWrapper):
+    """A block whose kept tensors are parked on `host`; not those of the last one, with which backward begins. The last but one and a few more
+    park nothing, but have the first parked ones fetched in time."""
+
+    def __init__(self, block: nn.Module, host: Host, index: int, last: bool) -> None:
+        super().__init__(block)
+        self.host, self.index, self.last = host, index, last
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.last or not torch.is_grad_enabled():
+            return self._checkpoint_wrapped_module(*args, **kwargs)
+        block = self.host.open(self.index)
+        # Weights, and what all blocks are given alike (rotary embeddings), are not this block's to park.
+        shared = {
+            _address(tensor) for tensor in (*self.parameters(), *tree_leaves(kwargs)) if isinstance(tensor, Tensor)
+        }
+
+        def pack(tensor: Tensor) -> Tensor | _Kept:
+            size, address = tensor.untyped_storage().nbytes(), _address(tensor)
+            if size < SMALLEST or address in shared or tensor.device != self.host.device:
+                return tensor
+            storage = block.kept.setdefault(address, _Storage(size, _bytes(tensor)))
+            storage.tensors += 1
+            return _Kept(self.index, storage, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+        with saved_tensors_hooks(pack, self._unpack):
+            out = self._checkpoint_wrapped_module(*args, **kwargs)
+        self.host.ran(self.index)
+        return out
+
+    def _unpack(self, kept: Tensor | _Kept) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        storage = kept.storage
+        assert storage.tensors > 0, "a parked tensor is asked for once: no second backward pass through a graph"
+        self.host.fetch(kept.index)
+        assert storage.device is not None
+        view = torch.empty(0, dtype=kept.dtype, device=self.host.device)
+        view.set_(storage.device.untyped_storage(), kept.offset, kept.shape, kept.stride)  # type: ignore[call-overload]
+        storage.tensors -= 1
+        if storage.tensors == 0:
+            storage.device = None  # from here on the graph holds it
+            self.host.give_back(storage.chunks)
+        return view
+
+
+@contextmanager
+def _beside(host: Host) -> Iterator[torch.cuda.Stream | None]:
+    """Work after what was computed so far, and beside what is computed from now on."""
+    if host.stream is None:
+        yield None
+        return
+    host.stream.wait_stream(torch.cuda.current_stream(host.device))
+    with torch.cuda.stream(host.stream):
+        yield host.stream
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The whole storage of a tensor."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())  # type: ignore[call-overload]
+
 
 LEVELS: "tuple[Recompute, ...]" = ("none", "pointwise", "wide", "attention", "full")
 

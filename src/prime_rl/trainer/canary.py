@@ -15,11 +15,10 @@ from torch import Tensor
 
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe
-from prime_rl.trainer.batch import pinned, to_device
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.names import local_rows
-from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.packing import Document, collate, pinned, to_device
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import local_rows
 from prime_rl.transport.weights import LogprobReference, reference_tokens
 
 

@@ -35,9 +35,9 @@ def stats(logits_CV: Tensor, labels_C: Tensor, inv_temperature_C: Tensor) -> tup
     All three are NaN for a row with a NaN or an infinite logit, -inf included: no model means it, and a loss must not hide it.
     """
     if _has_kernels(logits_CV):
-        from prime_rl.trainer import lm_head_kernels
+        from prime_rl.trainer import triton_kernels
 
-        return lm_head_kernels.stats(logits_CV, labels_C, inv_temperature_C)
+        return triton_kernels.stats(logits_CV, labels_C, inv_temperature_C)
     log_p = logits_CV.to(accumulator(logits_CV.dtype)) * inv_temperature_C[:, None]
     log_z = torch.logsumexp(log_p, -1)
     log_p -= log_z[:, None]
@@ -62,9 +62,9 @@ def dlogits_(
     """
     rows = labels_C, inv_temperature_C, log_z_C, entropy_C, d_logprob_C, d_entropy_C
     if _has_kernels(logits_CV):
-        from prime_rl.trainer import lm_head_kernels
+        from prime_rl.trainer import triton_kernels
 
-        return lm_head_kernels.dlogits_(logits_CV, *rows)
+        return triton_kernels.dlogits_(logits_CV, *rows)
     log_p = logits_CV.to(accumulator(logits_CV.dtype)) * inv_temperature_C[:, None] - log_z_C[:, None]
     p = torch.exp(log_p)
     d = p * -(d_logprob_C[:, None] + d_entropy_C[:, None] * (log_p + entropy_C[:, None]))

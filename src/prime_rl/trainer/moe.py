@@ -197,9 +197,9 @@ _product.register_autograd(_product_backward, setup_context=_save)
 def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
     """Each token's row at its K places [S, H]. `place_TK` (int32) names every place from 0 to S - 1 once."""
     if _by_kernel(rows_TH):
-        from prime_rl.trainer import moe_kernels
+        from prime_rl.trainer import triton_kernels
 
-        return moe_kernels.spread(rows_TH, place_TK)
+        return triton_kernels.spread(rows_TH, place_TK)
     out_SH = rows_TH.new_empty(place_TK.numel(), rows_TH.shape[1])
     out_SH[place_TK.flatten()] = rows_TH.repeat_interleave(place_TK.shape[1], 0)
     return out_SH
@@ -209,9 +209,9 @@ def spread(rows_TH: Tensor, place_TK: Tensor) -> Tensor:
 def collect(rows_SH: Tensor, place_TK: Tensor) -> Tensor:
     """The sum of the rows at each token's K places [T, H], rounded once."""
     if _by_kernel(rows_SH):
-        from prime_rl.trainer import moe_kernels
+        from prime_rl.trainer import triton_kernels
 
-        return moe_kernels.collect(rows_SH, place_TK)
+        return triton_kernels.collect(rows_SH, place_TK)
     return rows_SH[place_TK].sum(1)
 
 

@@ -1,12 +1,15 @@
-"""Packing documents into micro-batches: which sample goes to which rank and micro-step, and the two flat buffers of one micro-batch.
+"""From documents to micro-batches on the device: the plan, the two flat buffers of a micro-batch, and the thread that prepares a step ahead.
 
-Every rank computes the same plan from the lengths alone, and reads only its own rows.
+Every rank computes the same plan (which sample goes to which rank and micro-step) from the lengths alone, and reads only its own rows.
 """
 
 import heapq
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from threading import Event
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import UserError
+from prime_rl.wait import WaitTimeout
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -202,3 +206,115 @@ def _buffer(dtype: npt.DTypeLike, *filled: npt.NDArray[np.generic]) -> Tensor:
 def rollout_lengths(draw: np.random.Generator, count: int, longest: int = LONGEST) -> list[int]:
     """Made-up lengths that are spread as those of rollouts: lognormal, median 600, sigma 0.9, from 16 (where that is possible) to `longest`."""
     return draw.lognormal(np.log(600), 0.9, count).astype(np.int64).clip(min(16, longest), longest).tolist()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """T packed tokens of D documents, L loss tokens, K streams.
+
+    `loss_index` are the positions whose hidden state predicts a loss token, `labels` those tokens.
+    """
+
+    input_ids: Tensor  # [T] int64
+    position_ids: Tensor  # [T] int64, restarting in every document
+    cu_seqlens: Tensor  # [D + 1] int32
+    max_seqlen: int
+    loss_index: Tensor  # [L] int64
+    labels: Tensor  # [L] int64
+    inv_temperature: Tensor  # [L] float32
+    streams: Tensor  # [K, L] float32
+
+    def documents(self) -> tuple[Tensor, int]:
+        """The document of each loss token, [L] int64, and their number D."""
+        return torch.searchsorted(self.cu_seqlens.long(), self.loss_index, right=True) - 1, len(self.cu_seqlens) - 1
+
+
+def pinned(batches: Sequence[HostBatch], device: torch.device) -> list[HostBatch]:
+    """The same batches where `device` copies from fastest: for a GPU in page-locked memory, so that the copies run beside everything else."""
+    if device.type != "cuda":
+        return list(batches)
+    return [replace(batch, ints=batch.ints.pin_memory(), floats=batch.floats.pin_memory()) for batch in batches]
+
+
+def to_device(batch: HostBatch, device: torch.device) -> MicroBatch:
+    """Bring a micro-batch to the device in two copies. From page-locked memory nothing waits for them."""
+    ints = batch.ints.to(device, non_blocking=True)
+    floats = batch.floats.to(device, non_blocking=True)
+    input_ids, position_ids, loss_index, labels, cu_seqlens = parts(ints, batch.int_counts)
+    inv_temperature, streams = parts(floats, batch.float_counts)
+    return MicroBatch(
+        input_ids,
+        position_ids,
+        cu_seqlens.int(),
+        batch.max_seqlen,
+        loss_index,
+        labels,
+        inv_temperature,
+        streams.view(batch.sizes[3], batch.sizes[1]),
+    )
+
+
+T = TypeVar("T")
+
+_LOOK_SECONDS = 0.05
+
+
+class Prefetch(Generic[T]):
+    """Prepares step after step, at most one ahead of what was taken. Nothing here talks to other ranks.
+
+    Args:
+        prepare: Makes a step's data, in the thread. What it raises is raised where that step is taken.
+        device: Where the data goes: a thread has to be told which GPU its page-locked memory belongs to.
+        seconds: How long preparing a step may take once it is asked for.
+        there: Whether what a step is made of is there. While it is not, the thread looks again and again until the step is asked for.
+    """
+
+    def __init__(
+        self,
+        prepare: Callable[[int], T],
+        device: torch.device,
+        seconds: float,
+        there: Callable[[int], bool] = lambda step: True,
+    ) -> None:
+        self._prepare, self._there, self._device, self._seconds = prepare, there, device, seconds
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._asked = Event()
+        self._closed = False
+        self._next: tuple[int, Future[T | None]] | None = None
+
+    def start(self, step: int) -> None:
+        """Let the thread prepare `step`, unless it does so already."""
+        if self._next is None or self._next[0] != step:
+            self._asked.clear()
+            self._next = step, self._thread.submit(self._work, step)
+
+    def take(self, step: int) -> T:
+        """The data of `step`, which is there. The thread goes on to the next one.
+
+        Raises:
+            WaitTimeout: preparing it takes longer than `seconds`.
+        """
+        self.start(step)
+        assert self._next is not None
+        self._asked.set()
+        prepared = self._next[1]
+        if wait([prepared], timeout=self._seconds).not_done:
+            raise WaitTimeout(f"data of step {step}", "the thread that prepares it", self._seconds)
+        data = prepared.result(timeout=0)
+        assert data is not None, "taken after it was closed"
+        self.start(step + 1)
+        return data
+
+    def close(self) -> None:
+        """Let the thread end when it has finished the step that it is at, if any."""
+        self._closed = True
+        self._asked.set()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _work(self, step: int) -> T | None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while not self._there(step):
+            if self._asked.wait(_LOOK_SECONDS):  # bounded: `take` or `close` asks
+                break
+        return None if self._closed else self._prepare(step)

@@ -1,18 +1,22 @@
-"""What a training run says: status from every rank, log lines and metrics from rank 0 alone."""
+"""What a training run reports: status from every rank, log lines and metrics from rank 0 alone; and how it is asked to stop."""
 
-from collections.abc import Callable, Mapping
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
 from loguru import logger
+from torch import nn
 
 from prime_rl.config import write_toml
 from prime_rl.errors import UserError
 from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
+from prime_rl.trainer import sharded_optimizer
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.step import Outcome, now, runs_ahead, seconds
 from prime_rl.transport.commit import disk_errors, list_steps
@@ -20,6 +24,53 @@ from prime_rl.transport.weights import version_dir, weights_manifest
 
 if TYPE_CHECKING:
     from prime_rl.config.trainer import TrainingConfig
+
+
+class StopSignal:
+    """Listens to SIGINT and SIGTERM from its creation on. Call it to ask whether one has come."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._receive)
+
+    def __call__(self) -> bool:
+        return self.requested
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            os._exit(130)
+        self.requested = True
+        # Not by the logger, which this signal may have interrupted.
+        os.write(2, b"asked to stop: finishing the current step (again: stop now)\n")
+
+
+def say_without_effect(config: "TrainingConfig", policy: nn.Module, world: World) -> None:
+    """Warn of every such option, one line each, on rank 0."""
+    if world.is_main:
+        for line in without_effect(config, policy, world.device.type):
+            logger.warning(line)
+
+
+def without_effect(config: "TrainingConfig", policy: nn.Module, device: str) -> Iterator[str]:
+    """A line about each option without effect on `device` (`cpu` or `cuda`), or for this model."""
+    model, optim = config.model, config.optim
+    if device == "cpu" and model.memory_limit is not None:
+        yield f"model.memory_limit {model.memory_limit:g} has no effect: memory is planned on GPUs only, and this is a CPU"
+    if device == "cpu" and model.checkpointed_layers is not None and model.activation_checkpointing == "auto":
+        yield (
+            f"model.checkpointed_layers {model.checkpointed_layers} has no effect: on a CPU model.activation_checkpointing 'auto' "
+            "checkpoints no layer, give a level"
+        )
+    if (
+        optim.type == "adamw"
+        and optim.state == "int8"
+        and not any(map(sharded_optimizer.quantizable, policy.parameters()))
+    ):
+        yield (
+            f"optim.state int8 has no effect: no matrix of this model has rows of a multiple of {sharded_optimizer.BLOCK} numbers, all states "
+            "stay float32"
+        )
 
 
 # Key, label and format of the console line, in this order.

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.names import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import StoredTensor, local_rows, stored_tensors
 from prime_rl.trainer.weight_files import DTYPE_NAMES, Range, layout
 from prime_rl.transport.exchange import layout as buffer_layout
 from prime_rl.transport.exchange import shared_buffer

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from prime_rl.host_memory import local_ranks
-from prime_rl.trainer.names import StoredTensor
+from prime_rl.trainer.parameters import StoredTensor
 from prime_rl.trainer.source import Source
 from prime_rl.transport.commit import disk_errors
 from prime_rl.transport.weights import INDEX, hash_tensors

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from prime_rl.trainer import lm_head, lm_head_kernels
+from prime_rl.trainer import lm_head, triton_kernels
 
 Rows = tuple[Tensor, Tensor]
 SIZES = [7, 4096, 5000, 151_936]
@@ -35,7 +35,7 @@ def exact_gradient(logits: Tensor, labels: Tensor, *rows: Tensor) -> Tensor:
 def test_statistics(vocabulary: int, dtype: torch.dtype) -> None:
     """Partition, log-probability and entropy equal the float64 formulas on the same logits, at temperatures from 0.1 to 2."""
     logits, rows = chunk(vocabulary, dtype)
-    for got, want in zip(lm_head_kernels.stats(logits, *rows), exactly(logits, *rows), strict=True):
+    for got, want in zip(triton_kernels.stats(logits, *rows), exactly(logits, *rows), strict=True):
         assert got.dtype == torch.float32
         torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-6)
 
@@ -48,7 +48,7 @@ def test_gradient_overwrites_the_logits(vocabulary: int, dtype: torch.dtype) -> 
     log_z, _, entropy = exactly(logits, *rows)
     upstream = torch.randn(2, 5, generator=torch.Generator().manual_seed(1))
     want = exact_gradient(logits, *rows, log_z, entropy, *upstream)
-    got = lm_head_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream)
+    got = triton_kernels.dlogits_(logits, *rows, log_z.float(), entropy.float(), *upstream)
     assert got is logits
     # p is off by what float32 cannot say about z, which here reaches 120.
     torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4 + torch.finfo(dtype).eps)
@@ -60,7 +60,7 @@ def test_one_number_expanded_is_a_gradient() -> None:
     log_z, _, entropy = lm_head.stats(logits, *rows)
     one, nothing = torch.ones(()).expand(5), torch.zeros(5)
     want = lm_head.dlogits_(logits.clone(), *rows, log_z, entropy, one, nothing)
-    torch.testing.assert_close(lm_head_kernels.dlogits_(logits, *rows, log_z, entropy, one, nothing), want)
+    torch.testing.assert_close(triton_kernels.dlogits_(logits, *rows, log_z, entropy, one, nothing), want)
 
 
 def test_extreme_rows() -> None:
@@ -73,7 +73,7 @@ def test_extreme_rows() -> None:
     logits[4] = torch.linspace(50, -50, 9000)
     for temperature in (0.1, 0.7, 2.0):
         rows = labels, torch.full((5,), 1 / temperature)
-        got, want = lm_head_kernels.stats(logits, *rows), exactly(logits, *rows)
+        got, want = triton_kernels.stats(logits, *rows), exactly(logits, *rows)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a.double(), b, atol=2e-4, rtol=1e-6)  # float32 at z = 1000 is good to 6e-5
         assert got[1][1] == 0 or temperature > 0.1
@@ -86,11 +86,11 @@ def test_what_is_not_finite_is_never_hidden(bad: float, place: int) -> None:
     logits, rows = chunk(5000)
     logits[2, place] = bad
     others = torch.arange(5) != 2
-    statistics = lm_head_kernels.stats(logits, *rows)
+    statistics = triton_kernels.stats(logits, *rows)
     for got in statistics:
         assert got.isnan().tolist() == [False, False, True, False, False]
     log_z, _, entropy = statistics
-    d = lm_head_kernels.dlogits_(logits, *rows, log_z, entropy, torch.ones(5), torch.zeros(5))
+    d = triton_kernels.dlogits_(logits, *rows, log_z, entropy, torch.ones(5), torch.zeros(5))
     assert d[2].isnan().all()
     assert d[others].isfinite().all()
 
@@ -100,15 +100,15 @@ def test_label_outside_the_vocabulary(label: int) -> None:
     """It is not read from whatever lies there: its log-probability is NaN."""
     logits, (labels, inv_t) = chunk(5000)
     labels[4] = label
-    assert lm_head_kernels.stats(logits, labels, inv_t)[1].isnan().tolist() == [False] * 4 + [True]
+    assert triton_kernels.stats(logits, labels, inv_t)[1].isnan().tolist() == [False] * 4 + [True]
 
 
 def test_no_rows() -> None:
     """An empty chunk is no error."""
     logits, rows = chunk(100, size=0)
-    log_z, logprob, entropy = lm_head_kernels.stats(logits, *rows)
+    log_z, logprob, entropy = triton_kernels.stats(logits, *rows)
     assert log_z.shape == logprob.shape == entropy.shape == (0,)
-    assert lm_head_kernels.dlogits_(logits, *rows, log_z, entropy, logprob, entropy).shape == (0, 100)
+    assert triton_kernels.dlogits_(logits, *rows, log_z, entropy, logprob, entropy).shape == (0, 100)
 
 
 @pytest.mark.parametrize("mode", ["one pass", "two passes"])

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from prime_rl.trainer import moe, moe_kernels
+from prime_rl.trainer import moe, triton_kernels
 
 
 @pytest.mark.parametrize(("tokens", "k", "width"), [(7, 3, 40), (5, 2, 2048), (4, 8, 2100)])
@@ -18,7 +18,7 @@ def test_spread_and_collect(
     torch.manual_seed(0)
     rows = torch.randn(tokens, width).to(dtype)
     place = torch.randperm(tokens * k).to(torch.int32).view(tokens, k)
-    there = moe_kernels.spread(rows, place)
+    there = triton_kernels.spread(rows, place)
     assert torch.equal(there, moe.spread(rows, place))
     other = torch.randn(tokens * k, width).to(dtype)
-    torch.testing.assert_close(moe_kernels.collect(other, place), moe.collect(other, place))
+    torch.testing.assert_close(triton_kernels.collect(other, place), moe.collect(other, place))

@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from prime_rl.config.trainer import TrainerModel
-from prime_rl.trainer import offload
+from prime_rl.trainer import activations
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.names import named_parameters
-from prime_rl.trainer.packing import collate
+from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source, find_model
 from support import trainer as support
 
@@ -196,7 +195,7 @@ def test_gradients_are_those_of_plain_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """At every level and mix of two, with and without offload, eager and compiled, under FSDP2."""
-    monkeypatch.setattr(offload, "SMALLEST", 0)
+    monkeypatch.setattr(activations, "SMALLEST", 0)
     want = plain(settings.get("compile", False))
     assert_near(gradients(build_policy(shape, TrainerModel(**settings), world)), want, 1e-6)
 

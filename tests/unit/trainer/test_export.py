@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prime_rl.errors import UserError
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import Source, find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import Tmpfs, WeightPublisher, export_dtype, write_version

@@ -6,8 +6,8 @@ import pytest
 
 from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
-from prime_rl.trainer import host_fit
-from prime_rl.trainer.host_fit import check_host_memory, host_estimate
+from prime_rl.trainer import model
+from prime_rl.trainer.model import check_host_memory, host_estimate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.source import find_model
 from support import trainer as support
@@ -35,10 +35,10 @@ def test_too_little_memory(
     source = find_model(str(tied_model))
     needed = host_estimate(TrainerConfig(), source, world, 128)
     assert needed is not None
-    monkeypatch.setattr(host_fit, "available_bytes", lambda: needed.total)
+    monkeypatch.setattr(model, "available_bytes", lambda: needed.total)
     check_host_memory(TrainerConfig(bench=True), source, world, 128, "trainer --small")
     assert heard.text == ""
-    monkeypatch.setattr(host_fit, "available_bytes", lambda: needed.total - 1)
+    monkeypatch.setattr(model, "available_bytes", lambda: needed.total - 1)
     with pytest.raises(UserError, match=r"128 tokens a micro-batch takes about .* for example: trainer --small"):
         check_host_memory(TrainerConfig(bench=True), source, world, 128, "trainer --small")
     check_host_memory(TrainerConfig(), source, world, 128, "trainer --small")

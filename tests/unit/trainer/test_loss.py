@@ -26,11 +26,9 @@ from prime_rl.config.trainer import (
 )
 from prime_rl.errors import UserError
 from prime_rl.trainer import policy_losses
-from prime_rl.trainer.batch import to_device
-from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, divergence, make_loss
-from prime_rl.trainer.loss_metrics import mismatch_kl
+from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, divergence, make_loss, mismatch_kl
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.packing import collate
+from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import data as rl_data
 from prime_rl.trainer.rl.data import document

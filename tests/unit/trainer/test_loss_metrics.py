@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import DefaultLoss, GRPOLoss
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.lm_head import fused_token_loss
-from prime_rl.trainer.loss import STREAMS, make_loss
-from prime_rl.trainer.loss_metrics import _TABLE, SLOTS, describe, token_sums
-from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.loss import _TABLE, SLOTS, STREAMS, describe, make_loss, token_sums
+from prime_rl.trainer.packing import Document, collate, to_device
 
 ENVIRONMENTS = ["a", "b", "c"]
 TABLE = math.prod(_TABLE)

@@ -18,20 +18,23 @@ from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig, TrainerModel
 from prime_rl.errors import UserError
 from prime_rl.trainer import memory, moe
 from prime_rl.trainer.activations import LEVELS, checkpoint_layers, wide_products
-from prime_rl.trainer.footprint import (
+from prime_rl.trainer.memory import (
+    GIB,
+    HEAD_CHUNKS,
     Estimate,
     Job,
+    MemoryPlan,
     Settings,
     Shape,
     added_seconds,
     batch_seconds,
+    choose,
     estimate,
     kept_bytes,
     least_seconds,
     parked_bytes,
     state_bytes,
 )
-from prime_rl.trainer.memory import GIB, HEAD_CHUNKS, MemoryPlan, choose
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import train
 from prime_rl.trainer.source import find_model

@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, PersimmonConfig
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.errors import UserError
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, build_policy
-from prime_rl.trainer.names import named_parameters
-from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.packing import Document, collate, to_device
 from prime_rl.trainer.parallel import World, choose_device
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from support import trainer as support
 

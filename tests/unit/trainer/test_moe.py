@@ -18,12 +18,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from conftest import make_tiny_model
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy, check_head
-from prime_rl.trainer.names import named_parameters
-from prime_rl.trainer.packing import Document, collate
+from prime_rl.trainer.packing import Document, collate, to_device
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.source import find_model
 from support import trainer as support
 

@@ -17,10 +17,9 @@ from transformers import AutoModelForCausalLM
 
 from conftest import make_tiny_model
 from prime_rl.errors import UserError
-from prime_rl.trainer.loading import load_weights, randomize
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.names import named_parameters, stored_tensors
 from prime_rl.trainer.parallel import REPLICATE, SHARD, World
+from prime_rl.trainer.parameters import load_weights, named_parameters, randomize, stored_tensors
 from prime_rl.trainer.source import find_model
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import write_version

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from prime_rl.trainer import offload
-from prime_rl.trainer.offload import LAG, Host, affordable, offload_layers, parking_layers
+from prime_rl.trainer import activations
+from prime_rl.trainer.activations import LAG, Host, affordable, offload_layers, parking_layers
 
 CPU = torch.device("cpu")
 TOKENS, WIDTH, LAYERS = 64, 16, 5
@@ -49,8 +49,8 @@ class Layer(nn.Module):
 
 @pytest.fixture
 def layers(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
-    monkeypatch.setattr(offload, "SMALLEST", 0)
-    monkeypatch.setattr(offload, "CHUNK", 1000)  # TOKENS · WIDTH · 4 = 4096 bytes: no whole number of chunks
+    monkeypatch.setattr(activations, "SMALLEST", 0)
+    monkeypatch.setattr(activations, "CHUNK", 1000)  # TOKENS · WIDTH · 4 = 4096 bytes: no whole number of chunks
     torch.manual_seed(0)
     Keeps.seen.clear()
     return offload_layers([Layer() for _ in range(LAYERS)], CPU)
@@ -115,7 +115,7 @@ def test_what_blocks_share_stays(layers: list[nn.Module]) -> None:
 
 
 def test_small_tensors_stay(layers: list[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "SMALLEST", 4 * TOKENS * WIDTH + 1)
+    monkeypatch.setattr(activations, "SMALLEST", 4 * TOKENS * WIDTH + 1)
     forward(layers, torch.randn(TOKENS, WIDTH)).sum().backward()
     assert host(layers).chunks == 0
 

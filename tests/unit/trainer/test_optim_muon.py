@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from prime_rl.config.trainer import Muon
-from prime_rl.trainer import muon
-from prime_rl.trainer.muon import orthogonalize, update_scale
-from prime_rl.trainer.optim import build_optimizer
+from prime_rl.trainer import optim
+from prime_rl.trainer.optim import build_optimizer, orthogonalize, update_scale
 from support import optim as support
 from support.processes import REPOSITORY, Command
 
@@ -65,7 +64,7 @@ def test_scale() -> None:
 @pytest.mark.parametrize("together", [1, 1 << 24], ids=["one by one", "batched"])
 def test_update(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Momentum, look-ahead, orthogonalization of each matrix by itself (gate and up apart, each expert apart), scale, decay: by the formula."""
-    monkeypatch.setattr(muon, "_TOGETHER", together)
+    monkeypatch.setattr(optim, "_TOGETHER", together)
     model = support.make_toy()
     start = {name: value.double() for name, value in support.parameters(model).items()}
     gradients: list[dict[str, Tensor]] = []

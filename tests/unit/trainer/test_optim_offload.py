@@ -5,16 +5,16 @@ import torch
 from torch import nn
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
-from prime_rl.trainer import optim_states
+from prime_rl.trainer import sharded_optimizer
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.optim_states import States, StateSpec, in_chunks
+from prime_rl.trainer.sharded_optimizer import States, StateSpec, in_chunks
 from support import optim as support
 
 
 @pytest.mark.parametrize("config", [AdamW(lr=1e-2), SGD(lr=1e-2), Muon(lr=1e-2)], ids=lambda config: config.type)
 def test_offload_changes_no_bit(config: OptimConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though chunks end within parameters and there are more of them than places on the device."""
-    monkeypatch.setattr(optim_states, "CHUNK", 1024)
+    monkeypatch.setattr(sharded_optimizer, "CHUNK", 1024)
     results = []
     for offload in (False, True):
         model = support.make_toy(48)

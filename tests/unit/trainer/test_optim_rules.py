@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from prime_rl.config.trainer import SGD, AdamW, Muon, OptimConfig
 from prime_rl.errors import UserError
-from prime_rl.trainer import dcp, optim_states
-from prime_rl.trainer.muon import is_hidden_matrix
-from prime_rl.trainer.optim import build_optimizer, set_learning_rate, state_bytes_per_parameter
+from prime_rl.trainer import dcp, sharded_optimizer
+from prime_rl.trainer.optim import build_optimizer, is_hidden_matrix, set_learning_rate, state_bytes_per_parameter
 from prime_rl.trainer.parallel import World
 from support import optim as support
 from support import trainer
@@ -160,7 +159,7 @@ class TestInt8:
         """Not compiled, and where both quantize the same parameters, it is torchao's own optimizer."""
         from torchao.optim import AdamW8bit
 
-        monkeypatch.setattr(optim_states, "CHUNK", 1 << 13)
+        monkeypatch.setattr(sharded_optimizer, "CHUNK", 1 << 13)
         config = AdamW(lr=1e-2, state="int8", offload=offload)
         ours, theirs = (nn.ModuleList([nn.Linear(512, 96), nn.Linear(256, 64, bias=False)]) for _ in range(2))
         theirs.load_state_dict(ours.state_dict())

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.batch import to_device
-from prime_rl.trainer.packing import Costs, Document, collate, plan, rollout_lengths
+from prime_rl.trainer.packing import Costs, Document, collate, plan, rollout_lengths, to_device
 
 CPU = torch.device("cpu")
 

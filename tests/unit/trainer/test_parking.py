@@ -8,7 +8,9 @@ import pytest
 
 from prime_rl.config.trainer import TrainerModel
 from prime_rl.trainer import memory
-from prime_rl.trainer.footprint import (
+from prime_rl.trainer.activations import affordable, parking_layers
+from prime_rl.trainer.memory import (
+    GIB,
     HOST_LINK,
     POINTWISE,
     Job,
@@ -21,8 +23,6 @@ from prime_rl.trainer.footprint import (
     kept_bytes,
     parked_bytes,
 )
-from prime_rl.trainer.memory import GIB
-from prime_rl.trainer.offload import affordable, parking_layers
 from support import memory as sizes
 from support.memory import check_fit, chosen, everywhere, fits
 

@@ -12,9 +12,8 @@ import torch
 from prime_rl.config.trainer import DefaultLoss, PolicyLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import Costs
+from prime_rl.trainer.packing import Costs, Prefetch
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.prefetch import Prefetch
 from prime_rl.trainer.rl import data as rl_data
 from prime_rl.trainer.rl.data import RolloutData
 from prime_rl.transport.rollouts import write_batch

@@ -19,11 +19,10 @@ from prime_rl.trainer.lm_head import TokenLoss, _differentiated
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, cross_entropy, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.optim import build_optimizer
-from prime_rl.trainer.optim_states import local_part
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.step import forward_backward, optimizer_step
-from prime_rl.trainer.warm_up import warm_up
+from prime_rl.trainer.sharded_optimizer import local_part
+from prime_rl.trainer.step import forward_backward, optimizer_step, warm_up
 from support import trainer as support
 
 world, make_policy, tied_model = support.world, support.make_policy, support.tied_model

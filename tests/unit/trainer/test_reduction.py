@@ -10,12 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from conftest import make_tiny_model
 from prime_rl.trainer import model as trainer_model
-from prime_rl.trainer.batch import to_device
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.names import named_parameters
-from prime_rl.trainer.packing import collate
+from prime_rl.trainer.packing import collate, to_device
 from prime_rl.trainer.parallel import SingleRankReduction
+from prime_rl.trainer.parameters import named_parameters
 from support import trainer as support
 
 world, make_policy = support.world, support.make_policy

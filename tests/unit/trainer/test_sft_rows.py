@@ -9,7 +9,7 @@ from datasets import Dataset, DatasetDict
 
 from prime_rl.config.sft import SFTData
 from prime_rl.errors import UserError
-from prime_rl.trainer.sft.rows import load_rows
+from prime_rl.trainer.sft.render import load_rows
 
 ROWS = [{"prompt": f"p{i}", "completion": f"c{i}"} for i in range(3)]
 

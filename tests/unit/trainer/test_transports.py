@@ -16,8 +16,8 @@ from prime_rl.errors import UserError
 from prime_rl.faults import Fault
 from prime_rl.trainer.ckpt import Checkpoints
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.names import named_parameters
 from prime_rl.trainer.parallel import World
+from prime_rl.trainer.parameters import named_parameters
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.trainer.weight_publisher import MemoryTransport, WeightPublisher
 from prime_rl.transport.checksum import checksums

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from prime_rl.config import TrainerConfig
-from prime_rl.trainer.without_effect import without_effect
+from prime_rl.trainer.report import without_effect
 from support import trainer as support
 
 tied_model, run_training = support.tied_model, support.run_training

@@ -10,11 +10,20 @@ import numpy as np
 import numpy.typing as npt
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.batch import pinned
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, Ints, collate, plan, rollout_lengths
+from prime_rl.trainer.packing import (
+    LONGEST,
+    Costs,
+    Document,
+    HostBatch,
+    Ints,
+    Prefetch,
+    collate,
+    pinned,
+    plan,
+    rollout_lengths,
+)
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
-from prime_rl.trainer.prefetch import Prefetch
 from prime_rl.transport.commit import is_listed, wait_for
 from prime_rl.transport.rollouts import Sample, open_batch, step_dir
 from prime_rl.wait import WaitTimeout

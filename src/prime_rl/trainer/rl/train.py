@@ -16,26 +16,21 @@ from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.config.trainer import FakeData as FakeConfig
 from prime_rl.trainer import moe, perf
-from prime_rl.trainer.bench import SMALL_RL, HostSyncs, bench_table
 from prime_rl.trainer.canary import CanaryScorer
 from prime_rl.trainer.ckpt import Checkpoints, Progress
-from prime_rl.trainer.host_fit import check_host_memory
-from prime_rl.trainer.loss import make_loss
-from prime_rl.trainer.loss_metrics import describe
+from prime_rl.trainer.loss import describe, make_loss
 from prime_rl.trainer.memory import watched
-from prime_rl.trainer.model import build_policy, check_head, compute_dtype
+from prime_rl.trainer.model import build_policy, check_head, check_host_memory, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world
-from prime_rl.trainer.report import Report, Row, Rows
+from prime_rl.trainer.perf import SMALL_RL, HostSyncs, bench_table
+from prime_rl.trainer.report import Report, Row, Rows, StopSignal, say_without_effect
 from prime_rl.trainer.rl.data import Data, FakeData, RolloutData
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model
-from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
-from prime_rl.trainer.stop import StopSignal
-from prime_rl.trainer.warm_up import warm_up
+from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step, warm_up
 from prime_rl.trainer.weight_copy import on_device
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype, tmpfs_of_config, transport_of
-from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.checkpoints import trainer_is_alone
 from prime_rl.transport.rollouts import Sample
 

@@ -11,12 +11,19 @@ from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
 from prime_rl.errors import UserError
-from prime_rl.trainer.batch import pinned
-from prime_rl.trainer.packing import LONGEST, Costs, Document, HostBatch, collate, plan, rollout_lengths
+from prime_rl.trainer.packing import (
+    LONGEST,
+    Costs,
+    Document,
+    HostBatch,
+    Prefetch,
+    collate,
+    pinned,
+    plan,
+    rollout_lengths,
+)
 from prime_rl.trainer.parallel import World, agree
-from prime_rl.trainer.prefetch import Prefetch
-from prime_rl.trainer.sft.render import RowRenderer, Tokens
-from prime_rl.trainer.sft.rows import Rows
+from prime_rl.trainer.sft.render import RowRenderer, Rows, Tokens
 
 if TYPE_CHECKING:
     from prime_rl.config.sft import SFTData

@@ -14,23 +14,20 @@ from prime_rl.config.sft import FakeSFTData
 from prime_rl.config.shared import TRAINER_STEPS
 from prime_rl.config.trainer import ConstantScheduler
 from prime_rl.trainer import moe, perf
-from prime_rl.trainer.bench import SMALL_SFT, HostSyncs, bench_table
 from prime_rl.trainer.ckpt import Checkpoints, Progress
-from prime_rl.trainer.host_fit import check_host_memory
 from prime_rl.trainer.loss import cross_entropy
 from prime_rl.trainer.memory import watched
-from prime_rl.trainer.model import build_policy, check_head
+from prime_rl.trainer.model import build_policy, check_head, check_host_memory
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World, agree, close_world, init_world, on_main, sum_over_ranks
-from prime_rl.trainer.report import Report, Row, Rows
+from prime_rl.trainer.perf import SMALL_SFT, HostSyncs, bench_table
+from prime_rl.trainer.report import Report, Row, Rows, StopSignal, say_without_effect
 from prime_rl.trainer.sft.data import FakeRows, RowData
-from prime_rl.trainer.sft.rows import load_rows
+from prime_rl.trainer.sft.render import load_rows
 from prime_rl.trainer.source import Source, load_tokenizer, locate_model, stop_ids
 from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
-from prime_rl.trainer.stop import StopSignal
 from prime_rl.trainer.weight_publisher import WeightPublisher, export_dtype
-from prime_rl.trainer.without_effect import say_without_effect
 from prime_rl.transport.weights import version_dir
 
 
