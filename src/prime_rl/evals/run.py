@@ -67,13 +67,13 @@ async def _run_evals(config: "EvalConfig", status: Status) -> list[Entry]:
     run = Evaluation(config, pool, monitor, status, chat)
     try:
         async with AsyncExitStack() as stack:
-            servers = None if chat else await connect(config, stack, status)
             await pool.start(config.client.ready_timeout)
             for env in config.environments:
                 plan = plan_of(config, env, chat)
                 tasks = pool.tasks(env.name)
                 listed = tasks_of(pool, plan) if isinstance(tasks, EndlessTasks) else tasks
                 say_what_is_odd(env, [task.task_id for task in listed], plan.num_examples)
+            servers = None if chat else await connect(config, stack, status)
             await run.all(servers)
     except Denied as error:
         raise UserError(f"{refused_key(config.client)}: {error}. {run.kept()}") from error
@@ -100,18 +100,18 @@ def check_results(config: "EvalConfig", chat: bool) -> None:
     if config.clean:
         return
     for env in config.environments:
-        for target in [API] if chat else _there(config, env):
+        for target in [API] if chat else _with_results(config, env):
             check_settings(
                 place_of(config, env, target), made_with(config, env, plan_of(config, env, chat), target), but="weights"
             )
 
 
-def _there(config: "EvalConfig", env: "EvalEnv") -> list[Target]:
+def _with_results(config: "EvalConfig", env: "EvalEnv") -> list[Target]:
     """The versions with results that may be gone on with."""
-    found = list_steps(place_of(config, env, API).parent)
+    versions = list_steps(place_of(config, env, API).parent)
     if config.weights_dir is None:
         return []  # only the server says which
-    return [Target(f"step_{version}", version) for version in found if not config.steps or version in config.steps]
+    return [Target(f"step_{version}", version) for version in versions if not config.steps or version in config.steps]
 
 
 def place_of(config: "EvalConfig", env: "EvalEnv", target: Target) -> Path:
@@ -177,11 +177,11 @@ class Evaluation:
 
     def _take_earlier(self) -> None:
         """Of a run that is followed: versions that an earlier command evaluated, and that were removed since, are reported as well."""
-        places = {env.name: place_of(self._config, env, API).parent for env in self._config.environments}
-        evaluated = {version for place in places.values() for version in list_steps(place)}
+        directories = {env.name: place_of(self._config, env, API).parent for env in self._config.environments}
+        evaluated = {version for directory in directories.values() for version in list_steps(directory)}
         for version in sorted(evaluated - {BASE, *list_steps(self._versions.directory)}):
             name = f"step_{version}"
-            hashes = {setting(place / name, "weights") for place in places.values()}
+            hashes = {setting(directory / name, "weights") for directory in directories.values()}
             target = Target(name, version, str(min(hashes, key=str)))
             with Stores() as stores:
                 jobs = [self._job(env, target, stores) for env in self._config.environments] if len(hashes) == 1 else []
@@ -312,11 +312,11 @@ async def _only(target: Target) -> AsyncIterator[Target]:
 def made_with(config: "EvalConfig", env: "EvalEnv", plan: EvalPlan, target: Target) -> dict[str, Any]:
     """What the results of an environment depend on. How many tasks and attempts is not of it: more of them go on from those that are there."""
     names = ("id", "args", "adapter", "python", "requirements", "max_turns", "turn_timeout", "overflow")
-    given = env.model_dump(mode="json", include=set(names))
+    environment = env.model_dump(mode="json", include=set(names))
     ours = {"client.base_url": config.client.base_urls[0]} if plan.chat else {"seq_len": config.seq_len, "renderer": config.renderer}  # fmt: skip
     return {
         "model.name": config.model.name,
-        "environment": given,
+        "environment": environment,
         "sampling": plan.sampling.model_dump(mode="json"),
         "seed": config.seed,
         "weights": target.hash,
@@ -329,7 +329,7 @@ def say_what_is_odd(env: "EvalEnv", task_ids: Sequence[str], wanted: int) -> Non
     if wanted > len(task_ids):
         logger.warning("{} has {} tasks, not {}: all of them are evaluated", env.name, len(task_ids), wanted)
     known = set(task_ids)
-    twice = [found[0] for task in task_ids if (found := _NUMBERED.fullmatch(task)) and found[1] in known]
+    twice = [match[0] for task in task_ids if (match := _NUMBERED.fullmatch(task)) and match[1] in known]
     if twice:
         logger.warning(
             "{}: {} tasks share their id with an earlier one and count as tasks of their own (the first is {}): are rows repeated?",

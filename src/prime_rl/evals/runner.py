@@ -61,8 +61,8 @@ class Results:
 
     def scored(self, task_id: str, attempt: int) -> bool:
         """Return whether that attempt need not be made again: one that failed is."""
-        found = self.results.get((task_id, attempt))
-        return found is not None and found.ok
+        result = self.results.get((task_id, attempt))
+        return result is not None and result.ok
 
     def add(self, attempt: int, result: EpisodeResult, version: int) -> None:
         """Keep a result."""
@@ -93,9 +93,9 @@ class Job:
     def kept(self) -> list[list[EpisodeResult]]:
         """The attempts that there are, by task."""
         numbers = range(self.plan.rollouts_per_example)
-        found = self.store.results
+        results = self.store.results
         return [
-            [found[task.task_id, number] for number in numbers if (task.task_id, number) in found]
+            [results[task.task_id, number] for number in numbers if (task.task_id, number) in results]
             for task in self.tasks
         ]
 
@@ -254,14 +254,14 @@ async def evaluate(
     `version` must be served all the time: the caller verifies it.
     """
     jobs = [Job(plan, tasks_of(pool, plan), Results()) for plan in plans]
-    begin, ends = time.monotonic(), dict.fromkeys((plan.env for plan in plans), time.monotonic())
+    begin, ended = time.monotonic(), dict.fromkeys((plan.env for plan in plans), time.monotonic())
 
     def on_kept(job: Job, result: EpisodeResult) -> None:
-        ends[job.plan.env] = time.monotonic()
+        ended[job.plan.env] = time.monotonic()
         on_progress()
 
     await Round(pool, jobs, version, seed=seed, max_concurrent=max_concurrent, timeout=timeout, on_kept=on_kept).run()
-    return [EvalReport(job.plan.env, version, ends[job.plan.env] - begin, job.kept()) for job in jobs]
+    return [EvalReport(job.plan.env, version, ended[job.plan.env] - begin, job.kept()) for job in jobs]
 
 
 def tasks_of(pool: "EnvPool | RoutedEnvPool", plan: EvalPlan) -> Sequence[TaskInfo]:

@@ -59,13 +59,13 @@ async def way_of_asking(config: "EvalConfig", on_wait: OnWait) -> Literal["token
 
 def refused_key(client: "ClientConfig") -> str:
     """Says that the key is not accepted, or that there is none."""
-    there = f"the key in ${client.api_key_var}" if os.environ.get(client.api_key_var) else f"a request without a key (${client.api_key_var} is not set; client.api_key_var names it)"  # fmt: skip
-    return f"{client.servers} refused {there}"
+    key = f"the key in ${client.api_key_var}" if os.environ.get(client.api_key_var) else f"a request without a key (${client.api_key_var} is not set; client.api_key_var names it)"  # fmt: skip
+    return f"{client.servers} refused {key}"
 
 
 async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig", on_wait: OnWait) -> httpx.Response:
     """The first answer that is no server's trouble."""
-    found: list[httpx.Response] = []
+    answers: list[httpx.Response] = []
     trouble = "it does not answer"
 
     async def look() -> None:
@@ -78,11 +78,11 @@ async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig
         if response.status_code in (500, 502, 503, 504):
             trouble = f"HTTP {response.status_code}"
         else:
-            found.append(response)
+            answers.append(response)
 
     await look()
     root = client.api_roots[0]
-    if not found:
+    if not answers:
         logger.info(
             "waiting for an inference server at {} (at most {:.0f} s); {}",
             root,
@@ -90,7 +90,7 @@ async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig
             how_to_start(root),
         )
     begin = asyncio.get_running_loop().time()
-    while not found:  # bounded: by client.ready_timeout
+    while not answers:  # bounded: by client.ready_timeout
         if asyncio.get_running_loop().time() - begin > client.ready_timeout:
             raise UserError(
                 f"no inference server at {root} after {client.ready_timeout:.0f} s ({client.source}, client.ready_timeout): "
@@ -99,7 +99,7 @@ async def _first_answer(http: httpx.AsyncClient, url: str, client: "ClientConfig
         on_wait("an answer", client.servers, client.ready_timeout)
         await asyncio.sleep(0.25)
         await look()
-    return found[0]
+    return answers[0]
 
 
 def _keys(answer: httpx.Response) -> set[str]:

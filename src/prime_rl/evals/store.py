@@ -149,13 +149,13 @@ def setting(directory: Path, key: str) -> Any:
 
 def flat(settings: Mapping[str, Any], before: str = "") -> dict[str, Any]:
     """Dotted names: what differs can be named."""
-    found: dict[str, Any] = {}
+    table: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{before}{key}.")
+            table |= flat(value, f"{before}{key}.")
         else:
-            found[f"{before}{key}"] = value
-    return found
+            table[f"{before}{key}"] = value
+    return table
 
 
 def _shown(settings: Mapping[str, Any], key: str) -> str:

@@ -400,7 +400,9 @@ def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, 
     orchestrator = config.orchestrator
     if config.inference_servers is not None:
         return config.inference_servers // groups
-    single = gpus_of_a_server(inference) > 1 or inference.deterministic
+    # Who bounds the sequences of an engine means those of the GPU.
+    bounded = "max_num_seqs" in _vllm_options(inference)
+    single = gpus_of_a_server(inference) > 1 or inference.deterministic or bounded
     if single or inference.kv_cache_gib is not None or machine.model is None or machine.model.weights > _SMALL_GIB:
         return 1
     in_flight = orchestrator.batch_size * (config.async_level + 1)

@@ -170,6 +170,10 @@ class Orchestrator:
 
     # -- start-up ------------------------------------------------------------------------------------------------------------
 
+    async def _start_environments(self) -> None:
+        await self.pool.start(self.config.client.ready_timeout)
+        self.evaluations.check_tasks()  # beside the wait for servers, which may still be loading
+
     async def _start(self) -> None:
         config = self.config
         clean_stages(self.rollouts_dir)
@@ -178,9 +182,8 @@ class Orchestrator:
             self.checkpoints.clean()
             self._log_missing()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.pool.start(config.client.ready_timeout))
+            group.create_task(self._start_environments())
             ready = group.create_task(self.fleet.wait_ready(self.status.waiting, config.client.ready_timeout))
-        self.evaluations.check_tasks()
         version = 0
         if config.bench:
             for replica in ready.result():  # bounded: the group has awaited it

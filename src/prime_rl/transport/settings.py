@@ -98,9 +98,9 @@ def _compare(output_dir: Path, mine: Committed) -> None:
             continue
         passed = [each.settings[_DATA] for each in (mine, partner) if _DATA in each.settings]
         if len(passed) == 2 and (alone := [data for data in passed if data != _BATCHES]):
-            why, how = _ALONE[alone[0]]
-            raise UserError(f"in {output_dir} {why}: {how}, start over with --clean, or choose another --output-dir")
-        if not _lives(output_dir, partner):
+            why, remedy = _ALONE[alone[0]]
+            raise UserError(f"in {output_dir} {why}: {remedy}, start over with --clean, or choose another --output-dir")
+        if not _at_work(output_dir, partner):
             continue
         if difference := differs(mine, partner):
             raise UserError(difference)
@@ -133,7 +133,7 @@ def ways_out(output_dir: Path, *, saved: bool, recover: bool = True) -> str:
 def at_work(output_dir: Path) -> set[str]:
     """Names of the other processes that are at work in a run directory."""
     committed = [_read(path) for path in (output_dir / "settings").glob("*.json")]
-    names: set[str] = {one.process for one in committed if one is not None and _lives(output_dir, one)}
+    names: set[str] = {one.process for one in committed if one is not None and _at_work(output_dir, one)}
     for name, status in read_status(output_dir).items():
         here = status.host == socket.gethostname()
         beats = is_alive(status.id) if here else time.time() - status.heartbeat < _FRESH_SECONDS
@@ -145,21 +145,21 @@ def at_work(output_dir: Path) -> set[str]:
 def shared(config: BaseConfig, process: Party) -> dict[str, Any]:
     """The settings that matter to partners, by dotted key."""
     table = config.model_dump(mode="json")
-    found = {}
+    settings = {}
     for key in (*_SAME[process], *([_SEQ_LEN] if process != "inference" else [])):
         here: Any = table
         for part in key.split("."):
             here = here.get(part, table) if isinstance(here, Mapping) else table
         if here is not table:
-            found[key] = here
+            settings[key] = here
     if table.get("bench") is True:
-        return found  # trainer and orchestrator are measured each by itself
+        return settings  # trainer and orchestrator are measured each by itself
     if process == "orchestrator":
-        found[_DATA] = _BATCHES if table.get("trainer", True) else _UNTRAINED
+        settings[_DATA] = _BATCHES if table.get("trainer", True) else _UNTRAINED
     elif process == "trainer":
         fake = isinstance(table.get("data"), Mapping) and table["data"].get("fake") is not None
-        found[_DATA] = _FAKE if fake else _BATCHES
-    return found
+        settings[_DATA] = _FAKE if fake else _BATCHES
+    return settings
 
 
 def differs(mine: Committed, partner: Committed) -> str | None:
@@ -181,14 +181,14 @@ def differs(mine: Committed, partner: Committed) -> str | None:
 def _refuse_twin(output_dir: Path, process: Party) -> None:
     """Raise UserError where another process of the same kind is at work: there is one of each. Servers are told apart by their addresses."""
     twin = _read(output_dir / "settings" / f"{process}.json")
-    if process in _ONE_PER_RUN and twin is not None and _lives(output_dir, twin):
+    if process in _ONE_PER_RUN and twin is not None and _at_work(output_dir, twin):
         raise UserError(
             f"another {process} (pid {twin.pid} on {twin.host}) is at work on the run in {output_dir}: stop that one, or choose another "
             "--output-dir"
         )
 
 
-def _lives(output_dir: Path, partner: Committed) -> bool:
+def _at_work(output_dir: Path, partner: Committed) -> bool:
     """Whether the process that committed these settings is still at work."""
     itself = ProcessId(partner.pid, partner.started)
     status = read_status(output_dir).get(partner.process)

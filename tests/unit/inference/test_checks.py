@@ -14,6 +14,7 @@ import pytest
 from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat
+from prime_rl.inference.server import plugin_context, prepare_environment
 from prime_rl.launcher import checks as launcher_checks
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
@@ -271,3 +272,26 @@ def test_dry_run_touches_nothing_else(tmp_path: Path) -> None:
     files = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
     assert files == {"inference.toml", "out/configs/inference.toml"}
     assert "| vllm\n" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "expected"),
+    [
+        ({}, None, None),  # on loopback
+        ({}, "secret", None),  # who has the key may name any committed version
+        ({"weights_root": "elsewhere"}, "secret", "elsewhere"),
+        ({"weights_root": "elsewhere"}, None, "elsewhere"),
+        ({"weights_root": "elsewhere", "output_dir": "other"}, "secret", "elsewhere"),
+    ],
+)
+def test_only_weights_root_restricts_where_weights_come_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object], key: str | None, expected: str | None
+) -> None:
+    """Contract: a key alone restricts no directory: the server of a run on another host was started without the run's --output-dir."""
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # what is set for vLLM ends with the test
+    monkeypatch.chdir(tmp_path)
+    if key is not None:
+        monkeypatch.setenv("VLLM_API_KEY", key)
+    config = InferenceConfig.model_validate({"model": {"name": "m"}, "output_dir": "run", **settings})
+    prepare_environment(config, CPU)
+    assert plugin_context().config.weights_root == (None if expected is None else tmp_path / expected)

@@ -131,6 +131,7 @@ def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: floa
         ({}, InferenceConfig(gpu_memory_utilization=0.1), {}),
         ({}, InferenceConfig(deterministic=True), {}),
         ({}, InferenceConfig(vllm={"kv-cache-memory-bytes": 1}), {}),
+        ({}, InferenceConfig(vllm={"max-num-seqs": 64}), {}),
         ({}, InferenceConfig(), {"inference_servers": 1}),
     ],
 )

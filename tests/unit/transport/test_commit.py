@@ -1,10 +1,10 @@
 """The commit contract: under a final name everything is complete; everything else never happened."""
 
 import errno
-import json
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +17,6 @@ from prime_rl.transport.commit import (
     give_up,
     list_steps,
     prune,
-    read_manifest,
     stage,
     verify,
     wait_for,
@@ -63,28 +62,21 @@ def test_the_final_name_appears_only_after_everything_is_written(tmp_path, monke
     assert seen == [(["manifest.json", "sub"], False)]
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
-    """Disk full while committing: a UserError naming the place, nothing half-written."""
-
-    def full(descriptor):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(commit.os, "fsync", full)
-    with pytest.raises(UserError, match="disk full while writing .*step_3"):
-        publish(tmp_path / "step_3")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EROFS])
-def test_a_failing_disk_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
-    """Whatever the file system answers: a UserError with the place, its own words, and what is safe."""
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES, errno.EPERM, errno.EROFS]
+)
+def test_a_disk_that_is_full_or_fails_is_one_clear_error_and_commits_nothing(tmp_path, monkeypatch, number):
+    """Whatever the file system answers: a UserError with the place, its own words, and what is safe; nothing is left behind."""
 
     def failing(descriptor):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(commit.os, "fsync", failing)
-    with pytest.raises(UserError, match=rf"step_3\S* .*{os.strerror(number)}\): nothing was committed"):
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    message = (
+        "disk full while writing .*step_3" if full else rf"step_3\S* .*{os.strerror(number)}\): nothing was committed"
+    )
+    with pytest.raises(UserError, match=message):
         publish(tmp_path / "step_3")
     assert list(tmp_path.iterdir()) == []
 
@@ -184,15 +176,6 @@ def test_damage_is_found_and_named(tmp_path, damage, message):
         verify(directory)
 
 
-def test_a_manifest_of_another_format_is_refused(tmp_path):
-    """A newer writer's directory is not misread."""
-    directory = publish(tmp_path / "step_3")
-    data = json.loads((directory / "manifest.json").read_text()) | {"format": 99}
-    (directory / "manifest.json").write_text(json.dumps(data))
-    with pytest.raises(CommitError, match="format 99"):
-        read_manifest(directory)
-
-
 def test_steps_are_listed_by_number_and_stages_are_ignored(tmp_path):
     """Only committed step directories count."""
     for name in ("step_10", "step_9", ".step_11.tmp-x", "step_x", "other"):
@@ -252,3 +235,71 @@ def test_a_small_file_is_replaced_whole(tmp_path, monkeypatch):
         write_atomically(path, b"new")
     assert os.listdir(tmp_path) == ["state.json"]
     assert path.read_bytes() == b"old"
+
+
+MANY = 3 * commit._REMOVERS
+
+
+def many_files(directory: Path, files: int = MANY) -> Path:
+    """Files, a directory with a file, and a link to a file outside."""
+    (directory / "sub").mkdir(parents=True)
+    for path in (
+        *(directory / f"{i:03}" for i in range(files)),
+        directory / "sub" / "data",
+        directory.parent / "outside",
+    ):
+        path.write_text("x")
+    (directory / "link").symlink_to(directory.parent / "outside")
+    return directory
+
+
+@pytest.mark.parametrize("files", [0, commit._REMOVERS - 2, commit._REMOVERS, MANY])
+def test_everything_goes_but_what_links_lead_to(tmp_path: Path, files: int) -> None:
+    """However many files there are."""
+    prune(many_files(tmp_path / "step_1", files))
+    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
+
+
+def test_many_files_go_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many at once as there are threads for it."""
+    together, unlink, gone = threading.Barrier(commit._REMOVERS, timeout=30), Path.unlink, []
+
+    def slow(path: Path, missing_ok: bool = False) -> None:
+        together.wait()  # raises where fewer come
+        unlink(path, missing_ok)
+        gone.append(path.name)
+
+    directory = tmp_path / "step_1"
+    directory.mkdir()
+    for i in range(2 * commit._REMOVERS):
+        (directory / str(i)).write_text("x")
+    monkeypatch.setattr(Path, "unlink", slow)
+    prune(directory)
+    assert len(gone) == 2 * commit._REMOVERS
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_of_many_files_that_cannot_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One file of many: a warning names its directory, which has lost its name; all other files are gone, and it goes later."""
+    unlink = os.unlink
+
+    def refusing(path: "os.PathLike[str] | str", **options: int) -> None:
+        if Path(path).name == "007":
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, **options)
+
+    directory = many_files(tmp_path / "step_1")
+    with monkeypatch.context() as context:
+        context.setattr(os, "unlink", refusing)
+        prune(directory)
+    assert not directory.exists()
+    (left,) = (path for path in tmp_path.iterdir() if path.name != "outside")
+    assert left.name.startswith(".step_1.old-")
+    assert [path.name for path in left.iterdir() if not path.is_dir()] == ["007"]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"{left} cannot be removed" in record.message
+    clean_stages(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["outside"]
