@@ -1,15 +1,20 @@
 """Advantages against values worked out by hand, and against an independent implementation on random ragged batches; what must not matter to them."""
 
+import asyncio
 import math
 import random
+import re
 import statistics
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from conftest import REPOSITORY
 from prime_rl.config import OrchestratorConfig
 from prime_rl.config.orchestrator import (
     GDPO,
@@ -28,6 +33,8 @@ from prime_rl.errors import UserError
 from prime_rl.orchestrator import algorithms
 from prime_rl.orchestrator.algorithms import Attempt, advantages, carries_signal, check_algorithm, unfit
 from prime_rl.orchestrator.algorithms.estimators import grpo, penalized
+from prime_rl.transport.rollouts import open_batch
+from support.scripted import World, has_batch, until
 
 Groups = list[list[Attempt]]
 
@@ -428,3 +435,32 @@ def test_a_cache_beyond_the_room() -> None:
 
 def test_the_type_chooses() -> None:
     assert isinstance(TypeAdapter(AlgorithmConfig).validate_python({"type": "max_rl"}), MaxRL)
+
+
+# docs/guides/algorithms.md adds an algorithm: that very text runs
+
+
+def block(name: str) -> str:
+    """The code after `<!-- example: name -->`."""
+    text = (REPOSITORY / "docs" / "guides" / "algorithms.md").read_text()
+    (found,) = re.findall(rf"<!-- example: {name} -->\n```\w+\n(.*?)```", text, re.DOTALL)
+    return found
+
+
+async def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One file and one line: the orchestrator trains on what the function says, in three groups of two attempts each."""
+    monkeypatch.chdir(tmp_path)
+    Path("ranks.py").write_text(block("file"))
+    (tmp_path / "run").mkdir()
+    world = World(tmp_path / "run", **tomllib.loads(block("line")))
+    world.trainer.live(0, 0)
+    world.trainer.commit(0)
+    run = asyncio.create_task(world.orchestrator().run())
+    for version in (1, 2, 3):
+        await until(has_batch(world, version - 1), run=run)
+        world.trainer.commit(version)
+    await run
+    for step in range(3):
+        batch = open_batch(world.directory / "rollouts" / f"step_{step}")
+        rows = sorted(batch.rows(range(len(batch))), key=lambda row: row.reward)
+        assert [float(row.advantages[-1]) for row in rows] == [-0.5, 0.5]

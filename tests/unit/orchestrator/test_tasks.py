@@ -1,7 +1,10 @@
 """The task stream: endless, seeded, and resumable by a count."""
 
 import itertools
+import json
+import random
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -9,7 +12,7 @@ from prime_rl.config.orchestrator import CurriculumConfig
 from prime_rl.envs.protocol import EndlessTasks
 from prime_rl.errors import UserError
 from prime_rl.orchestrator.scheduler import Task
-from prime_rl.orchestrator.tasks import Curriculum, request_seed, task_stream, tasks_of_env
+from prime_rl.orchestrator.tasks import Curriculum, Pools, request_seed, task_stream, tasks_of_env
 
 
 def tasks(env, count):
@@ -78,3 +81,145 @@ def test_request_seeds_are_stable_and_distinct():
     assert len(seeds) == 800
     assert all(0 <= seed < 2**31 for seed in seeds)
     assert request_seed(1, "2", 3) == request_seed(1, "2", 3)
+
+
+# Difficulty pools: who is drawn how often, what changes them and when, and how little has to be remembered
+
+
+TASKS = [Task("env", i, f"task-{i}") for i in range(20)]
+
+
+def pools(**settings: float) -> Pools:
+    return Pools(TASKS, CurriculumConfig(**settings), "0/env")
+
+
+def test_new_tasks_come_in_turn() -> None:
+    """Contract: as long as nothing is known every task comes once an epoch, in an order of the seed's."""
+    drawn = [pools_.draw().index for pools_ in [pools()] for _ in range(40)]
+    assert sorted(drawn[:20]) == list(range(20))
+    assert drawn[:20] == drawn[20:]
+    assert drawn[:20] != list(range(20))
+
+
+def test_pools_by_the_latest_mean_reward() -> None:
+    """From `easy` on easy, up to `hard` hard; the next group may move a task."""
+    found = pools(easy=0.8, hard=0.2)
+    for index, reward in enumerate([0.8, 0.79, 0.21, 0.2, 1.5, -1.0]):
+        found.observe(index, reward)
+    assert found.shares() == {"new": 14 / 20, "easy": 2 / 20, "normal": 2 / 20, "hard": 2 / 20}
+    found.observe(0, 0.0)
+    assert found.shares()["hard"] == 3 / 20
+    found.observe(99, 1.0)  # of a task that is not there any more
+    assert sum(found.shares().values()) == pytest.approx(1.0)
+
+
+def test_weights() -> None:
+    """Contract: a task is drawn in proportion to its pool's weight, whatever the size of the pools; every task of a pool alike."""
+    found = pools(easy_weight=0.25, hard_weight=0.5)
+    for index in range(20):
+        found.observe(index, 1.0 if index < 10 else 0.5 if index < 15 else 0.0)
+    drawn = Counter(found.draw().index for _ in range(20_000))
+    total = 10 * 0.25 + 5 * 1.0 + 5 * 0.5
+    for index in range(20):
+        weight = 0.25 if index < 10 else 1.0 if index < 15 else 0.5
+        assert drawn[index] / 20_000 == pytest.approx(weight / total, rel=0.15)
+
+
+def test_new_tasks_in_flight_come_again_as_late_as_possible() -> None:
+    """Contract: whatever else is drawn and becomes known meanwhile, no new task comes twice before all others that are still new have come."""
+    found, new, drawn = pools(easy_weight=2.0), set(range(20)), list[int]()
+    for number in range(300):
+        index = found.draw().index
+        if index in new and index in drawn:
+            since = drawn[len(drawn) - drawn[::-1].index(index) :]
+            assert new - {index} <= set(since), f"task {index} came again after {since}"
+        drawn.append(index)
+        if number % 20 == 19:
+            found.observe(min(new), 1.0)
+            new.remove(min(new))
+    assert len(new) == 5
+
+
+def curriculum() -> Curriculum:
+    return Curriculum({"env": TASKS}, {"env": CurriculumConfig()}, 0)
+
+
+def stream(found: Curriculum) -> Iterator[Task]:
+    both = {"env": TASKS, "other": [Task("other", i, str(i)) for i in range(3)]}
+    return task_stream(both, {"env": 2.0, "other": 1.0}, 0, found.pools)
+
+
+def test_a_run_goes_on_from_its_state() -> None:
+    """Contract: with the state after a batch, through JSON, it draws as one that was never interrupted. Of earlier draws only their number counts."""
+    whole = curriculum()
+    draws = stream(whole)
+    for number, task in enumerate(itertools.islice(draws, 60)):
+        if task.index % 4:  # of the others nothing is known
+            whole.leave(number, task, [number % 3 / 2, number % 3 / 2])
+        if number % 6 == 5:
+            whole.cut()
+    assert all(share > 0 for share in whole.pools["env"].shares().values())
+    kept = json.loads(json.dumps(whole.state()))
+    again = curriculum()
+    resumed = stream(again)
+    assert {task.env for task in itertools.islice(resumed, 60)} == {"env", "other"}
+    again.load({**kept, "gone": {"of": "another version"}})
+    assert again.metrics() == whole.metrics()
+    assert list(itertools.islice(resumed, 100)) == list(itertools.islice(draws, 100))
+    assert again.state() == whole.state()
+
+
+def test_pools_change_at_a_cut_and_by_no_order() -> None:
+    """Contract: until a batch is cut nothing that left counts, and then it counts by the groups' numbers, whoever was complete first."""
+    left = [(number, TASKS[number % 7], [number % 5 / 4, 0.5]) for number in range(30)]
+    found = [curriculum(), curriculum()]
+    before = found[0].metrics()
+    for one, order in zip(found, (left, left[::-1]), strict=True):
+        for group in order:
+            one.leave(*group)
+        assert one.metrics() == before
+        one.cut()
+        assert one.metrics() != before
+    assert found[0].state() == found[1].state()
+
+
+def test_a_manifest_holds_little_of_many_tasks() -> None:
+    """Contract: what every batch's manifest says of the pools is at most two bits a task and a third more for its text."""
+    tasks = [Task("env", i, f"task-{i}") for i in range(100_001)]
+    found, again = (Pools(tasks, CurriculumConfig(), "0/env") for _ in range(2))
+    assert len(json.dumps(found.state())) < 1_000
+    chance = random.Random(0)
+    for index in chance.sample(range(len(tasks)), 75_000):
+        found.observe(index, chance.choice([0.0, 0.5, 1.0]))
+    kept = json.dumps(found.state())
+    assert len(kept) < 35_000
+    again.load(json.loads(kept))
+    assert again.state() == found.state()
+    assert [again.draw() for _ in range(100)] == [found.draw() for _ in range(100)]
+
+
+def test_tasks_that_came_and_went() -> None:
+    """Contract: a state of fewer or more tasks leaves the others where they were; a new one is new."""
+    few, many = Pools(TASKS[:5], CurriculumConfig(), "0/env"), pools()
+    for found in (few, many):
+        found.observe(1, 1.0)
+        found.observe(4, 0.0)
+    many.observe(19, 1.0)
+    grown, shrunk = pools(), Pools(TASKS[:5], CurriculumConfig(), "0/env")
+    grown.load(few.state())
+    shrunk.load(many.state())
+    assert grown.shares() == {"new": 18 / 20, "easy": 1 / 20, "normal": 0.0, "hard": 1 / 20}
+    assert shrunk.shares() == few.shares()
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    """Fail closed: pools that cannot be read are not taken for new ones."""
+    with pytest.raises(UserError, match="difficulty pools of env"):
+        curriculum().load({"env": {"0": 0.5}})
+
+
+def test_who_it_holds() -> None:
+    found = pools()
+    assert found.holds(TASKS[3])
+    assert not found.holds(Task("env", 3, "another"))
+    assert not found.holds(Task("env", 20, "task-20"))
