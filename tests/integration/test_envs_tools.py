@@ -171,7 +171,7 @@ async def test_a_server_of_each_episode(engine: FakeEngine) -> None:
 
 async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
     """When their server dies, with its last lines: before any episode those of all episodes, as an error of it those of one."""
-    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.ids import LoadError
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     reason = "it exited with status 1: .*No module named no_such_module"
@@ -186,7 +186,7 @@ async def test_tools_that_do_not_start_are_named(engine: FakeEngine) -> None:
 
 async def test_a_template_without_tools_is_refused(engine: FakeEngine, tmp_path: Path) -> None:
     """A renderer that would show tools in another way than the model's template is not chosen; by name it is."""
-    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.ids import LoadError
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     plain = make_tokenizer(tmp_path / "plain")

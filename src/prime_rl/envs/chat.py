@@ -115,7 +115,7 @@ def _headers(error: ProviderError) -> Mapping[str, str]:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     text: str
     reasoning: str
     tool_calls: list[ParsedToolCall]
@@ -141,7 +141,7 @@ class ChatRoute:
         messages: Sequence[Message],
         tools: list[Any] | None,
         sampling: Mapping[str, Any],
-    ) -> Answer:
+    ) -> ChatAnswer:
         """Raises vf.ProviderError: the API refuses, or does not answer although it was asked again and again."""
         if base_url not in self._clients:
             self._clients[base_url] = PatientClient(self._config.model_copy(update={"base_url": base_url}))
@@ -150,7 +150,7 @@ class ChatRoute:
         response = await self._clients[base_url].get_response(ChatDialect(), body, vf.SamplingConfig())
         message, usage = response.message, response.usage
         calls = [ParsedToolCall(raw="", name=one.name, arguments=one.arguments, id=one.id) for one in message.tool_calls or []]  # fmt: skip
-        return Answer(
+        return ChatAnswer(
             text=str(message.content or ""),
             reasoning=message.reasoning_content or "",
             tool_calls=calls,

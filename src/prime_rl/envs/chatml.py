@@ -35,7 +35,7 @@ _TOOLS_AFTER = (
 _CALLS = re.compile(rf"{CALL}(.*?)({CALL_END}|$)", re.DOTALL)
 
 # Text, index of the message it belongs to (-1: none), whether a model would have sampled it, content or scaffold.
-_Piece = tuple[str, int, bool, bool]
+_Segment = tuple[str, int, bool, bool]
 
 
 class ChatMLConfig(BaseRendererConfig):
@@ -104,17 +104,17 @@ class ChatMLRenderer:
         return self._render([*(closed or []), *self._newline], turns, new_messages, add_generation_prompt=True)
 
     def _render(
-        self, before: list[int], turns: Iterator[list[_Piece]], messages: list[Any], add_generation_prompt: bool
+        self, before: list[int], turns: Iterator[list[_Segment]], messages: list[Any], add_generation_prompt: bool
     ) -> RenderedTokens:
         """Per token: id, message index (-1 = none), sampled by a model in a full render, content or scaffold."""
         tokens: list[tuple[int, int, bool, bool]] = [(token, -1, False, False) for token in before]
-        for pieces in turns:
-            tokens.append((self._start, pieces[0][1], False, False))
+        for segments in turns:
+            tokens.append((self._start, segments[0][1], False, False))
             # One pass over a whole turn: BPE merges across its borders, and so does the template's encoding.
-            places: Any = [(text, place) for place, (text, *_) in enumerate(pieces)]
-            for token, place in attribute_text_segments(self.tokenizer, places):
-                tokens.append((token, *pieces[place][1:]))
-            _, last, spoken, _ = pieces[-1]
+            positions: Any = [(text, place) for place, (text, *_) in enumerate(segments)]
+            for token, place in attribute_text_segments(self.tokenizer, positions):
+                tokens.append((token, *segments[place][1:]))
+            _, last, spoken, _ = segments[-1]
             tokens.append((self._end, last, spoken, spoken))
             tokens.extend((token, last, False, False) for token in self._newline)
         if add_generation_prompt:
@@ -129,7 +129,7 @@ class ChatMLRenderer:
         )
 
 
-def _turns(messages: list[Any], described: str, with_tools: bool) -> Iterator[list[_Piece]]:
+def _turns(messages: list[Any], described: str, with_tools: bool) -> Iterator[list[_Segment]]:
     """What stands between `<|im_start|>` and `<|im_end|>`, turn by turn."""
     if described and (not messages or messages[0]["role"] != "system"):
         yield [(f"system\n{described}", -1, False, False)]
@@ -141,25 +141,25 @@ def _turns(messages: list[Any], described: str, with_tools: bool) -> Iterator[li
             yield _results(messages, index)
             continue
         spoken = role == "assistant"
-        pieces: list[_Piece] = [(f"{role}\n", index, False, False), (content, index, spoken, True)]
+        segments: list[_Segment] = [(f"{role}\n", index, False, False), (content, index, spoken, True)]
         if described and index == 0 and role == "system":
-            pieces.append((f"\n\n{described}", index, False, False))
+            segments.append((f"\n\n{described}", index, False, False))
         if with_tools and spoken and message.get("tool_calls"):
-            pieces.append((_called(message["tool_calls"], bool(content)), index, True, True))
-        yield pieces
+            segments.append((_called(message["tool_calls"], bool(content)), index, True, True))
+        yield segments
 
 
-def _results(messages: list[Any], start: int) -> list[_Piece]:
-    pieces: list[_Piece] = [("user", start, False, False)]
+def _results(messages: list[Any], start: int) -> list[_Segment]:
+    segments: list[_Segment] = [("user", start, False, False)]
     for index in range(start, len(messages)):
         if messages[index]["role"] != "tool":
             break
-        pieces += [
+        segments += [
             ("\n<tool_response>\n", index, False, False),
             (_text(messages[index].get("content")), index, False, True),
             ("\n</tool_response>", index, False, False),
         ]
-    return pieces
+    return segments
 
 
 def _described(tools: list[Any]) -> str:
@@ -180,7 +180,7 @@ def _called(calls: list[Any], after_text: bool) -> str:
 
 def _calls(text: str) -> list[ParsedToolCall]:
     """Every attempt at a call, the broken ones with why."""
-    return [_attempt(found[1].strip(), closed=bool(found[2])) for found in _CALLS.finditer(text)]
+    return [_attempt(attempt[1].strip(), closed=bool(attempt[2])) for attempt in _CALLS.finditer(text)]
 
 
 def _attempt(raw: str, closed: bool) -> ParsedToolCall:

@@ -20,11 +20,19 @@ from types import TracebackType
 from typing import Any, Self
 
 from prime_rl.envs import token_client as talk
-from prime_rl.envs.adapter import LoadError, check_arguments, import_module, keywords, takes_any
-from prime_rl.envs.ids import describe, module_name, unique
+from prime_rl.envs.ids import (
+    LoadError,
+    check_arguments,
+    describe,
+    import_module,
+    keywords,
+    module_name,
+    takes_any,
+    unique,
+)
 from prime_rl.envs.messages import Message, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
-from prime_rl.envs.token_client import ContextFull, Conversation, Failed, Turn
+from prime_rl.envs.token_client import ContextFull, Failed, TokenConversation, Turn
 
 _ROOT = "verifiers.legacy" if importlib.util.find_spec("verifiers.legacy") else "verifiers"  # before 0.3.1
 errors, types = (importlib.import_module(f"{_ROOT}.{name}") for name in ("errors", "types"))
@@ -79,10 +87,10 @@ class ClassicEnv:
         self._rows = rows
         self._weights = _prepare_rubrics(self._env, setup.env_id)
         self._shortened = False  # by `max_turns`, below what the environment itself would allow
-        for member in _members(self._env):
-            if setup.max_turns and isinstance(member, MultiTurnEnv) and not 0 < member.max_turns <= setup.max_turns:
-                member.max_turns, self._shortened = setup.max_turns, True
-        self._client = talk.Client(setup, tools=any(member.tool_defs for member in _members(self._env)))
+        for nested in _nested_environments(self._env):
+            if setup.max_turns and isinstance(nested, MultiTurnEnv) and not 0 < nested.max_turns <= setup.max_turns:
+                nested.max_turns, self._shortened = setup.max_turns, True
+        self._client = talk.Client(setup, tools=any(nested.tool_defs for nested in _nested_environments(self._env)))
         self.renderer = self._client.renderer_name
 
     async def __aenter__(self) -> Self:
@@ -98,7 +106,7 @@ class ClassicEnv:
     ) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = Conversation(self._client, base_url, sampling, policy_version, setup)
+        conversation = TokenConversation(self._client, base_url, sampling, policy_version, setup)
         client = _Client(conversation)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)
         raised: list[tuple[str, bool]] = []
@@ -170,7 +178,7 @@ class ClassicEnv:
 class _Client(ClassicClient):  # type: ignore[misc, valid-type]
     """The client of one episode: our conversation as verifiers asks for replies."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: TokenConversation) -> None:
         super().__init__(conversation)
         self.turns: dict[str, Turn] = {}  # by the id of the response
         self.state: Mapping[str, Any] = {}
@@ -270,11 +278,11 @@ def _with_signals(make: Callable[[], Any]) -> Any:
             signal.signal(number, handler)
 
 
-def _members(env: Any) -> Iterator[Any]:
+def _nested_environments(env: Any) -> Iterator[Any]:
     """An environment, and those that it is a group of."""
     yield env
-    for member in vars(env).get("envs", ()):
-        yield from _members(member)
+    for nested in vars(env).get("envs", ()):
+        yield from _nested_environments(nested)
 
 
 def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
@@ -284,8 +292,8 @@ def _prepare_rubrics(env: Any, env_id: str) -> dict[str, float]:
         LoadError: a function that scores a group counts.
     """
     weights: dict[str, float] = {}
-    for member in _members(env):
-        for rubric in _rubrics(member.rubric):
+    for nested in _nested_environments(env):
+        for rubric in _rubrics(nested.rubric):
             weighed = list(zip(rubric.funcs, rubric.weights, strict=True))
             for func, weight in weighed:
                 if rubric._is_group_func(func) and weight:

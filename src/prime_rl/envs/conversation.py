@@ -44,7 +44,7 @@ class Model:
     name: str
 
 
-class _Request(dict[str, Any]):
+class _InterceptedRequest(dict[str, Any]):
     """What the interception server reads of an aiohttp request. HTTP within one process took a sixth of an episode's processor time."""
 
     path = "/v1/chat/completions"
@@ -62,7 +62,7 @@ class _Request(dict[str, Any]):
         return len(self._body)
 
 
-class Conversation:
+class HarnessConversation:
     """The messages of one agent's conversation, from segment to segment: `run` asks for replies until one calls no tool."""
 
     def __init__(self, model: Model, trace: Any, toolbox: Toolbox, turn_timeout: float, overflow: str) -> None:
@@ -136,7 +136,7 @@ class Conversation:
             content["tools"] = self._toolbox.definitions
         body = json.dumps(content).encode()
         if (server := interception.get(None)) is not None:  # bounded: of the context, waits for nothing
-            return await _served(server, _Request(headers, body))
+            return await _served(server, _InterceptedRequest(headers, body))
         headers["Content-Type"] = "application/json"
         url = f"{self._model.endpoint}/chat/completions"
         async with self._model.session().post(url, data=body, headers=headers) as response:

@@ -34,7 +34,7 @@ def convert(
     players = [trace for trace in traces if trace.agent is None or trace.agent.trainable]
     if players:
         _describe(result, players)
-    result.outcome, result.message = _verdict(episode, traces, players)
+    result.outcome, result.message = _find_outcome(episode, traces, players)
     if result.outcome is Outcome.PROMPT_TOO_LONG:
         result.message = f"task {task_id}: {result.message}"
     if result.ok and tokens:
@@ -70,9 +70,9 @@ def samples_of(trace: Any, part: int = 0, branched: bool = False) -> list[Sample
         if not branch.trainable:
             continue
         for nodes in _cuts(branch.nodes) if branched else [branch.nodes]:
-            again = _again(nodes, numbers, said)
-            told = {id(node) for node in nodes[: again[-1] + 1] if not any(node.mask)} if again else set()
-            sample = _sample(nodes, numbers, calls, used | told, again[0] if again else len(nodes))
+            repeats = _repeated_replies(nodes, numbers, said)
+            repeated = {id(node) for node in nodes[: repeats[-1] + 1] if not any(node.mask)} if repeats else set()
+            sample = _sample(nodes, numbers, calls, used | repeated, repeats[0] if repeats else len(nodes))
             sample.reward, sample.agent, sample.part = float(trace.reward), agent, part
             if any(sample.loss_mask):
                 samples.append(sample)
@@ -85,17 +85,17 @@ def _cuts(nodes: list[Any]) -> list[list[Any]]:
     return [nodes[: end + 1] for end, node in enumerate(nodes) if any(node.mask)]
 
 
-def _again(nodes: list[Any], numbers: dict[int, int], said: dict[tuple[Any, ...], int]) -> list[int]:
+def _repeated_replies(nodes: list[Any], numbers: dict[int, int], said: dict[tuple[Any, ...], int]) -> list[int]:
     """Places of earlier replies that were rendered anew: up to the last of them a conversation repeats another one.
 
     Its tokens may be others than the first time, or its oldest turns left out; what it says is in another sample all the same.
     """
-    places = []
+    positions = []
     for place, node in enumerate(nodes):
         first = said.get(_words(node.message))
         if first is not None and not any(node.mask) and first < numbers.get(id(node), -1):
-            places.append(place)
-    return places
+            positions.append(place)
+    return positions
 
 
 def _words(message: Any) -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ def _check_engine(usage: Any, prompt: int, completion: int) -> None:
         )
 
 
-def _verdict(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outcome, str]:
+def _find_outcome(episode: Any, traces: list[Any], players: list[Any]) -> tuple[Outcome, str]:
     # Order matters: an error explains a missing reward, not the other way round.
     errors = [classify(error, _last_call_error(None)) for error in episode.errors]
     errors += [classify(error, _last_call_error(trace)) for trace in traces for error in trace.errors]
@@ -249,8 +249,8 @@ def _truncated(trace: Any) -> bool:
 def _means(tables: list[dict[str, float]]) -> dict[str, float]:
     """Of each name, over the tables that have it."""
     names = dict.fromkeys(name for table in tables for name in table)
-    found = {name: [table[name] for table in tables if name in table] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    values_by_name = {name: [table[name] for table in tables if name in table] for name in names}
+    return {name: sum(values) / len(values) for name, values in values_by_name.items()}
 
 
 def _text(nodes: list[Any]) -> str:

@@ -32,7 +32,7 @@ whole_reply: ContextVar[bool] = ContextVar("whole_reply", default=False)
 
 
 @dataclass(frozen=True)
-class Reply:
+class EngineReply:
     content: bytes
 
 
@@ -68,7 +68,7 @@ class EngineConnection:
         self._context = next((length for length in lengths if isinstance(length, int) and length > 0), None)
         return answer
 
-    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
         headers = (options or {}).get("headers", {})
         body = await self._fitted(body, url)
         plain = body.keys() <= _SAMPLE_KEYS and body["sampling_params"].keys() <= _SAMPLE_PARAMS
@@ -111,7 +111,7 @@ class EngineConnection:
     async def close(self) -> None:
         await self._session.close()
 
-    async def _request(self, method: str, url: str, data: bytes | None, headers: dict[str, str]) -> Reply:
+    async def _request(self, method: str, url: str, data: bytes | None, headers: dict[str, str]) -> EngineReply:
         try:
             async with self._session.request(method, url, data=data, headers=headers) as response:
                 content = await response.read()
@@ -121,7 +121,7 @@ class EngineConnection:
         if not response.ok:
             answer = httpx.Response(response.status, content=content, request=httpx.Request(method, url))
             raise APIStatusError(content.decode(errors="replace")[:1000], response=answer, body=None)
-        return Reply(content)
+        return EngineReply(content)
 
 
 def _json(body: dict[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ import aiohttp
 import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prime_rl.envs.conversation import Conversation, Model, opening
+from prime_rl.envs.conversation import HarnessConversation, Model, opening
 from prime_rl.envs.tools import CALL_SECONDS, Toolbox
 
 HARNESS_ID = "prime_rl_chat"
@@ -64,7 +64,7 @@ class ChatSession(vf.HarnessSession):
         config = self.harness.config
         self._toolbox = Toolbox(config.tool_timeout)
         model = Model(_session, self.endpoint, self.secret, self.ctx.model)
-        self._conversation = Conversation(model, self.trace, self._toolbox, config.turn_timeout, config.overflow)
+        self._conversation = HarnessConversation(model, self.trace, self._toolbox, config.turn_timeout, config.overflow)
 
     async def _run(self, messages: vf.Messages | None) -> vf.ProgramResult:
         if self.mcp_urls and not self._toolbox.servers:

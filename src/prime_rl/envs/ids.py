@@ -4,18 +4,26 @@ Standard library only, and nothing of the package is imported: what is written f
 """
 
 import ast
+import difflib
+import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import prime_rl
 
 Kind = Literal["verifiers", "classic", "python"]
+
+
+class LoadError(Exception):
+    """The environment cannot be loaded; the message is one line that names the cause."""
 
 
 class WrongVersion(Exception):
@@ -68,8 +76,8 @@ def check_version(environment_id: str) -> None:
     Raises:
         WrongVersion: it is not, or it cannot be told; the message names both.
     """
-    _, given, wanted = environment_id.rpartition("/")[2].partition("@")
-    if not given or wanted == "latest":
+    _, at_sign, wanted = environment_id.rpartition("/")[2].partition("@")
+    if not at_sign or wanted == "latest":
         return
     installed = _installed_version(environment_id)
     if installed is None:
@@ -152,11 +160,11 @@ def _names(source: Path) -> tuple[set[str], set[str]]:
 
 def unique(keys: Iterable[str]) -> list[str]:
     """Keys as ids; repeated ones get a number, so that an id names one task."""
-    given = list(keys)
+    keys = list(keys)
     seen: Counter[str] = Counter()
-    taken = set(given)
+    taken = set(keys)
     ids = []
-    for key in given:
+    for key in keys:
         seen[key] += 1
         name = key
         while seen[key] > 1 and (name := f"{key}#{seen[key]}") in taken:  # a key that looks like one of ours
@@ -174,3 +182,41 @@ def describe(error: BaseException) -> str:
         trace = trace.tb_next
     where = f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})" if trace is not None else ""
     return f"{type(error).__name__}: {message}{where}" if message else f"{type(error).__name__}{where}"
+
+
+def import_module(env_id: str) -> ModuleType:
+    """The module of an environment.
+
+    Raises:
+        LoadError: there is none, or it fails.
+    """
+    module = module_name(env_id)
+    if find(env_id) is None:
+        raise LoadError(f"environment {env_id!r} not found: there is no Python module {module!r}")
+    try:
+        return importlib.import_module(module)
+    except Exception as error:
+        raise LoadError(f"environment {env_id!r} failed to import: {describe(error)}") from error
+
+
+def keywords(function: Callable[..., Any]) -> list[str]:
+    """Names of the keyword arguments that a function or class takes."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return sorted(name for name, one in inspect.signature(function).parameters.items() if one.kind in kinds)
+
+
+def takes_any(function: Callable[..., Any]) -> bool:
+    """Whether it has a `**kwargs`."""
+    return any(one.kind is inspect.Parameter.VAR_KEYWORD for one in inspect.signature(function).parameters.values())
+
+
+def check_arguments(env_id: str, names: Iterable[str], accepted: Sequence[str]) -> None:
+    """Raises LoadError for an argument that the environment does not take."""
+    for name in names:
+        if name not in accepted:
+            near = difflib.get_close_matches(name, accepted, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            if name == "split":
+                hint = ", by which the tasks for evaluation are asked for: name in [[eval.environments]] what is to be evaluated (under `rl`: [[orchestrator.eval.environments]]), or evaluate nothing (`--no-eval`)"
+            listed = ", ".join(accepted) or "none"
+            raise LoadError(f"environment {env_id!r} has no argument {name!r}{hint} (arguments: {listed})")

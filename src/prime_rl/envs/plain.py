@@ -42,11 +42,19 @@ from numbers import Real
 from types import ModuleType, TracebackType
 from typing import Any, Self
 
-from prime_rl.envs.adapter import LoadError, check_arguments, import_module, keywords, takes_any
-from prime_rl.envs.ids import describe, module_name, unique
+from prime_rl.envs.ids import (
+    LoadError,
+    check_arguments,
+    describe,
+    import_module,
+    keywords,
+    module_name,
+    takes_any,
+    unique,
+)
 from prime_rl.envs.messages import Message, parsed_json, text_of
 from prime_rl.envs.protocol import EpisodeResult, Outcome, Setup
-from prime_rl.envs.token_client import Client, ContextFull, Conversation, Turn, arguments_of
+from prime_rl.envs.token_client import Client, ContextFull, TokenConversation, Turn, arguments_of
 
 MAX_TASKS = 5_000_000
 
@@ -72,7 +80,7 @@ class Reply:
 class Chat:
     """One conversation with the model."""
 
-    def __init__(self, conversation: Conversation, task: Mapping[str, Any], max_turns: int, tools: Any) -> None:
+    def __init__(self, conversation: TokenConversation, task: Mapping[str, Any], max_turns: int, tools: Any) -> None:
         """`max_turns`: replies (0: any number)."""
         self.messages: list[Message] = _opening(task)
         self.replies: list[Reply] = []
@@ -127,25 +135,25 @@ class PlainEnv:
         self.renderer = self._client.renderer_name
         self.arguments = _accepted(_factory(module))
         self._made = made
-        self._serving = contextlib.AsyncExitStack()
+        self._exit_stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         if isinstance(self._made, contextlib.AbstractAsyncContextManager):
-            await self._serving.enter_async_context(self._made)
+            await self._exit_stack.enter_async_context(self._made)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self._client.close()
-        await self._serving.aclose()
+        await self._exit_stack.aclose()
 
     async def run(
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
     ) -> EpisodeResult:
         """One episode to its end. Failures of the environment or the engine are outcomes, not exceptions."""
         setup = self._setup
-        conversation = Conversation(self._client, base_url, sampling, policy_version, setup)
+        conversation = TokenConversation(self._client, base_url, sampling, policy_version, setup)
         task = copy.deepcopy(self._tasks[task_index])
         chat = Chat(conversation, task, setup.max_turns, self._tools)
         result = EpisodeResult(episode_id, setup.name, self.task_ids[task_index], Outcome.OK)

@@ -86,7 +86,7 @@ class RendererError(Exception):
 
 
 @dataclass(frozen=True)
-class Choice:
+class RendererChoice:
     """A renderer made for a model: its readable name, the config that verifiers keys it by, and itself."""
 
     name: str
@@ -94,7 +94,7 @@ class Choice:
     renderer: Any
 
 
-def choose(model: str, choice: str, tools: bool = False) -> Choice:
+def choose(model: str, choice: str, tools: bool = False) -> RendererChoice:
     """The renderer for a hub name or local directory.
 
     `choice`: "auto", "chatml", "default", a name that renderers knows, or an import path (`module.Class`,
@@ -113,12 +113,12 @@ def choose(model: str, choice: str, tools: bool = False) -> Choice:
         raise RendererError(f"unknown renderer {choice!r} (known: {', '.join(_known())}, or an import path)")
     try:
         config = CustomRendererConfig(import_path=choice)
-        return Choice(choice, config, create_renderer(_tokenizer(model), config))
+        return RendererChoice(choice, config, create_renderer(_tokenizer(model), config))
     except (ValueError, TypeError, ImportError, OSError) as error:
         raise RendererError(f"cannot load the renderer {choice!r}: {error}") from error
 
 
-def _auto(model: str, tools: bool) -> Choice:
+def _auto(model: str, tools: bool) -> RendererChoice:
     tokenizer = _tokenizer(model)
     if model in MODEL_RENDERER_MAP:
         return _named(MODEL_RENDERER_MAP[model], tokenizer)
@@ -148,23 +148,23 @@ def _auto(model: str, tools: bool) -> Choice:
     return _default(model, tools)
 
 
-def _chatml(tokenizer: Any) -> Choice:
+def _chatml(tokenizer: Any) -> RendererChoice:
     try:
         renderer = ChatMLRenderer(tokenizer)
     except ValueError as error:
         raise RendererError(str(error)) from error
-    return Choice("chatml", CustomRendererConfig(import_path=CHATML_PATH), renderer)
+    return RendererChoice("chatml", CustomRendererConfig(import_path=CHATML_PATH), renderer)
 
 
-def _named(name: str, tokenizer: Any) -> Choice:
+def _named(name: str, tokenizer: Any) -> RendererChoice:
     config = config_from_name(name)
     try:
-        return Choice(name, config, create_renderer(tokenizer, config))
+        return RendererChoice(name, config, create_renderer(tokenizer, config))
     except (ValueError, AssertionError, KeyError) as error:  # tokens of the family that this tokenizer lacks
         raise RendererError(f"renderer {name!r} does not fit {tokenizer.name_or_path!r}: {error}") from error
 
 
-def _default(model: str, tools: bool) -> Choice:
+def _default(model: str, tools: bool) -> RendererChoice:
     """The template itself, through transformers: whatever extension it uses."""
     if tools:
         raise RendererError("the renderer 'default' has no tools: choose the model's own, or chatml")
@@ -181,8 +181,8 @@ def equals_template(renderer: Any, tokenizer: Any, tools: bool = False) -> bool:
     if tools:
         probes += [(messages, [_PROBE_TOOL]) for messages in _TOOL_PROBES]
     return all(
-        _equal(renderer, tokenizer, messages, given, generate)
-        for messages, given in probes
+        _equal(renderer, tokenizer, messages, probe_tools, generate)
+        for messages, probe_tools in probes
         for generate in (False, True)
     )
 

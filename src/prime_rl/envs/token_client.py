@@ -18,9 +18,9 @@ from renderers.base import ParsedToolCall, RenderedTokens
 from renderers.client import generate
 
 from prime_rl.envs import renderer
-from prime_rl.envs.adapter import LoadError
 from prime_rl.envs.convert import classify
 from prime_rl.envs.engine import EngineConnection, whole_reply
+from prime_rl.envs.ids import LoadError
 from prime_rl.envs.messages import Message, parsed_json, without_oldest
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, SampleTokens, Setup
 
@@ -114,7 +114,7 @@ class Client:
             await self.api.close()
 
 
-class Conversation:
+class TokenConversation:
     """The model calls of one episode, all to one server."""
 
     def __init__(
@@ -171,12 +171,12 @@ class Conversation:
         self, api: "ChatRoute", messages: Sequence[Message], history: list[str], tools: list[Any] | None
     ) -> Turn:
         try:
-            told = await api.ask(self._base_url, self._client.model, messages, tools, self._sampling)
+            answer = await api.ask(self._base_url, self._client.model, messages, tools, self._sampling)
         except api.error as error:
             raise self._failed(_Fault("ProviderError", str(error), error.status_code)) from error
-        text, reasoning, calls = told.text, told.reasoning, told.tool_calls
-        counted = told.sent, told.sampled
-        return Turn([], b"", [], [], text, reasoning, calls, told.is_truncated, history, counted=counted)
+        text, reasoning, calls = answer.text, answer.reasoning, answer.tool_calls
+        counted = answer.sent, answer.sampled
+        return Turn([], b"", [], [], text, reasoning, calls, answer.is_truncated, history, counted=counted)
 
     async def _generate(
         self, messages: Sequence[Message], prompt: RenderedTokens | None, tools: list[Any] | None
@@ -294,12 +294,14 @@ def _chat_route(setup: Setup) -> "ChatRoute":
 def _turn(answer: Mapping[str, Any], history: list[str], replies: AbstractSet[str]) -> Turn:
     """`replies`: of the turns before, where this prompt was rendered without them."""
     leads_to, roles = _speakers(answer["prompt_attribution"])
-    again = [place for place, message in enumerate(history) if message in replies]
-    told = again[-1] if again else -1  # up to there it repeats what an earlier turn has
-    replied = next((place for place, message in enumerate(leads_to) if again and message >= again[0]), len(leads_to))
+    repeats = [place for place, message in enumerate(history) if message in replies]
+    repeated = repeats[-1] if repeats else -1  # up to there it repeats what an earlier turn has
+    replied = next(
+        (place for place, message in enumerate(leads_to) if repeats and message >= repeats[0]), len(leads_to)
+    )
     return Turn(
         prompt_ids=answer["prompt_ids"],
-        roles=bytes(0 if message <= told else roles[message] for message in leads_to),
+        roles=bytes(0 if message <= repeated else roles[message] for message in leads_to),
         completion_ids=answer["completion_ids"],
         logprobs=answer["completion_logprobs"],
         text=answer["content"] or "",

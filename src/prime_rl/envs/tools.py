@@ -36,7 +36,7 @@ _BROKEN = (MCPError, httpx2.HTTPError, OSError, RuntimeError, ValueError, anyio.
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """What a call came to, for the model to read."""
 
     text: str
@@ -62,18 +62,18 @@ class ToolServer:
         except (*_BROKEN, TimeoutError) as error:
             raise vf.ToolsetError(f"tool server {self._name!r} does not list its tools: {_cause(error)}") from error
 
-    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> Answer:
+    async def call(self, tool: str, arguments: dict[str, Any], seconds: float) -> ToolAnswer:
         """Raises vf.ToolsetError when the server is gone, or so busy that it does not answer at all."""
         try:
             async with asyncio.timeout(seconds):
                 result = await (await self._session()).call_tool(tool, arguments)
         except TimeoutError:
             await self._still_there("a call took too long")
-            return Answer(f"Error: no result within {seconds:g} seconds", failed=True)
+            return ToolAnswer(f"Error: no result within {seconds:g} seconds", failed=True)
         except _BROKEN as error:
             await self._still_there(_cause(error))
-            return Answer(f"Error: {_cause(error)}", failed=True)
-        return Answer(_text(result.content)[:ANSWER_LIMIT], failed=result.is_error)
+            return ToolAnswer(f"Error: {_cause(error)}", failed=True)
+        return ToolAnswer(_text(result.content)[:ANSWER_LIMIT], failed=result.is_error)
 
     async def close(self) -> None:
         holder, self._holder, self._client = self._holder, None, None
@@ -166,7 +166,7 @@ class Toolbox:
         counts = {"tool_calls": self.calls, "malformed_tool_calls": self.malformed, "failed_tool_calls": self.failed}
         return {name: float(count) for name, count in counts.items()}
 
-    async def call(self, name: str, arguments: str) -> Answer:
+    async def call(self, name: str, arguments: str) -> ToolAnswer:
         """Carry out one call of the model, whose arguments are meant to be a JSON object. Raises vf.ToolsetError."""
         answer = await self._call(name, arguments)
         self.calls += 1
@@ -178,21 +178,21 @@ class Toolbox:
         for server in self.servers:
             await server.close()
 
-    async def _call(self, name: str, arguments: str) -> Answer:
+    async def _call(self, name: str, arguments: str) -> ToolAnswer:
         tool = self.tools.get(name)
         try:
             values = parsed_json(arguments)
         except ValueError as error:
-            return Answer(f"Error: the call is not valid JSON: {error}", malformed=True)
+            return ToolAnswer(f"Error: the call is not valid JSON: {error}", malformed=True)
         if name == MALFORMED_CALL:
-            return Answer("Error: the call has no name, or no end", malformed=True)
+            return ToolAnswer("Error: the call has no name, or no end", malformed=True)
         if tool is None:
-            return Answer(f"Error: there is no tool {name!r} (tools: {', '.join(self.tools)})", malformed=True)
+            return ToolAnswer(f"Error: there is no tool {name!r} (tools: {', '.join(self.tools)})", malformed=True)
         if not isinstance(values, dict):
-            return Answer("Error: the arguments must be a JSON object", malformed=True)
+            return ToolAnswer("Error: the arguments must be a JSON object", malformed=True)
         if wrong := next(iter(tool.schema.iter_errors(values)), None):
             where = f"{'.'.join(map(str, wrong.absolute_path))}: " if wrong.absolute_path else ""
-            return Answer(f"Error: wrong arguments: {where}{wrong.message[:1000]}", malformed=True)
+            return ToolAnswer(f"Error: wrong arguments: {where}{wrong.message[:1000]}", malformed=True)
         return await tool.server.call(tool.name, values, self.seconds)
 
 
@@ -221,7 +221,7 @@ class SharedTools:
 
     def __init__(self, env: Any) -> None:
         self._env = env
-        self._again = contextlib.AsyncExitStack()  # of those that were started again
+        self._restarts = contextlib.AsyncExitStack()  # of those that were started again
         self._lock = asyncio.Lock()
 
     async def check(self) -> None:
@@ -246,11 +246,11 @@ class SharedTools:
             for server in self._env._shared_tools.values():
                 if server.runtime is not None:
                     await server.runtime.stop()  # one that hangs would go on for as long as the worker
-            await self._again.aclose()
+            await self._restarts.aclose()
             taskset = self._env.taskset
             try:
                 async with asyncio.timeout(SERVER_SECONDS):
-                    started = await self._again.enter_async_context(serve_shared(taskset.toolsets(taskset.config)))
+                    started = await self._restarts.enter_async_context(serve_shared(taskset.toolsets(taskset.config)))
             except (vf.ToolsetError, TimeoutError) as error:
                 logger.warning("tool servers did not start again: %r", error)
                 return
@@ -259,7 +259,7 @@ class SharedTools:
             self._env._shared_tools = started
 
     async def close(self) -> None:
-        await self._again.aclose()
+        await self._restarts.aclose()
 
     async def _gone(self) -> bool:
         for name, server in self._env._shared_tools.items():

@@ -134,8 +134,8 @@ def _reason(output: str) -> list[str]:
     """The first lines of uv's that say what is wrong."""
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     noise = ("Using ", "Resolved ", "Prepared ", "warning:", "Creating ", "   Building ", "Building ")
-    told = [line for line in lines if not line.lstrip().startswith(noise)] or lines
-    return told[:SHOWN_LINES]
+    reasons = [line for line in lines if not line.lstrip().startswith(noise)] or lines
+    return reasons[:SHOWN_LINES]
 
 
 def _sweep(cache: Path) -> None:
@@ -177,8 +177,8 @@ def _files(path: Path) -> Iterator[str]:
 
 
 def _entry(file: Path, name: str) -> str:
-    found = file.lstat()
-    return f"{name} {found.st_size} {found.st_mtime_ns}"
+    status = file.lstat()
+    return f"{name} {status.st_size} {status.st_mtime_ns}"
 
 
 def _local(requirement: str) -> Path | None:
@@ -190,11 +190,11 @@ def _local(requirement: str) -> Path | None:
 
 def _absolute(requirements: Sequence[str]) -> list[str]:
     """Local ones by their whole path: uv runs elsewhere."""
-    found = []
+    expanded = []
     for requirement in requirements:
         path, (_, bracket, extras) = _local(requirement), requirement.partition("[")
-        found.append(requirement if path is None else f"{path}{bracket}{extras}")
-    return found
+        expanded.append(requirement if path is None else f"{path}{bracket}{extras}")
+    return expanded
 
 
 def _refreshed(wanted: Sequence[str]) -> Iterator[str]:

@@ -21,13 +21,12 @@ from verifiers.v1.configs.client import resolve_api_key
 from verifiers.v1.utils.loaders import default_harness_id, import_taskset, taskset_class, taskset_config_type
 
 from prime_rl.envs import renderer
-from prime_rl.envs.adapter import LoadError, check_arguments, import_module
 from prime_rl.envs.chat import PatientClient, chat_config
 from prime_rl.envs.conversation import interception
 from prime_rl.envs.convert import convert
 from prime_rl.envs.engine import EngineConnection
 from prime_rl.envs.harness import HARNESS_ID, close_session
-from prime_rl.envs.ids import describe, module_name, unique
+from prime_rl.envs.ids import LoadError, check_arguments, describe, import_module, module_name, unique
 from prime_rl.envs.protocol import API_KEY_VAR, EndlessTasks, EpisodeResult, Outcome, Setup
 from prime_rl.envs.stream import TaskStream
 from prime_rl.envs.tool_runtime import SERVER_SECONDS, install_runtime
@@ -82,26 +81,26 @@ class VerifiersEnv:
                 self._show(first)  # an environment whose first task has none is not one to start with
             except NothingToShow as error:
                 raise LoadError(f"environment {setup.env_id!r}: {error}") from error
-        self._serving = contextlib.AsyncExitStack()
+        self._exit_stack = contextlib.AsyncExitStack()
         self._tools = SharedTools(self._env)
 
     async def __aenter__(self) -> Self:
         """Raises LoadError when a tool server does not start."""
         try:
             async with asyncio.timeout(SERVER_SECONDS):
-                await self._serving.enter_async_context(self._env.serving())
+                await self._exit_stack.enter_async_context(self._env.serving())
             await self._tools.check()
         except (vf.ToolsetError, TimeoutError) as error:
-            await self._serving.aclose()
+            await self._exit_stack.aclose()
             raise LoadError(f"environment {self._name!r}: its tools failed to start: {describe(error)}") from error
-        self._serving.push_async_callback(self._tools.close)
+        self._exit_stack.push_async_callback(self._tools.close)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await close_session()
-        await self._serving.aclose()
+        await self._exit_stack.aclose()
 
     async def run(
         self, task_index: int, sampling: dict[str, Any], policy_version: int, episode_id: str, base_url: str
@@ -169,14 +168,14 @@ def _remember_factories() -> None:
     _fields.takes_validated_data_argument = known  # type: ignore[assignment]
 
 
-def _renderer(setup: Setup, tools: bool) -> renderer.Choice:
+def _renderer(setup: Setup, tools: bool) -> renderer.RendererChoice:
     try:
         return renderer.choose(setup.model, setup.renderer, tools=tools)
     except renderer.RendererError as error:
         raise LoadError(f"environment {setup.env_id!r}: {error}") from error
 
 
-def _by_tokens(setup: Setup, choice: renderer.Choice) -> vf.TrainClientConfig:
+def _by_tokens(setup: Setup, choice: renderer.RendererChoice) -> vf.TrainClientConfig:
     """Settings of the client that sends and gets tokens; `_client_of` says of which server."""
     config = vf.TrainClientConfig(
         api_key_var=API_KEY_VAR,
@@ -195,14 +194,14 @@ def _env_config(setup: Setup) -> Any:
     check_arguments(setup.env_id, setup.args, _arguments(setup.env_id))
     try:
         bare = vf.resolve_env_config({"taskset": {"id": setup.env_id, **setup.args}})
-        seats = {name: _seat(setup, seat) for name, seat in bare if isinstance(seat, vf.AgentConfig)}
-        if not any(seat.get("harness", {}).get("id") == HARNESS_ID for seat in seats.values()):
+        agents = {name: _agent_overrides(setup, agent) for name, agent in bare if isinstance(agent, vf.AgentConfig)}
+        if not any(agent.get("harness", {}).get("id") == HARNESS_ID for agent in agents.values()):
             _refuse_ours(setup)
         return vf.resolve_env_config(
             {
                 "taskset": {"id": setup.env_id, **setup.args},
                 "interception": {"type": "server"},  # one server, hence one client and one connection pool
-                **seats,
+                **agents,
             }
         )
     except ValidationError as error:
@@ -211,13 +210,13 @@ def _env_config(setup: Setup) -> Any:
         raise LoadError(f"environment {setup.env_id!r}: argument {where}: {first['msg']}") from error
 
 
-def _seat(setup: Setup, seat: Any) -> dict[str, Any]:
+def _agent_overrides(setup: Setup, agent: Any) -> dict[str, Any]:
     """Our harness and a local runtime wherever the environment does not insist on its own.
 
     verifiers' defaults are a shell that the model drives, in a paid remote sandbox.
     """
-    data: dict[str, Any] = {}  # merged onto the seat's declared defaults by verifiers
-    own = default_harness_id(setup.env_id) if seat.harness is None else seat.harness.id
+    data: dict[str, Any] = {}  # merged onto the agent's declared defaults by verifiers
+    own = default_harness_id(setup.env_id) if agent.harness is None else agent.harness.id
     if own in ("bash", "null", HARNESS_ID):  # "null": verifiers' plain chat loop, a process an episode
         data["harness"] = {
             "id": HARNESS_ID,
@@ -225,23 +224,23 @@ def _seat(setup: Setup, seat: Any) -> dict[str, Any]:
             "tool_timeout": min(setup.turn_timeout or CALL_SECONDS, CALL_SECONDS),
             "overflow": setup.overflow,
         }
-    elif seat.harness is None:
+    elif agent.harness is None:
         data["harness"] = {"id": own}
-    if "runtime" not in seat.model_fields_set:
+    if "runtime" not in agent.model_fields_set:
         data["runtime"] = {"type": "subprocess"}
     if setup.max_turns:
-        data["max_turns"] = min(setup.max_turns, seat.max_turns or setup.max_turns)
+        data["max_turns"] = min(setup.max_turns, agent.max_turns or setup.max_turns)
     return data
 
 
 def _refuse_ours(setup: Setup) -> None:
     """Raises LoadError where something is set that our harness alone knows, and the environment talks through another."""
-    given = [
+    options = [
         name for name, one in (("turn_timeout", setup.turn_timeout), ("overflow", setup.overflow != "stop")) if one
     ]
-    if given:
+    if options:
         raise LoadError(
-            f"environment {setup.env_id!r} talks to the model through a harness of its own, which does not know {' and '.join(given)}: leave it out"
+            f"environment {setup.env_id!r} talks to the model through a harness of its own, which does not know {' and '.join(options)}: leave it out"
         )
 
 

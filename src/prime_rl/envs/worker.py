@@ -26,8 +26,9 @@ import zmq
 import zmq.asyncio
 
 from prime_rl import faults, lifeline, processes
-from prime_rl.envs.adapter import Adapter, LoadError, load
+from prime_rl.envs.adapter import Adapter, load
 from prime_rl.envs.attribution import FATAL, Attribution, Page, describe, explain
+from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import (
     MOST_BYTES,
     TOKEN_VAR,
@@ -124,10 +125,10 @@ class WorkerServer:
 
     async def _load_and_run(self, setup: Setup) -> None:
         _set_up_logging(setup.log_level)
-        serving = contextlib.AsyncExitStack()
+        exit_stack = contextlib.AsyncExitStack()
         # verifiers and its dependencies take seconds to import: only after the hello.
         try:
-            env = await serving.enter_async_context(load(setup))
+            env = await exit_stack.enter_async_context(load(setup))
         except (LoadError, ModuleNotFoundError) as error:
             traceback.print_exc()
             await self._send(LoadFailed(_not_loaded(setup, error)))
@@ -137,7 +138,7 @@ class WorkerServer:
         # Modules and tasks stay to the end: a full collection over them would block the loop for 0.4 s, every few hundred episodes.
         gc.collect()
         gc.freeze()
-        async with serving:
+        async with exit_stack:
             self._ticked = time.monotonic()
             self._loaded = True
             slots = asyncio.Semaphore(setup.max_concurrent)

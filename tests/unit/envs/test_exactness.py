@@ -27,10 +27,10 @@ from verifiers.v1.graph import prepare_turn
 from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
 
 from prime_rl.envs.convert import samples_of
-from prime_rl.envs.engine import Reply
+from prime_rl.envs.engine import EngineReply
 from prime_rl.envs.protocol import ROLES, SampleTokens, Setup
-from prime_rl.envs.renderer import Choice, choose
-from prime_rl.envs.token_client import Conversation
+from prime_rl.envs.renderer import RendererChoice, choose
+from prime_rl.envs.token_client import TokenConversation
 from prime_rl.envs.tokenizer import from_files
 from prime_rl.envs.tools import MALFORMED_CALL, Toolbox
 from prime_rl.envs.train_client import ConversationClient
@@ -79,12 +79,12 @@ class Script:
     async def get(self, path: str, cast_to: Any = None) -> Any:
         return {"data": []}
 
-    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> Reply:
+    async def post(self, url: str, *, cast_to: Any, body: dict[str, Any], options: Any = None) -> EngineReply:
         logprobs = [-0.25 - len(self.exchanges) - i / 64 for i in range(len(self.next))]
         self.exchanges.append((body["token_ids"], self.next, logprobs))
         content = [{"token": f"token_id:{t}", "logprob": lp} for t, lp in zip(self.next, logprobs, strict=True)]
         choice = {"finish_reason": "stop", "token_ids": self.next, "logprobs": {"content": content}}
-        return Reply(json.dumps({"choices": [choice]}).encode())
+        return EngineReply(json.dumps({"choices": [choice]}).encode())
 
     async def close(self) -> None: ...
 
@@ -99,12 +99,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def choices(models: dict[str, str]) -> dict[str, Choice]:
+def choices(models: dict[str, str]) -> dict[str, RendererChoice]:
     return {name: choose(model, name.partition(",")[0], name != "default") for name, model in models.items()}
 
 
 @pytest.fixture(scope="module")
-def clients(choices: dict[str, Choice]) -> dict[tuple[str, bool], Any]:
+def clients(choices: dict[str, RendererChoice]) -> dict[tuple[str, bool], Any]:
     return {
         (name, branched): _client(name, choice, branched)
         for name, choice in choices.items()
@@ -123,7 +123,7 @@ def tokenizers(models: dict[str, str]) -> dict[str, Any]:
 @given(conversation=conversations)
 def test_samples_are_what_the_engine_saw(
     clients: dict[tuple[str, bool], Any],
-    choices: dict[str, Choice],
+    choices: dict[str, RendererChoice],
     tokenizers: dict[str, Any],
     name: str,
     branched: bool,
@@ -160,7 +160,7 @@ class Connected:
 @settings(max_examples=40, deadline=None)
 @given(conversation=conversations)
 def test_the_same_without_verifiers(
-    choices: dict[str, Choice], tokenizers: dict[str, Any], name: str, branched: bool, conversation: Any
+    choices: dict[str, RendererChoice], tokenizers: dict[str, Any], name: str, branched: bool, conversation: Any
 ) -> None:
     """Of classic and plain environments, whose conversations are kept by our own client."""
     asyncio.run(
@@ -168,11 +168,11 @@ def test_the_same_without_verifiers(
     )
 
 
-async def _check_ours(choice: Choice, tokenizer: Any, branched: bool, conversation: Any, tools: Any) -> None:
+async def _check_ours(choice: RendererChoice, tokenizer: Any, branched: bool, conversation: Any, tools: Any) -> None:
     system, opening, turns, few_shot = conversation
     engine = Script()
     setup = Setup("e", "e", {}, "m", "auto", 1, "info", trajectories="branched" if branched else "interleaved")
-    talk = Conversation(Connected(choice.renderer, engine), "http://scripted/v1", {}, 0, setup)  # type: ignore[arg-type]
+    talk = TokenConversation(Connected(choice.renderer, engine), "http://scripted/v1", {}, 0, setup)  # type: ignore[arg-type]
     messages: list[dict[str, Any]] = [{"role": "system", "content": text} for text in system]
     messages += [{"role": "user", "content": opening}]
     if few_shot:
@@ -186,7 +186,7 @@ async def _check_ours(choice: Choice, tokenizer: Any, branched: bool, conversati
 
 
 async def test_a_call_that_nests_without_end(
-    clients: dict[tuple[str, bool], Any], choices: dict[str, Choice], tokenizers: dict[str, Any]
+    clients: dict[tuple[str, bool], Any], choices: dict[str, RendererChoice], tokenizers: dict[str, Any]
 ) -> None:
     """Deeper than Python reads JSON: a broken call like others, which the model is told of."""
     engine, trace, client = Script(), _trace(), clients["chatml", False]
@@ -201,7 +201,7 @@ async def test_a_call_that_nests_without_end(
 
 
 async def _check(
-    client: Any, choice: Choice, tokenizer: Any, branched: bool, conversation: Any, with_tools: bool
+    client: Any, choice: RendererChoice, tokenizer: Any, branched: bool, conversation: Any, with_tools: bool
 ) -> None:
     system, opening, turns, few_shot = conversation
     engine, trace = Script(), _trace()
@@ -281,7 +281,7 @@ async def _turn(client: Any, trace: Any, messages: list[dict[str, Any]], tools: 
     return message
 
 
-def _client(name: str, choice: Choice, branched: bool) -> Any:
+def _client(name: str, choice: RendererChoice, branched: bool) -> Any:
     config = vf.TrainClientConfig(
         base_url=Script.base_url, api_key_var="NONE", renderer=choice.config, renderer_model_name=name
     )

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prime_rl.config import EvalConfig, OrchestratorConfig, parse
-from prime_rl.envs.adapter import LoadError, load
-from prime_rl.envs.ids import WrongVersion, check_version, find, kind_of, module_name, unique
+from prime_rl.envs.adapter import load
+from prime_rl.envs.ids import LoadError, WrongVersion, check_version, find, kind_of, module_name, unique
 from prime_rl.envs.protocol import Setup
 
 

@@ -49,7 +49,7 @@ def load(env_id: str, model: Path, demonstration: str = "", **args: Any) -> Any:
 )
 def test_what_is_wrong_is_named(env_id: str, message: str, model: Path) -> None:
     """Not found, a missing dependency, an error on import or in load, an old or empty package: told apart."""
-    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.ids import LoadError
 
     with pytest.raises(LoadError) as caught:
         load(env_id, model)
@@ -75,7 +75,7 @@ __all__ = ["OwnTaskset", "OwnHarness"]
 
 def test_what_an_environments_own_harness_does_not_know(tmp_path: Path, model: Path) -> None:
     """Settings of a conversation that nobody would heed are refused, not ignored."""
-    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.ids import LoadError
     from prime_rl.envs.verifiers_v1 import VerifiersEnv
 
     (tmp_path / "environments" / "env_own_harness.py").write_text(OWN_HARNESS)
@@ -97,7 +97,7 @@ def test_what_an_environments_own_harness_does_not_know(tmp_path: Path, model: P
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Path) -> None:
     """An unknown name, a value of the wrong kind, a value the environment refuses."""
-    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.ids import LoadError
 
     with pytest.raises(LoadError) as caught:
         load("reverse-text", model, **args)
@@ -116,7 +116,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], message: str, model: Pa
 )
 def test_an_environment_that_demonstrates_nothing(field: str, answers: list[Any], message: str, model: Path) -> None:
     """Contract: not one to start with."""
-    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.ids import LoadError
 
     with pytest.raises(LoadError) as caught:
         load("env-answers", model, field, answers=answers)
@@ -147,7 +147,7 @@ async def test_an_endless_taskset(model: Path, monkeypatch: pytest.MonkeyPatch) 
     """Tasks by their index, the same in every worker and however they are asked for, though they are drawn at random; one that
     is not, or ends, is an error."""
     from prime_rl.envs import stream
-    from prime_rl.envs.adapter import LoadError
+    from prime_rl.envs.ids import LoadError
 
     monkeypatch.setattr(stream, "KEPT", 5)
     one, other = load("env-endless", model), load("env-endless", model)

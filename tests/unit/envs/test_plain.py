@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from chat_api import ChatApi
 from fake_engine import FakeEngine, make_tokenizer
 
-from prime_rl.envs.adapter import LoadError, load
+from prime_rl.envs.adapter import load
+from prime_rl.envs.ids import LoadError
 from prime_rl.envs.protocol import API_KEY_VAR, ROLES, EpisodeResult, Outcome, Setup
 
 GUESS = Path(__file__).parents[2] / "support" / "envs" / "guess"
