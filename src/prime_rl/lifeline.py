@@ -101,7 +101,7 @@ class Child:
         if self.running:  # perhaps as a zombie, which ignores it
             (os.killpg if group else os.kill)(self.pid, number)
 
-    def reap(self) -> set[processes.Process]:
+    def reap(self) -> set[processes.ProcessInfo]:
         """SIGKILL it and all that it has started, wherever that has gone, and wait until it is gone. Returns what was killed."""
         if not self.running:
             return set()

@@ -1,4 +1,4 @@
-"""Process identity, process trees, and the end of whatever was spawned, read from /proc (Linux).
+"""ProcessInfo identity, process trees, and the end of whatever was spawned, read from /proc (Linux).
 
 A process belongs to another by descent, by process group, or by a mark in the environment it was started with: a daemon keeps that after its
 parents are gone. Standard library only: environment workers import this from their own virtual environments.
@@ -29,7 +29,7 @@ class ProcessId:
     started: int
 
 
-class Process(NamedTuple):
+class ProcessInfo(NamedTuple):
     """A line of the process table. `stopped`: by a signal or a debugger. `resident`: bytes of memory; shared pages count in each."""
 
     id: ProcessId
@@ -39,10 +39,10 @@ class Process(NamedTuple):
     resident: int
 
 
-Table = Mapping[int, Process]
+Table = Mapping[int, ProcessInfo]
 
 
-def read(pid: int) -> Process | None:
+def read(pid: int) -> ProcessInfo | None:
     """The living process with this pid; None when there is none or only its zombie."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
@@ -53,7 +53,7 @@ def read(pid: int) -> Process | None:
     if fields[0] in "ZX":
         return None
     ident = ProcessId(pid, int(fields[19]))
-    return Process(ident, int(fields[1]), int(fields[2]), fields[0] in "Tt", int(fields[21]) * _PAGE_BYTES)
+    return ProcessInfo(ident, int(fields[1]), int(fields[2]), fields[0] in "Tt", int(fields[21]) * _PAGE_BYTES)
 
 
 def table() -> Table:
@@ -90,7 +90,7 @@ def boot_id() -> str:
     return (_PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
-def descendants(pid: int, processes: Table) -> list[Process]:
+def descendants(pid: int, processes: Table) -> list[ProcessInfo]:
     """Every process below `pid`, in any process group or session."""
     return [processes[each] for each in _below([pid], processes) if each != pid]
 
@@ -124,9 +124,9 @@ def marked(mark: str, pids: Iterable[int]) -> set[int]:
     return found
 
 
-def kill_family(pid: int, mark: str) -> set[Process]:
+def kill_family(pid: int, mark: str) -> set[ProcessInfo]:
     """SIGKILL a process and all that is its, by descent, group or mark, wherever it has gone. Returns what was killed; it may take a moment to die."""
-    killed: dict[ProcessId, Process] = {}
+    killed: dict[ProcessId, ProcessInfo] = {}
     for _ in range(_KILL_ROUNDS):
         processes = table()
         own = family(pid, processes)
@@ -139,7 +139,7 @@ def kill_family(pid: int, mark: str) -> set[Process]:
     return set(killed.values())
 
 
-def await_death(killed: Iterable[Process]) -> list[ProcessId]:
+def await_death(killed: Iterable[ProcessInfo]) -> list[ProcessId]:
     """Wait, within bounds, until killed processes are gone: they hold memory, GPUs and ports. Returns those that are not."""
     dying = [process.id for process in killed]
     with suppress(WaitTimeout):
@@ -181,7 +181,7 @@ def memory_bytes(pid: int) -> int:
     return sum(_pss(processes[each]) for each in _below([pid], processes) if each in processes)
 
 
-def _pss(process: Process) -> int:
+def _pss(process: ProcessInfo) -> int:
     try:
         lines = (_PROC / str(process.id.pid) / "smaps_rollup").read_text().splitlines()
     except OSError:  # ended, or not ours to read

@@ -17,10 +17,10 @@ import json, sys
 from pathlib import Path
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
-from prime_rl.launcher.run import restarts_summary
+from prime_rl.launcher.launch import restarts_summary
 from prime_rl.launcher.console import Console
-from prime_rl.launcher.plan import Process, Server
-from prime_rl.launcher.supervise import Policy, Supervisor
+from prime_rl.launcher.plan import ProcessSpec, ServerSpec
+from prime_rl.launcher.supervise import RestartPolicy, Supervisor
 
 root, drain, port = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
 processes = []
@@ -28,15 +28,15 @@ for pair in sys.argv[5:]:
     name, _, kind = pair.partition("=")
     own_port = str(port + (name == "inference-1"))
     argv = (sys.executable, "-c", (root.parent / "child.py").read_text(), kind, str(root), name, own_port)
-    processes.append(Process(name, argv, root / "logs" / f"{name}.log", service=name.startswith("inference"),
+    processes.append(ProcessSpec(name, argv, root / "logs" / f"{name}.log", service=name.startswith("inference"),
                              drain_children=kind == "agent", after="trainer" if kind == "late" else None))
 ports = {"inference": port, "inference-1": port + 1}
 served = ["inference", *(process.name for process in processes if process.name == "inference-1")] if port else []
-servers = [Server(name, url, f"{url}/health", 5.0, "127.0.0.1", ports[name])
+servers = [ServerSpec(name, url, f"{url}/health", 5.0, "127.0.0.1", ports[name])
            for name in served for url in [f"http://localhost:{ports[name]}"]]
 try:
     with rundir.Owner(root), Console(root, 3) as console:
-        supervisor = Supervisor(processes, servers, root, console.say, console.tick, Policy(**json.loads(sys.argv[4])),
+        supervisor = Supervisor(processes, servers, root, console.say, console.tick, RestartPolicy(**json.loads(sys.argv[4])),
                                 drain_seconds=drain, stop_seconds=3.0)
         status = supervisor.run().value
         console.look()

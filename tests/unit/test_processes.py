@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
-from prime_rl.processes import Process, ProcessId, family, identify, kill_family, table
+from prime_rl.processes import ProcessId, ProcessInfo, family, identify, kill_family, table
 from prime_rl.wait import wait
 
 
-def process(parent: int, group: int) -> Process:
-    return Process(ProcessId(1, 1), parent, group, False, 1 << 20)
+def process(parent: int, group: int) -> ProcessInfo:
+    return ProcessInfo(ProcessId(1, 1), parent, group, False, 1 << 20)
 
 
 def test_a_family_by_hand() -> None:

@@ -27,7 +27,7 @@ from prime_rl.config.base import Section
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.schema import Keys, Setting, has_mark, settings
 from prime_rl.config.shared import ClientConfig, EnvConfig, MonitorConfig, WandbConfig
-from prime_rl.launcher.plan import Machine, describe, make_plan
+from prime_rl.launcher.plan import HostResources, describe, make_plan
 from prime_rl.monitor.monitor import Monitor
 from prime_rl.redact import HIDDEN, is_secret
 
@@ -168,7 +168,7 @@ def test_the_key_is_not_written() -> None:
 
 def test_the_key_reaches_those_who_need_it_by_environment() -> None:
     """Contract: server and orchestrator get it as a variable; no command line holds it, the trainer does not get it, the plan hides it."""
-    plan = make_plan(rl_config(api_key=KEY), Machine([], 2, {}))
+    plan = make_plan(rl_config(api_key=KEY), HostResources([], 2, {}))
     holders = {process.name for process in plan.processes if KEY in process.env.values()}
     assert holders == {"inference", "orchestrator"}
     assert not any(KEY in argument for process in plan.processes for argument in process.argv)

@@ -11,7 +11,7 @@ from prime_rl import lifeline
 from prime_rl.config import EvalConfig, load, write_toml
 from prime_rl.envs.ids import installed
 from prime_rl.errors import UserError
-from prime_rl.launcher.checks import check_environment, check_key
+from prime_rl.launcher.preflight import check_environment, check_key
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb
 from prime_rl.transport.settings import dry_path

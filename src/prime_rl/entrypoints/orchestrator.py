@@ -10,7 +10,7 @@ from prime_rl import faults, lifeline
 from prime_rl.config import OrchestratorConfig, load, write_toml
 from prime_rl.envs.venv import prepare
 from prime_rl.errors import UserError
-from prime_rl.launcher.checks import check_environment, check_model, check_own_functions
+from prime_rl.launcher.preflight import check_environment, check_model, check_own_functions
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import log
 from prime_rl.monitor.monitor import check_wandb, metrics_path

@@ -31,7 +31,7 @@ def _run() -> int:
     config = load(RLConfig, prog="rl")
     log.setup(config.log.level, "rl")
 
-    from prime_rl.launcher.run import run  # after --help and bad options have had their answer
+    from prime_rl.launcher.launch import run  # after --help and bad options have had their answer
 
     return run(config)
 

@@ -9,7 +9,7 @@ from prime_rl import faults, lifeline
 from prime_rl.config import SFTConfig, load, write_toml
 from prime_rl.errors import UserError
 from prime_rl.importing import quick_imports
-from prime_rl.launcher.checks import check_dataset, check_environment, check_model
+from prime_rl.launcher.preflight import check_dataset, check_environment, check_model
 from prime_rl.launcher.rundir import cleaned, separate_bench
 from prime_rl.monitor import Status, log
 from prime_rl.monitor.monitor import check_wandb, metrics_path

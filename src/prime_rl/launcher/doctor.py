@@ -21,7 +21,7 @@ from prime_rl.config.inference import SERVER
 from prime_rl.errors import UserError
 from prime_rl.launcher import rundir
 from prime_rl.launcher.console import limit_line, minutes
-from prime_rl.launcher.supervise import Policy, Restart, killed_rank, stall_reason
+from prime_rl.launcher.supervise import Restart, RestartPolicy, killed_rank, stall_reason
 from prime_rl.monitor import read_status
 from prime_rl.monitor.record import as_table, build
 from prime_rl.monitor.status import ProcessStatus
@@ -102,7 +102,7 @@ class Facts:
     workers: Sequence[WorkerFacts] = ()
     free: int = 1 << 40
     recoverable: bool = False
-    policy: Policy = field(default_factory=Policy)
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def _process(
     return ProcessFacts(state, status, stopped, errors[-1] if errors else None, ranks, restart)
 
 
-def _policy(run: Path) -> Policy:
+def _policy(run: Path) -> RestartPolicy:
     """The timeouts that the run was started with."""
     try:
         settings = tomllib.loads((run / "configs" / "rl.toml").read_text())
@@ -194,11 +194,11 @@ def _policy(run: Path) -> Policy:
         settings = {}
 
     def seconds(name: str) -> float:
-        value, default = settings.get(name), float(getattr(Policy, name))
+        value, default = settings.get(name), float(getattr(RestartPolicy, name))
         # Somebody may have edited the file.
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
-    return Policy(heartbeat_timeout=seconds("heartbeat_timeout"), stall_timeout=seconds("stall_timeout"))
+    return RestartPolicy(heartbeat_timeout=seconds("heartbeat_timeout"), stall_timeout=seconds("stall_timeout"))
 
 
 def _state(status: ProcessStatus) -> ProcessState:

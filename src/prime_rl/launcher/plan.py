@@ -20,9 +20,9 @@ from prime_rl.errors import UserError
 from prime_rl.inference.checks import ModelSize
 
 RECOVER = "--recover"  # tells a job to go on from what is committed
-_SERVING_SHARE = 0.4  # of a GPU's memory, where it is shared and nothing is said
-_SERVING_ONLY = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
-_LEAST_SERVING_SHARE = 0.7  # below it the cache would lose more than staging in the host's memory costs
+_SHARED_GPU_FRACTION = 0.4  # of a GPU's memory, where it is shared and nothing is said
+_SERVER_GPU_FRACTION = 0.9  # of a GPU's memory, for all servers of a GPU that only serves
+_MIN_SERVER_SHARE = 0.7  # below it the cache would lose more than staging in the host's memory costs
 _OVERHEAD_GIB = 5.0  # CUDA contexts, NCCL, and what vLLM takes beyond its share
 _ENGINE_GIB = 2.0  # activations and CUDA graphs of one engine
 _LEAST_CACHE_GIB = 2.0
@@ -38,7 +38,7 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
-class Process:
+class ProcessSpec:
     """One child. A job ends by itself, with status 0 when all is well; a service runs until it is stopped."""
 
     name: str
@@ -56,7 +56,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerSpec:
     """An inference server, started as process `name`: `health` answers 200 once it serves. `port` is None when somebody else started it, who may
     have started `others`."""
 
@@ -73,15 +73,15 @@ class Server:
 class Plan:
     """Processes in the order in which they are started, and the configuration file of each."""
 
-    processes: tuple[Process, ...]
+    processes: tuple[ProcessSpec, ...]
     configs: Mapping[Path, BaseConfig]
-    servers: tuple[Server, ...]  # none where those that serve register in a directory
+    servers: tuple[ServerSpec, ...]  # none where those that serve register in a directory
     output_dir: Path
     tmpfs: Path | None = None  # of this host, where the trainer writes weights to
 
 
 @dataclass(frozen=True)
-class Machine:
+class HostResources:
     """What the plan depends on besides the configuration.
 
     Attributes:
@@ -117,7 +117,7 @@ class Layout:
     training_gib: float | None = None
 
 
-def make_plan(config: RLConfig, machine: Machine) -> Plan:
+def make_plan(config: RLConfig, machine: HostResources) -> Plan:
     """Plan processes, their GPUs, ports and configs.
 
     Raises:
@@ -131,12 +131,12 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
     sections = _sections(config, layout, servers)
     configs = {name: output_dir / "configs" / f"{name}.toml" for name in sections}
 
-    def process(name: str, argv: Sequence[str], key_variable: str | None = None, **more: Any) -> Process:
+    def process(name: str, argv: Sequence[str], key_variable: str | None = None, **more: Any) -> ProcessSpec:
         env = _environment(gpus[name], name, threads, machine)
         if key_variable is not None and inference is not None and inference.api_key is not None:
             env[key_variable] = inference.api_key
         log = output_dir / "logs" / f"{name}.log"
-        return Process(
+        return ProcessSpec(
             name, (sys.executable, *argv, "@", str(configs[name]), *recover(name)), log, env, gpus[name], **more
         )
 
@@ -161,7 +161,7 @@ def make_plan(config: RLConfig, machine: Machine) -> Plan:
             "orchestrator",
             ("-m", "prime_rl.entrypoints.orchestrator"),
             config.orchestrator.client.api_key_var,
-            # Server and trainer fill two cores while they import; the orchestrator is needed last.
+            # ServerSpec and trainer fill two cores while they import; the orchestrator is needed last.
             after="trainer" if machine.cores <= 2 else None,
         ),
     )
@@ -190,7 +190,7 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> dict[str, BaseConfig]:
+def _sections(config: RLConfig, layout: Layout, servers: Sequence[ServerSpec]) -> dict[str, BaseConfig]:
     """What each process is configured with, by its name."""
     trainer, orchestrator, inference = config.trainer, config.orchestrator, config.inference
     if trainer.recovery_interval is None and config.max_restarts and not config.bench:
@@ -222,7 +222,7 @@ def _sections(config: RLConfig, layout: Layout, servers: Sequence[Server]) -> di
     return sections
 
 
-def _threads(config: RLConfig, machine: Machine, servers: int) -> dict[str, int]:
+def _threads(config: RLConfig, machine: HostResources, servers: int) -> dict[str, int]:
     """OpenMP threads of each process. Sampling ahead (async_level ≥ 1) keeps server and trainer busy at the same time,
     so they share the cores; taken in turns each may use nearly all. More threads than cores spin and cost much more."""
     cores, ranks = max(1, machine.cores), config.trainer_ranks or 1
@@ -234,7 +234,7 @@ def _threads(config: RLConfig, machine: Machine, servers: int) -> dict[str, int]
     return {SERVER: max(1, serving // servers), "trainer": max(1, training // ranks), "orchestrator": 1}
 
 
-def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], machine: Machine) -> dict[str, str]:
+def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], machine: HostResources) -> dict[str, str]:
     """Variables that the child gets on top of ours. What the user has set stays, except for the placement."""
     defaults = {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not gpus:
@@ -248,13 +248,13 @@ def _environment(gpus: Sequence[str], name: str, threads: Mapping[str, int], mac
     return {**chosen, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if machine.gpus else chosen
 
 
-def _running_already(config: RLConfig) -> tuple[Server, ...]:
+def _running_already(config: RLConfig) -> tuple[ServerSpec, ...]:
     client = config.orchestrator.client
     first, *others = [f"{root}/health" for root in client.api_roots]
-    return (Server(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others)),)
+    return (ServerSpec(SERVER, ", ".join(client.base_urls), first, client.ready_timeout, others=tuple(others)),)
 
 
-def _server(config: RLConfig, number: int, offset: int) -> Server:
+def _server(config: RLConfig, number: int, offset: int) -> ServerSpec:
     """One of those that are started, and so many ports after the first."""
     assert config.inference is not None
     listens, port = config.inference.server, config.inference.server.port + offset
@@ -263,13 +263,13 @@ def _server(config: RLConfig, number: int, offset: int) -> Server:
     host = "localhost" if listens.host in (None, "0.0.0.0", "::") else str(listens.host)
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     name = server_name(number)
-    return Server(name, url, f"{url}/health", config.ready_timeout, listens.host or "127.0.0.1", port)
+    return ServerSpec(name, url, f"{url}/health", config.ready_timeout, listens.host or "127.0.0.1", port)
 
 
 # -- layout ------------------------------------------------------------------------------------------------------------
 
 
-def lay_out(config: RLConfig, machine: Machine) -> Layout:
+def lay_out(config: RLConfig, machine: HostResources) -> Layout:
     """The servers get the first GPUs, the trainer the next ones, or the same.
 
     Raises:
@@ -301,7 +301,7 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     if not serving:
         ports, share = tuple(range(len(groups))), inference.gpu_memory_utilization
         return Layout(groups, tuple(left[:training]), share, inference.kv_cache_gib, ports)
-    share, limit, trainer = _serving_share(inference, machine), None, left
+    share, limit, trainer = _server_fraction(inference, machine), None, left
     if config.share_gpus:
         share, limit = _split(config, inference, machine)
         trainer = list(machine.gpus)
@@ -311,7 +311,7 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
     ports = tuple(range(config.inference_servers or len(groups)))
     cache = inference.kv_cache_gib
     if engines > 1 or config.share_gpus:
-        room = _room_for_cache(inference, (share or _SERVING_ONLY) / engines, engines, machine)
+        room = _room_for_cache(inference, (share or _SERVER_GPU_FRACTION) / engines, engines, machine)
         if cache is not None and room is not None and cache > room:
             raise UserError(
                 f"inference.kv_cache_gib {cache:g}: {engines} server{'s'[: engines > 1]} on a GPU of {machine.gpu_gib:.1f} GiB leave "
@@ -324,7 +324,7 @@ def lay_out(config: RLConfig, machine: Machine) -> Layout:
                 f"inference_servers {config.inference_servers}: {engines} servers on a GPU need to know how much memory each may use for keys and "
                 "values, and the sizes of model or GPU are not known, leave no room, or [vllm] sets them; give inference.kv_cache_gib"
             )
-        share = (share or _SERVING_ONLY) / engines
+        share = (share or _SERVER_GPU_FRACTION) / engines
         if config.inference_servers is None:
             ports = tuple(extra * _EXTRA_PORTS + number for extra in range(engines) for number in range(len(groups)))
     return Layout(groups * engines, tuple(trainer[:training]), share, cache, ports, limit)
@@ -367,7 +367,7 @@ def _server_sizes(config: RLConfig, inference: InferenceConfig, serving: bool) -
     return [each] * count
 
 
-def _check_enough(config: RLConfig, serving: int, training: int, machine: Machine) -> None:
+def _check_enough(config: RLConfig, serving: int, training: int, machine: HostResources) -> None:
     """Raise UserError where the GPUs that serve and train cannot be shared as asked for, or are more than there are."""
     total = serving + training
     if config.share_gpus:
@@ -395,7 +395,7 @@ def _check_enough(config: RLConfig, serving: int, training: int, machine: Machin
     )
 
 
-def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, machine: Machine) -> int:
+def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, machine: HostResources) -> int:
     """How many servers share each GPU: as asked for, else two where the model is small, host and batch are large enough, and a server uses one GPU."""
     orchestrator = config.orchestrator
     if config.inference_servers is not None:
@@ -412,12 +412,14 @@ def _engines_per_gpu(config: RLConfig, inference: InferenceConfig, groups: int, 
         return 1
     if inference.server.port + _EXTRA_PORTS * (_SERVERS_A_GPU - 1) + groups > _LAST_PORT:
         return 1
-    share = inference.gpu_memory_utilization or (_SERVING_SHARE if config.share_gpus else _SERVING_ONLY)
+    share = inference.gpu_memory_utilization or (_SHARED_GPU_FRACTION if config.share_gpus else _SERVER_GPU_FRACTION)
     room = _room_for_cache(inference, share / _SERVERS_A_GPU, _SERVERS_A_GPU, machine)
     return 1 if _cache_gib(room, machine) is None else _SERVERS_A_GPU
 
 
-def _room_for_cache(inference: InferenceConfig, utilization: float, engines: int, machine: Machine) -> float | None:
+def _room_for_cache(
+    inference: InferenceConfig, utilization: float, engines: int, machine: HostResources
+) -> float | None:
     """What one server's share of a GPU leaves for its KV cache, in GiB; None where sizes are not known or `[vllm]` sets them."""
     named = _vllm_options(inference)
     as_filed = inference.model.dtype in _SIXTEEN_BITS and inference.quantization is None
@@ -431,14 +433,14 @@ def _room_for_cache(inference: InferenceConfig, utilization: float, engines: int
     return utilization * machine.gpu_gib - copies * weights - _ENGINE_GIB
 
 
-def _cache_gib(room: float | None, machine: Machine) -> float | None:
+def _cache_gib(room: float | None, machine: HostResources) -> float | None:
     """The KV cache to give a server; None where there is too little room for one sequence, or its size is not known."""
     if room is None or machine.model is None or room < max(_LEAST_CACHE_GIB, machine.model.sequence or 0.0):
         return None
     return round(min(room, machine.model.cache or room), 1)
 
 
-def _serving_share(inference: InferenceConfig, machine: Machine) -> float | None:
+def _server_fraction(inference: InferenceConfig, machine: HostResources) -> float | None:
     """The share of a GPU that only serves; None: vLLM's choice. It leaves room to stage a version on the device, unless that is much of the memory."""
     given = inference.gpu_memory_utilization is not None or "gpu_memory_utilization" in _vllm_options(inference)
     if given or not (inference.stage_weights and inference.stage_on_device):
@@ -447,12 +449,12 @@ def _serving_share(inference: InferenceConfig, machine: Machine) -> float | None
         return None
     weights = _weights_gib(inference, machine.model)
     share = 1 - (weights + _OVERHEAD_GIB) / machine.gpu_gib
-    return share if _LEAST_SERVING_SHARE <= share < _SERVING_ONLY else None
+    return share if _MIN_SERVER_SHARE <= share < _SERVER_GPU_FRACTION else None
 
 
-def _split(config: RLConfig, inference: InferenceConfig, machine: Machine) -> tuple[float, float]:
+def _split(config: RLConfig, inference: InferenceConfig, machine: HostResources) -> tuple[float, float]:
     """How the memory of GPUs that train and serve is split: the share of all servers of a GPU, and what the trainer may use, in GiB."""
-    share, limit = inference.gpu_memory_utilization or _SERVING_SHARE, config.trainer.model.memory_limit
+    share, limit = inference.gpu_memory_utilization or _SHARED_GPU_FRACTION, config.trainer.model.memory_limit
     total = machine.gpu_gib
     if total is None:
         if limit is None:
@@ -480,7 +482,7 @@ def _weights_gib(inference: InferenceConfig, model: ModelSize) -> float:
     return model.weights / (inference.tensor_parallel_size * inference.pipeline_parallel_size)
 
 
-def _on_cuda(device: str, machine: Machine) -> bool:
+def _on_cuda(device: str, machine: HostResources) -> bool:
     return device == "cuda" or (device == "auto" and len(machine.gpus) > 0)
 
 

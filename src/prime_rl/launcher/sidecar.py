@@ -16,9 +16,9 @@ from prime_rl.config.inference import SERVER
 from prime_rl.config.loader import child_env
 from prime_rl.config.shared import ModelConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.plan import Process, gpus_of_a_server, visible_gpus
+from prime_rl.launcher.plan import ProcessSpec, gpus_of_a_server, visible_gpus
 from prime_rl.launcher.rundir import forget_status_of
-from prime_rl.launcher.supervise import Outcome, Policy, Supervisor
+from prime_rl.launcher.supervise import RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import read_status
 from prime_rl.transport.incarnations import EVAL, drop_lease, write_lease
@@ -77,7 +77,7 @@ class EvalSidecar:
         self._gpus = self._gpus_of_server(environ)
         self._supervisor: Supervisor | None = None
         self._thread = threading.Thread(target=self._supervise, name="evaluation", daemon=True)
-        self._outcome: Outcome | None = None
+        self._outcome: RunOutcome | None = None
 
     def __enter__(self) -> Self:
         output_dir = self._config.output_dir
@@ -95,11 +95,11 @@ class EvalSidecar:
             write_toml(config, path)
             argv = (sys.executable, "-m", f"prime_rl.entrypoints.{name}", "@", str(path))
             log = output_dir / "logs" / f"{name}.log"
-            processes.append(Process(name, argv, log, self._variables(name), service=name == SERVER))
+            processes.append(ProcessSpec(name, argv, log, self._variables(name), service=name == SERVER))
             forget_status_of(output_dir, name)  # an earlier run's
             logger.info("starting {} (log: {})", name, log)
         self._supervisor = Supervisor(
-            processes, (), output_dir, logger.info, policy=Policy(_MAX_RESTARTS), environ=self._environ
+            processes, (), output_dir, logger.info, policy=RestartPolicy(_MAX_RESTARTS), environ=self._environ
         )
         self._thread.start()
         return self
@@ -133,7 +133,7 @@ class EvalSidecar:
         logger.info("training has ended: waiting for the evaluation of its last version (log: {})", log)
         while self._thread.is_alive():
             self._thread.join(_POLL_SECONDS)
-        if self._outcome is not Outcome.SUCCESS:
+        if self._outcome is not RunOutcome.SUCCESS:
             # It follows a run that has ended: what is chosen, and the last version, are evaluated, and nothing is waited for.
             configs = output_dir / "configs"
             server = f"uv run inference @ {configs / f'{SERVER}.toml'}, and then " if self._config.inference else ""

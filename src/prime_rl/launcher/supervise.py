@@ -1,6 +1,6 @@
 """Start the processes of a run, watch them, restart alone what fails, and stop them all: nothing is left behind.
 
-`Incarnation` is one life of one process, `Watchdog` judges from status files who has stalled, `RestartBudget` limits restarts, `Supervisor` is
+`SupervisedChild` is one life of one process, `Watchdog` judges from status files who has stalled, `RestartBudget` limits restarts, `Supervisor` is
 the loop over all of them.
 """
 
@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from prime_rl.config import RLConfig, child_env
 from prime_rl.config.shared import how_to_start
 from prime_rl.errors import FOR_GOOD
-from prime_rl.launcher.plan import RECOVER, Process, Server
+from prime_rl.launcher.plan import RECOVER, ProcessSpec, ServerSpec
 from prime_rl.launcher.rundir import forget_status_of, newest_steps
 from prime_rl.lifeline import Child, Lifeline
 from prime_rl.monitor import read_status
@@ -42,7 +42,7 @@ _BUDGET_WINDOW_SECONDS = 3600.0
 _MAX_BACKOFF_SECONDS = 60.0
 _BEATS_TO_EXIT = 5  # heartbeat timeouts; uploads to W&B may take a while
 _HEALTH_START_SECONDS = 0.5  # between two requests to a server that starts
-_HEALTH_SERVING_SECONDS = 5.0  # … and to one that serves
+_HEALTH_READY_SECONDS = 5.0  # … and to one that serves
 _HEALTH_ANSWER_SECONDS = 2.0
 LOG_TAIL_LINES = 20
 LOG_TAIL_BYTES = 1 << 16
@@ -51,7 +51,7 @@ _KILLED = re.compile(r"\s*exitcode\s*: -(\d+)")
 _ERROR_LINE = re.compile(r"(\w+: )?error: ")  # `error: …`, or `trainer: error: …` of a bad configuration
 
 
-class Outcome(Enum):
+class RunOutcome(Enum):
     """How a run ended; the value is the exit status of `rl`."""
 
     SUCCESS = 0
@@ -60,7 +60,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True)
-class Policy:
+class RestartPolicy:
     """When a process counts as stalled, and how often it is restarted. Times in seconds.
 
     Args:
@@ -92,12 +92,12 @@ class Restart:
 # -- one incarnation of one process ----------------------------------------------------------------------------------------
 
 
-class Incarnation(Child):
+class SupervisedChild(Child):
     """One incarnation of a process, its output appended to its log."""
 
     def __init__(
         self,
-        spec: Process,
+        spec: ProcessSpec,
         lifeline: Lifeline,
         environ: Mapping[str, str],
         options: Sequence[str] = (),
@@ -177,7 +177,7 @@ class RestartBudget:
         furthest: The newest steps of the run, in independent counts.
     """
 
-    def __init__(self, policy: Policy, furthest: Sequence[int] = ()) -> None:
+    def __init__(self, policy: RestartPolicy, furthest: Sequence[int] = ()) -> None:
         self._policy = policy
         self._furthest = tuple(furthest)
         self._times: dict[str, list[float]] = {}
@@ -250,7 +250,7 @@ class Watchdog:
     set makes anybody look dead. A status named `trainer.1` is rank 1's and belongs to the trainer.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._watched: dict[str, _Watched] = {}
 
@@ -316,7 +316,7 @@ class Watchdog:
 
 
 def stall_reason(
-    status: ProcessStatus, policy: Policy, silent: float, unchanged: float, service: bool, pulses: bool
+    status: ProcessStatus, policy: RestartPolicy, silent: float, unchanged: float, service: bool, pulses: bool
 ) -> str | None:
     """Why a living process counts as stalled, as words that follow its name; None where it does not.
 
@@ -360,15 +360,15 @@ class _Managed:
     """A process through all its incarnations, or a server that somebody else runs. Times by the launcher's clock, in seconds."""
 
     name: str
-    spec: Process | None  # None: somebody else runs it
-    server: Server | None = None
+    spec: ProcessSpec | None  # None: somebody else runs it
+    server: ServerSpec | None = None
     due: float | None = None  # when to start it; None: it runs, or is over
     options: tuple[str, ...] = ()
-    child: Incarnation | None = None  # the last one
+    child: SupervisedChild | None = None  # the last one
     over: bool = False  # it ended well, or the run goes on without it
     was_ready: bool = False  # in one of its incarnations
     # Of a server, since it was started:
-    serving: bool = False
+    up: bool = False  # it has answered
     answered: float = 0.0
     ask_at: float = 0.0
     requests: int = 0
@@ -387,7 +387,7 @@ class _Failure:
     """A process that must not have ended, or had to be killed, and why."""
 
     managed: _Managed
-    child: Incarnation
+    child: SupervisedChild
     reason: str
     user_error: str | None = None  # its last line, where that says what the user has to correct
     permanent: bool = False  # its exit status says that a restart cannot help
@@ -414,19 +414,19 @@ class Supervisor:
 
     def __init__(
         self,
-        processes: Sequence[Process],
-        servers: Sequence[Server],
+        processes: Sequence[ProcessSpec],
+        servers: Sequence[ServerSpec],
         output_dir: Path,
         say: Callable[[str], None],
         tick: Callable[[], None] = lambda: None,
-        policy: Policy | None = None,
+        policy: RestartPolicy | None = None,
         doctor: Callable[[bool], Sequence[str]] = lambda full: (),
         drain_seconds: float = DRAIN_SECONDS,
         stop_seconds: float = STOP_SECONDS,
         drained: Callable[[], str] = lambda: "the current step will be finished",
         environ: Mapping[str, str] = os.environ,
     ) -> None:
-        self._policy = policy or Policy()
+        self._policy = policy or RestartPolicy()
         self._output_dir, self._environ = output_dir, environ
         self._say, self._tick, self._doctor, self._drained = say, tick, doctor, drained
         self._drain_seconds, self._stop_seconds = drain_seconds, stop_seconds
@@ -445,7 +445,7 @@ class Supervisor:
         self.failures: list[str] = []
         self.to_correct = False
 
-    def run(self, signals: bool = True) -> Outcome:
+    def run(self, signals: bool = True) -> RunOutcome:
         """Block until the run is over and its processes are stopped. `signals`: handle Ctrl-C and its like, in the main thread alone."""
         numbers = [signal.SIGINT, signal.SIGTERM] if signals else []
         if signals and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup: the terminal may go
@@ -472,7 +472,7 @@ class Supervisor:
             self._interrupts += 1
         self._interrupted_at = now
 
-    def _loop(self, lifeline: Lifeline) -> Outcome:
+    def _loop(self, lifeline: Lifeline) -> RunOutcome:
         while True:  # bounded: as long as the run; every process is watched for stalls
             if self._clock.tick():
                 self._watchdog.reset(self._clock.now)
@@ -486,29 +486,29 @@ class Supervisor:
             self._tick()
             time.sleep(POLL_SECONDS)
 
-    def _look(self) -> Outcome | None:
+    def _look(self) -> RunOutcome | None:
         """One look at everything: the outcome once there is one."""
         if self._interrupts > 1:
             self._say("stopping now")
-            return Outcome.INTERRUPTED
+            return RunOutcome.INTERRUPTED
         if self._interrupts == 1 and self._drain_deadline is None:
             self._drain()
         if self._drain_deadline is not None:
             return self._look_while_draining(self._drain_deadline)
         failures = [*self._ended(), *self._kill_stalled()]
         if not self._jobs_left():
-            return Outcome.SUCCESS
+            return RunOutcome.SUCCESS
         answers = [self._restart(failure) for failure in failures]  # each is reported
-        return None if all(answers) and self._ask_next_server() else Outcome.FAILURE
+        return None if all(answers) and self._ask_next_server() else RunOutcome.FAILURE
 
     def _jobs_left(self) -> bool:
         return any(managed.is_job and not managed.over for managed in self._managed.values())
 
-    def _running(self) -> list[tuple[_Managed, Incarnation]]:
+    def _running(self) -> list[tuple[_Managed, SupervisedChild]]:
         managed = self._managed.values()
         return [(each, each.child) for each in managed if each.child is not None and each.child.running]
 
-    def _may_start(self, spec: Process | None) -> bool:
+    def _may_start(self, spec: ProcessSpec | None) -> bool:
         assert spec is not None
         reported = spec.after is None or self._clock.now > AFTER_SECONDS or spec.after in read_status(self._output_dir)
         # A server that never serves ends the run, or leaves it.
@@ -516,9 +516,9 @@ class Supervisor:
 
     def _start(self, managed: _Managed, lifeline: Lifeline) -> None:
         assert managed.spec is not None
-        now, managed.due, managed.serving = self._clock.now, None, False
+        now, managed.due, managed.up = self._clock.now, None, False
         managed.ask_at = now
-        managed.child = Incarnation(managed.spec, lifeline, self._environ, managed.options, now)
+        managed.child = SupervisedChild(managed.spec, lifeline, self._environ, managed.options, now)
         self._watchdog.begin(managed.name, now)
 
     # -- failures ----------------------------------------------------------------------------------------------------------
@@ -559,13 +559,13 @@ class Supervisor:
             self._kill(managed, child, faults[managed.name]) for managed, child in running if managed.name in faults
         ]
 
-    def _kill(self, managed: _Managed, child: Incarnation, reason: str) -> _Failure:
+    def _kill(self, managed: _Managed, child: SupervisedChild, reason: str) -> _Failure:
         """Diagnose while it can still be seen, then kill it."""
         self._consult_doctor(full=False)
         self._reap(managed, child)
         return _Failure(managed, child, reason)
 
-    def _reap(self, managed: _Managed, child: Incarnation) -> None:
+    def _reap(self, managed: _Managed, child: SupervisedChild) -> None:
         child.reap()
         for process in child.survivors:
             self._say(f"warning: pid {process.pid} of {child.name} does not die of SIGKILL: it hangs in the kernel")
@@ -632,7 +632,7 @@ class Supervisor:
         Of a server that somebody else runs only the first answer is awaited: later it is between it and the orchestrator.
         """
         servers = [
-            each for each in self._managed.values() if each.server and (each.running if each.spec else not each.serving)
+            each for each in self._managed.values() if each.server and (each.running if each.spec else not each.up)
         ]
         managed = min(servers, key=lambda each: each.ask_at, default=None)
         now = self._clock.now
@@ -640,16 +640,16 @@ class Supervisor:
             return True
         server, child = managed.server, managed.child
         began = 0.0 if child is None else child.began
-        managed.ask_at = now + (_HEALTH_SERVING_SECONDS if managed.serving else _HEALTH_START_SECONDS)
+        managed.ask_at = now + (_HEALTH_READY_SECONDS if managed.up else _HEALTH_START_SECONDS)
         urls = (server.health, *server.others)  # by turns; the first that answers is enough to begin with
         managed.requests += 1
         if healthy(urls[managed.requests % len(urls)]):
-            if not managed.serving:
+            if not managed.up:
                 self._say(f"{server.name} ready in {now - began:.1f} s ({server.url})")
-            managed.serving = managed.was_ready = True
+            managed.up = managed.was_ready = True
             managed.answered = now
             return True
-        if managed.serving:
+        if managed.up:
             silent = now - managed.answered
             late, reason = (
                 silent > self._policy.heartbeat_timeout,
@@ -681,7 +681,7 @@ class Supervisor:
             if managed.is_job:
                 child.interrupt()
 
-    def _look_while_draining(self, deadline: float) -> Outcome | None:
+    def _look_while_draining(self, deadline: float) -> RunOutcome | None:
         for managed, child in self._running():
             if (status := child.status) is None:
                 continue
@@ -693,13 +693,13 @@ class Supervisor:
             if not managed.is_job or not stopped:
                 self._report(_Failure(managed, child, reason))
         if not self._jobs_left():
-            return Outcome.INTERRUPTED
+            return RunOutcome.INTERRUPTED
         if self._clock.now < deadline:
             return None
         late = ", ".join(managed.name for managed, _ in self._running() if managed.is_job)
         self._say(f"{late} did not finish within {self._drain_seconds:.0f} s: stopping")
         self._consult_doctor()
-        return Outcome.INTERRUPTED
+        return RunOutcome.INTERRUPTED
 
     def _stop_all(self) -> None:
         """SIGTERM, a bounded wait (cut short by a second Ctrl-C), then SIGKILL to each process and all that it has started."""
@@ -708,7 +708,7 @@ class Supervisor:
             self._say(f"stopping {', '.join(managed.name for managed, _ in running)}")
         for managed, child in running:
             # A server that is still loading hears no SIGTERM and has nothing to lose.
-            loading = managed.server is not None and not managed.serving and self._drain_deadline is None
+            loading = managed.server is not None and not managed.up and self._drain_deadline is None
             child.signal(signal.SIGKILL if loading else signal.SIGTERM)
         with suppress(WaitTimeout):
             wait(
@@ -720,7 +720,7 @@ class Supervisor:
             child.reap()
 
 
-def _stopped_processes(children: Sequence[Incarnation]) -> dict[str, list[ProcessId]]:
+def _stopped_processes(children: Sequence[SupervisedChild]) -> dict[str, list[ProcessId]]:
     """Which of their processes a signal has stopped, by name. Of a job that watches its own workers, itself alone."""
     processes, stopped = table(), {}
     for child in children:

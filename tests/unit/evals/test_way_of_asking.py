@@ -14,7 +14,7 @@ from chat_api import ChatApi
 from prime_rl.config import EvalConfig
 from prime_rl.errors import UserError
 from prime_rl.evals.servers import way_of_asking
-from prime_rl.launcher.checks import check_key
+from prime_rl.launcher.preflight import check_key
 
 
 @asynccontextmanager

@@ -15,7 +15,7 @@ from prime_rl.config import InferenceConfig
 from prime_rl.errors import UserError
 from prime_rl.inference import checks, compat
 from prime_rl.inference.server import plugin_context, prepare_environment
-from prime_rl.launcher import checks as launcher_checks
+from prime_rl.launcher import preflight
 
 CPU = compat.Engine((0, 31), "0.31.0", "cpu")
 CUDA = compat.Engine((0, 31), "0.31.0", "cuda")
@@ -214,7 +214,7 @@ def test_a_held_port_is_seen_before_anybody_is_started(monkeypatch: pytest.Monke
     checks.hold_port("127.0.0.1", PORT)
     try:
         with pytest.raises(UserError, match=rf"port {PORT} is taken by another .* --inference.server.port$"):
-            launcher_checks.check_port("0.0.0.0", PORT)
+            preflight.check_port("0.0.0.0", PORT)
     finally:
         held[0].close()
 

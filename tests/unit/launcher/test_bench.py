@@ -12,7 +12,7 @@ from prime_rl.config.orchestrator import EvalSection, TrainingEnv
 from prime_rl.config.shared import BENCH_STEPS, TRAINER_STEPS, CkptConfig, MonitorConfig, WandbConfig
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
-from prime_rl.launcher import run as rl
+from prime_rl.launcher import launch as rl
 from prime_rl.launcher.rundir import bench_dir, separate_bench
 from prime_rl.monitor import log, read_metrics
 from prime_rl.monitor.monitor import metrics_path

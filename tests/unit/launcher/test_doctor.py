@@ -28,7 +28,7 @@ from prime_rl.launcher.doctor import (
     examination,
 )
 from prime_rl.launcher.rundir import Owner
-from prime_rl.launcher.supervise import Policy, Restart
+from prime_rl.launcher.supervise import Restart, RestartPolicy
 from prime_rl.monitor import Status
 from prime_rl.monitor.status import ProcessStatus, Waiting, status_path
 from prime_rl.processes import identify, is_stopped
@@ -333,7 +333,7 @@ def test_damaged_files_are_passed_over(tmp_path: Path, capsys: pytest.CaptureFix
     assert doctor.main([str(tmp_path)]) == 0
     assert "never started" in capsys.readouterr().out
     (tmp_path / "configs/rl.toml").write_bytes(b"\xff")
-    assert doctor.collect(tmp_path).policy == Policy()
+    assert doctor.collect(tmp_path).policy == RestartPolicy()
 
 
 def test_errors_of_a_log_are_shown_where_something_is_wrong(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from prime_rl.config import InferenceConfig, OrchestratorConfig, RLConfig, Train
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.errors import UserError
 from prime_rl.inference.checks import ModelSize
-from prime_rl.launcher.plan import Machine, Plan, describe, make_plan, parse_visible
+from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, parse_visible
 
 Section = TypeVar("Section", RLConfig, TrainerConfig, OrchestratorConfig, InferenceConfig)
 
@@ -27,8 +27,8 @@ def config(
     )
 
 
-def machine(gpus: int = 0, cores: int = 2, **environ: str) -> Machine:
-    return Machine([str(index) for index in range(gpus)], cores, environ)
+def machine(gpus: int = 0, cores: int = 2, **environ: str) -> HostResources:
+    return HostResources([str(index) for index in range(gpus)], cores, environ)
 
 
 def gpus(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -80,7 +80,7 @@ def test_several_servers_on_a_cpu_share_the_cores() -> None:
 def test_one_gpu_trains_and_serves() -> None:
     """Its memory is split and neither side takes more than its share. Where the size of the model is not known, the trainer starts once the server has
     measured what is free; else both start at once."""
-    one = Machine(["0"], 8, {}, gpu_gib=80.0)
+    one = HostResources(["0"], 8, {}, gpu_gib=80.0)
     with pytest.raises(UserError, match="one GPU can do both: --share-gpus"):
         make_plan(config(), one)
     plan = make_plan(config(InferenceConfig(gpu_memory_utilization=0.25), share_gpus=True), one)
@@ -102,7 +102,7 @@ def test_one_gpu_trains_and_serves() -> None:
 @pytest.mark.parametrize(("share", "cache", "utilization"), [(True, 11.6, 0.2), (False, 31.6, 0.45)])
 def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: float, utilization: float) -> None:
     """Each gets half of the memory, and all start at once. The second leaves the ports after the first one's to others."""
-    small = Machine(
+    small = HostResources(
         [str(index) for index in range(2 - share)], 16, {}, gpu_gib=80.0, model=ModelSize(1.2, sequence=4.0)
     )
     plan = make_plan(config(share_gpus=share), small)
@@ -138,7 +138,7 @@ def test_two_servers_share_a_gpu_where_a_model_is_small(share: bool, cache: floa
 def test_one_server_a_gpu(changed: dict[str, Any], inference: InferenceConfig, shared: dict[str, int]) -> None:
     """A larger model, or one whose size is not known or whose longest sequence would not fit; weights of another size than the files; no port; few
     cores; no room; one sequence at a time; a cache that is given; a number that is."""
-    small = replace(Machine(["0", "1"], 16, {}, gpu_gib=80.0, model=ModelSize(1.2)), **changed)
+    small = replace(HostResources(["0", "1"], 16, {}, gpu_gib=80.0, model=ModelSize(1.2)), **changed)
     assert len(make_plan(config(inference, **shared), small).servers) == 1
 
 
@@ -157,14 +157,14 @@ def test_a_server_leaves_room_to_stage_a_version(
     weights: float, inference: dict[str, Any], share: float | None
 ) -> None:
     """On its GPU, if vLLM's own choice would not; unless the user has chosen, or too little would be left to serve."""
-    two = Machine(["0", "1"], 16, {}, gpu_gib=80.0, model=ModelSize(weights))
+    two = HostResources(["0", "1"], 16, {}, gpu_gib=80.0, model=ModelSize(weights))
     server = section(make_plan(config(InferenceConfig.model_validate(inference)), two), InferenceConfig, "inference")
     assert server.gpu_memory_utilization == (None if share is None else pytest.approx(share))
 
 
 def test_servers_on_a_gpu_by_number() -> None:
     """`--inference-servers 3 --inference-gpus 1`, if it is known how much memory each may use."""
-    one = Machine(["0", "1"], 8, {})
+    one = HostResources(["0", "1"], 8, {})
     with pytest.raises(UserError, match=r"3 servers on a GPU .* give inference.kv_cache_gib"):
         make_plan(config(inference_servers=3, inference_gpus=1), one)
     given = InferenceConfig(kv_cache_gib=4.0)
@@ -193,7 +193,8 @@ def test_gpus_that_cannot_be_shared(
 ) -> None:
     with pytest.raises(UserError, match=message):
         make_plan(
-            config(inference, serve=inference is not None, share_gpus=True, **shared), Machine(gpus, 8, {}, gpu_gib=gib)
+            config(inference, serve=inference is not None, share_gpus=True, **shared),
+            HostResources(gpus, 8, {}, gpu_gib=gib),
         )
 
 
@@ -201,7 +202,7 @@ def test_gpus_that_cannot_be_shared(
 def test_on_a_shared_gpu_servers_stage_where_weights_are_published(transport: str, published: bool) -> None:
     """The trainer then leaves room for both copies; else what is free on a shared GPU is its own."""
     trainer = TrainerConfig.model_validate({"weights": {"transport": transport}})
-    plan = make_plan(config(trainer=trainer, share_gpus=True), Machine(["0"], 8, {}, gpu_gib=80.0))
+    plan = make_plan(config(trainer=trainer, share_gpus=True), HostResources(["0"], 8, {}, gpu_gib=80.0))
     server, training = section(plan, InferenceConfig, "inference"), section(plan, TrainerConfig, "trainer")
     assert (server.stage_on_device, training.weights.shares_gpu) == (published, True)
 
@@ -236,7 +237,7 @@ def test_servers_that_cannot_be_laid_out_are_refused(
 
 def test_visible_devices_are_respected() -> None:
     """`CUDA_VISIBLE_DEVICES=2,3 rl …` places on those two, by the names given there."""
-    visible = Machine(parse_visible("2,3"), 8, {"CUDA_VISIBLE_DEVICES": "2,3"})
+    visible = HostResources(parse_visible("2,3"), 8, {"CUDA_VISIBLE_DEVICES": "2,3"})
     assert gpus(make_plan(config(), visible)) == {"inference": ("2",), "trainer": ("3",), "orchestrator": ()}
 
 
@@ -292,7 +293,7 @@ def test_one_rank_is_plain_and_several_go_through_torchrun() -> None:
     [(2, 1, "1", "1"), (2, 0, "1", "2"), (8, 1, "4", "4"), (1, 1, "1", "1")],
 )
 def test_threads_fit_the_cores(cores: int, async_level: int, serving: str, training: str) -> None:
-    """Server and trainer share the cores when they work at the same time."""
+    """ServerSpec and trainer share the cores when they work at the same time."""
     plan = make_plan(config(async_level=async_level), machine(0, cores))
     assert (env(plan, "inference")["OMP_NUM_THREADS"], env(plan, "trainer")["OMP_NUM_THREADS"]) == (serving, training)
 

@@ -7,14 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from prime_rl.launcher.plan import Process
-from prime_rl.launcher.supervise import Grant, Incarnation, LoopClock, Policy, RestartBudget, Watchdog, killed_rank
+from prime_rl.launcher.plan import ProcessSpec
+from prime_rl.launcher.supervise import (
+    Grant,
+    LoopClock,
+    RestartBudget,
+    RestartPolicy,
+    SupervisedChild,
+    Watchdog,
+    killed_rank,
+)
 from prime_rl.lifeline import Lifeline
 from prime_rl.monitor.status import ProcessStatus, Waiting
 from prime_rl.processes import ProcessId
 from prime_rl.wait import wait
 
-POLICY = Policy(max_restarts=3, backoff=1.0, heartbeat_timeout=60.0, stall_timeout=1800.0)
+POLICY = RestartPolicy(max_restarts=3, backoff=1.0, heartbeat_timeout=60.0, stall_timeout=1800.0)
 HOUR, STANDSTILL = "within an hour", "without the run getting any further"
 WORKING = ProcessStatus("trainer", 7, "training", 3, 0.0, 0.0, None, None, progress=0.0, ready=0.0)
 
@@ -164,8 +172,8 @@ def test_restarts_are_counted_a_process_and_an_hour() -> None:
     assert budget.ask("orchestrator", 30.0, (0, 0)) == Grant(1, 1.0)
     assert budget.ask("trainer", 3590.0, (1, 1)) == HOUR
     assert budget.ask("trainer", 3600.0, (1, 1)) == Grant(3, 4.0)
-    assert RestartBudget(Policy(max_restarts=0)).ask("trainer", 0.0) == HOUR
-    patient = RestartBudget(Policy(max_restarts=100))
+    assert RestartBudget(RestartPolicy(max_restarts=0)).ask("trainer", 0.0) == HOUR
+    patient = RestartBudget(RestartPolicy(max_restarts=100))
     grants = [patient.ask("x", 0.0) for _ in range(20)]
     assert max(grant.seconds for grant in grants if isinstance(grant, Grant)) == 60.0
 
@@ -219,9 +227,9 @@ def test_last_words(tmp_path: Path, printed: str, last: list[str] | None) -> Non
     """An error for the user before a killed rank before the last lines; never a ruler, nor what an earlier incarnation printed."""
     log = tmp_path / "log"
     log.write_text("error: of an earlier incarnation\n")
-    spec = Process("trainer", (sys.executable, "-c", f"print({printed!r})"), log)
+    spec = ProcessSpec("trainer", (sys.executable, "-c", f"print({printed!r})"), log)
     with Lifeline() as lifeline:
-        child = Incarnation(spec, lifeline, os.environ)
+        child = SupervisedChild(spec, lifeline, os.environ)
         wait(lambda: child.status is not None, subject="end", owner="the child", seconds=60.0)
         child.reap()
     assert child.status == 0

@@ -15,10 +15,10 @@ from prime_rl.errors import UserError
 from prime_rl.importing import find_module
 from prime_rl.inference.arguments import guarded_host
 from prime_rl.inference.checks import model_size
-from prime_rl.launcher import checks, doctor, rundir
+from prime_rl.launcher import doctor, preflight, rundir
 from prime_rl.launcher.console import Console, bench_table, minutes, summary
-from prime_rl.launcher.plan import Machine, Plan, describe, make_plan, memory_gib, visible_gpus
-from prime_rl.launcher.supervise import Outcome, Policy, Restart, Supervisor
+from prime_rl.launcher.plan import HostResources, Plan, describe, make_plan, memory_gib, visible_gpus
+from prime_rl.launcher.supervise import Restart, RestartPolicy, RunOutcome, Supervisor
 from prime_rl.monitor.monitor import check_wandb, metrics_path, read_metrics
 from prime_rl.orchestrator.checkpoint import refuse_other_seed, resume_point
 from prime_rl.transport import checkpoints
@@ -33,7 +33,7 @@ _PORT_SECONDS = 3.0
 
 def run(config: RLConfig) -> int:
     """Run to the end; returns the exit status. Raises UserError for what cannot work, before anything is started."""
-    if (warning := checks.public_key(sys.argv)) is not None:
+    if (warning := preflight.public_key(sys.argv)) is not None:
         print(warning, file=sys.stderr)
     if config.bench:
         config = rundir.separate_bench(config, print)
@@ -63,11 +63,11 @@ def run(config: RLConfig) -> int:
             return _supervise(config, plan, owner, console).value
 
 
-def _this_machine(config: RLConfig) -> Machine:
+def _this_machine(config: RLConfig) -> HostResources:
     gpus, inference, gpu_gib, model = visible_gpus(os.environ), config.inference, None, None
     if inference is not None and gpus and (gpu_gib := memory_gib(gpus)) is not None:
         model = model_size(inference.model.name, inference.max_model_len)
-    return Machine(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
+    return HostResources(gpus, len(os.sched_getaffinity(0)), os.environ, gpu_gib, model)
 
 
 def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> int:
@@ -83,7 +83,7 @@ def _show(config: RLConfig, plan: Plan, sections: Mapping[Path, BaseConfig]) -> 
         write_toml(section, place)
         text = text.replace(str(path), str(place))
     print(text)
-    return Outcome.SUCCESS.value
+    return RunOutcome.SUCCESS.value
 
 
 def resume_at(config: RLConfig) -> RLConfig:
@@ -114,7 +114,7 @@ def _checkpoints_root(config: RLConfig) -> Path:
     return ((ckpt and ckpt.output_dir) or config.output_dir) / "checkpoints"
 
 
-def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Console) -> Outcome:
+def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Console) -> RunOutcome:
     def tick() -> None:
         console.tick()
         owner.beat()
@@ -143,7 +143,7 @@ def _supervise(config: RLConfig, plan: Plan, owner: rundir.Owner, console: Conso
     for line in restarts_summary(supervisor.restarts):
         console.say(line)
     # Where nothing was made yet the same command starts again by itself.
-    if outcome is not Outcome.SUCCESS and not config.bench and rundir.results(config.output_dir):
+    if outcome is not RunOutcome.SUCCESS and not config.bench and rundir.results(config.output_dir):
         console.say(ways_on(config, supervisor.to_correct))
     return outcome
 
@@ -183,10 +183,10 @@ def _seen(steps: Callable[[], list[int]]) -> list[int]:
         return []
 
 
-def policy(config: RLConfig) -> Policy:
+def policy(config: RLConfig) -> RestartPolicy:
     """When a process counts as stalled, and how often it is started again. A benchmark that had to be started again measures nothing."""
     restarts = 0 if config.bench else config.max_restarts
-    return Policy(restarts, config.restart_backoff, config.heartbeat_timeout, config.stall_timeout)
+    return RestartPolicy(restarts, config.restart_backoff, config.heartbeat_timeout, config.stall_timeout)
 
 
 def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
@@ -198,14 +198,14 @@ def restarts_summary(restarts: Sequence[Restart]) -> list[str]:
     return lines
 
 
-def _sum_up(output_dir: Path, began: float, outcome: Outcome, console: Console, bench: bool) -> None:
-    words = {Outcome.SUCCESS: "done", Outcome.FAILURE: "failed", Outcome.INTERRUPTED: "interrupted"}[outcome]
+def _sum_up(output_dir: Path, began: float, outcome: RunOutcome, console: Console, bench: bool) -> None:
+    words = {RunOutcome.SUCCESS: "done", RunOutcome.FAILURE: "failed", RunOutcome.INTERRUPTED: "interrupted"}[outcome]
     steps, whole = console.steps.count, len(read_metrics(metrics_path(output_dir, "trainer")))
     earlier = f" ({whole} of the whole run)" if whole > steps and not bench else ""
     console.say(
         f"{words}: {steps} steps{earlier} in {minutes(console.seconds)}, peak memory {console.peak_memory / 2**30:.1f} GiB"
     )
-    if outcome is not Outcome.FAILURE and not bench:
+    if outcome is not RunOutcome.FAILURE and not bench:
         for line in summary(output_dir, began):
             console.say(line)
     if bench:
@@ -216,24 +216,24 @@ def _sum_up(output_dir: Path, began: float, outcome: Outcome, console: Console, 
 def _check(config: RLConfig) -> None:
     sections = (config.trainer, config.orchestrator, config.inference)
     for name in {section.model.name for section in sections if section is not None}:
-        checks.check_model(name)
+        preflight.check_model(name)
     check_wandb(config.trainer.monitor.wandb, config.orchestrator.monitor.wandb)
     if config.orchestrator.renderer == "auto":
-        checks.check_chat_template(config.orchestrator.model.name)
+        preflight.check_chat_template(config.orchestrator.model.name)
     if config.inference is not None:
         guarded_host(config.inference)
     else:
-        checks.check_key(config.orchestrator.client)
+        preflight.check_key(config.orchestrator.client)
     if (tmpfs := config.trainer.weights.tmpfs) is not None:
         check_place(tmpfs)
     orchestrator = config.orchestrator
     progress = resume_point(config.output_dir, orchestrator.ckpt, orchestrator.max_steps, config.recover)
     refuse_other_seed(progress, orchestrator.seed)  # before the trainer goes back for nothing
-    checks.check_own_functions(config.orchestrator, "orchestrator.")
+    preflight.check_own_functions(config.orchestrator, "orchestrator.")
     if config.trainer.loss.type == "custom":
         find_module(config.trainer.loss.path, "trainer.loss.path")
     for environment in _environments(config):
-        checks.check_environment(environment)
+        preflight.check_environment(environment)
 
 
 def _environments(config: RLConfig) -> list[EnvConfig]:
@@ -244,7 +244,7 @@ def _environments(config: RLConfig) -> list[EnvConfig]:
 def _check_ports(plan: Plan) -> None:
     for server in plan.servers:
         if server.port is not None:
-            checks.check_port(server.host, server.port)
+            preflight.check_port(server.host, server.port)
 
 
 def _await_ports(plan: Plan) -> None:

@@ -10,7 +10,7 @@ from prime_rl.config.inference import ServerConfig
 from prime_rl.config.orchestrator import TrainingEnv
 from prime_rl.config.shared import CkptConfig
 from prime_rl.errors import UserError
-from prime_rl.launcher.run import drained, policy, restarts_summary, resume_at, run, ways_on
+from prime_rl.launcher.launch import drained, policy, restarts_summary, resume_at, run, ways_on
 from prime_rl.launcher.supervise import Restart
 from prime_rl.orchestrator.checkpoint import OrchestratorState
 from prime_rl.transport import checkpoints

@@ -168,5 +168,5 @@ def _is_builtin_taskset(module: str) -> bool:
     """verifiers brings some of its own; looked for on disk, because importing verifiers takes seconds."""
     package = importlib.util.find_spec("verifiers")
     roots = [] if package is None else package.submodule_search_locations or []
-    places = [Path(root) / "v1" / "tasksets" / module for root in roots]
-    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
+    paths = [Path(root) / "v1" / "tasksets" / module for root in roots]
+    return any(place.is_dir() or place.with_suffix(".py").is_file() for place in paths)

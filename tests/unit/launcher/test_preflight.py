@@ -13,8 +13,8 @@ from prime_rl.config.shared import EnvConfig
 from prime_rl.entrypoints import eval as evaluation
 from prime_rl.entrypoints import orchestrator, sft, trainer
 from prime_rl.errors import UserError
-from prime_rl.launcher import run as rl
-from prime_rl.launcher.checks import (
+from prime_rl.launcher import launch as rl
+from prime_rl.launcher.preflight import (
     check_chat_template,
     check_dataset,
     check_environment,
