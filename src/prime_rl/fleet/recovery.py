@@ -7,14 +7,14 @@ flight there, is verified once more and is removed. It joins again when it is re
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from loguru import logger
 
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import VersionNotSent
 from prime_rl.fleet.replicas import Replica, rest_seconds
-from prime_rl.fleet.weight_sync import POLL_SECONDS, WeightSync
+from prime_rl.fleet.weight_sync import POLL_SECONDS, RunLoop, WeightSync
 from prime_rl.monitor import Status
 from prime_rl.transport.commit import CommitError
 from prime_rl.wait import wait_async
@@ -31,23 +31,13 @@ _DRAIN_POLL_SECONDS = 0.25
 _CLOSE_SECONDS = 30.0
 
 
-class Shell(Protocol):
-    """What recovery tells the loop."""
-
-    def wake(self) -> None:
-        """Something may start now."""
-
-    def note_failure(self, task: "asyncio.Task[None]") -> None:
-        """A task ended; its exception is the run's."""
-
-
 class Recovery:
     """Watches all replicas of a run. `begin` comes after `WeightSync.begin`."""
 
-    def __init__(self, config: "OrchestratorConfig", weight_sync: WeightSync, status: Status, shell: Shell) -> None:
+    def __init__(self, config: "OrchestratorConfig", weight_sync: WeightSync, status: Status, loop: RunLoop) -> None:
         self._config = config
         self._weight_sync, self._fleet = weight_sync, weight_sync.fleet
-        self._status, self._shell = status, shell
+        self._status, self._loop = status, loop
         self._alone = len(self._fleet.replicas) == 1  # nothing takes over from it
         self._recoveries: dict[Replica, asyncio.Task[None]] = {}
         self._drains: dict[Replica, asyncio.Task[None]] = {}
@@ -96,7 +86,7 @@ class Recovery:
             return  # whatever is wrong is found when it is verified
         if served.leaving and replica not in self._drains and replica.serving:
             task = self._drains[replica] = asyncio.create_task(self._leave(replica, served.boot))
-            task.add_done_callback(self._shell.note_failure)
+            task.add_done_callback(self._loop.note_failure)
 
     # -- lost replicas -------------------------------------------------------------------------------------------------------
 
@@ -124,7 +114,7 @@ class Recovery:
         present = self._recoveries.get(replica)
         if present is None or present.done():
             task = self._recoveries[replica] = asyncio.create_task(self._bring_back(replica))
-            task.add_done_callback(self._shell.note_failure)
+            task.add_done_callback(self._loop.note_failure)
 
     async def _bring_back(self, replica: Replica) -> None:
         """The others go on, and take over what it had. The run ends when none has served for `ready_timeout`, or the only replica cannot be given
@@ -178,7 +168,7 @@ class Recovery:
             async with self._weight_sync.shipping:
                 if not replica.serving:
                     self._weight_sync.invalidate(replica, "the server is gone")
-            self._shell.wake()
+            self._loop.wake()
 
     async def _catch_up(self, replica: Replica) -> bool:
         """Have a healthy replica load what the others serve, and let it in. False: what they serve has changed meanwhile."""
@@ -219,7 +209,7 @@ class Recovery:
         self._empty_since = None
         self._troubles.pop(replica, None)
         self._reported_lost.pop(replica, None)
-        self._shell.wake()
+        self._loop.wake()
 
     def _check_hope(self) -> None:
         """While none serves: one must come back in time.
@@ -295,7 +285,7 @@ class Recovery:
             self._fleet.remove(replica)
             self._departed[replica] = boot
             self._note_empty()
-        self._shell.wake()
+        self._loop.wake()
         logger.info(
             "{} has left, and may be stopped: {} ({} servers left to serve)",
             replica.name,

@@ -1,32 +1,50 @@
-"""Keeping the servers on the newest version of the trainer's present history.
+"""Keep the replicas on the newest version of the weights: publish → announce → stage → pause → load → resume → verify.
 
-The trainer says what there is by committing incarnations and versions; here they are followed. What was sampled by weights that do not count, because
-the trainer gave them up or a server cannot prove them, is taken back in the scheduler and made again. A server that does not load what the others load,
-or cannot prove what it serves, is lost: `recovery.py` brings it back.
+The trainer publishes by committing incarnations and versions to the run directory; `PublishedVersions` reads them, `WeightSync.follow` has every
+serving replica load the newest one. Episodes that were sampled by weights that do not count, because the trainer gave them up or a replica failed
+its verification, are invalidated in the scheduler and sampled again. A replica that does not load what the others load, or fails its
+verification, is lost: `recovery.py` brings it back.
 """
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from loguru import logger
 
 from prime_rl import faults
-from prime_rl.envs.protocol import EpisodeResult
 from prime_rl.errors import UserError
 from prime_rl.fleet.client import NoWeightsServed, ServerError, VersionNotSent
 from prime_rl.fleet.logprob_check import LogprobCheckFailed
 from prime_rl.fleet.replicas import Replica, ReplicaPool
-from prime_rl.fleet.versions import PublishedVersions
 from prime_rl.monitor import Status
-from prime_rl.orchestrator.checkpoint import ResumePoint
-from prime_rl.orchestrator.scheduler import Drop, Scheduler, Start
 from prime_rl.transport.commit import CommitError
-from prime_rl.transport.incarnations import ask_for_files, call_for_files
-from prime_rl.transport.protocol import BASE, Incarnation, first_lease, goes_on_from, lease_to_hold, lease_to_load
-from prime_rl.transport.weights import UNREACHABLE
+from prime_rl.transport.incarnations import (
+    Seen,
+    ask_for_files,
+    call_for_files,
+    drop_lease,
+    read_incarnations,
+    read_lease,
+    read_versions,
+    write_lease,
+)  # fmt: skip
+from prime_rl.transport.protocol import (
+    BASE,
+    Incarnation,
+    Lease,
+    current_incarnation,
+    first_lease,
+    goes_on_from,
+    lease_to_hold,
+    lease_to_load,
+    newest_version,
+    valid,
+)  # fmt: skip
+from prime_rl.transport.weights import UNREACHABLE, WeightsManifest, version_dir, weights_manifest
 from prime_rl.wait import wait_async
 
 if TYPE_CHECKING:
@@ -40,11 +58,102 @@ _LOOK_SECONDS = 0.5  # between two looks at who was lost while it loads
 LoadError = UserError | CommitError
 
 
-class Shell(Protocol):
-    """What serving tells the loop."""
+class PublishedVersions:
+    """Incarnations and versions at the last look, and the orchestrator's lease."""
 
-    def forget(self, starts: Sequence[Start]) -> None:
-        """These were in flight, and the scheduler has given them up: cancel them."""
+    def __init__(self, output_dir: Path) -> None:
+        self.output_dir = output_dir
+        self.weights_dir = output_dir / "weights"
+        self.incarnations: dict[int, int] = {}
+        self.versions: dict[int, int] = {}
+        self.lease = read_lease(output_dir)
+        self._seen: Seen = {}
+
+    @property
+    def incarnation(self) -> Incarnation:
+        """The trainer's present incarnation, at the last look."""
+        return current_incarnation(self.incarnations)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest version of the present history, at the last look."""
+        return newest_version(self.versions, self.incarnations)
+
+    def look(self) -> None:
+        """Read what stands in the run directory. Versions first: a version is never seen without the incarnation that made it."""
+        self.versions = read_versions(self.weights_dir, self._seen)
+        self.incarnations = read_incarnations(self.output_dir)
+
+    def valid(self, version: int) -> bool:
+        """Whether `version` is committed and belongs to the present history, at the last look."""
+        return version in self.versions and valid(version, self.versions[version], self.incarnations)
+
+    def manifest(self, version: int) -> WeightsManifest:
+        """What a version consists of.
+
+        Raises:
+            CommitError: it is not committed (any more).
+        """
+        return weights_manifest(version_dir(self.weights_dir, version))
+
+    def hold(self, lease: Lease) -> None:
+        """Tell the trainer what may still be read, so that it does not remove it."""
+        if lease != self.lease:
+            write_lease(self.output_dir, lease)
+            self.lease = lease
+
+    def release(self) -> None:
+        """Nothing is read any more."""
+        drop_lease(self.output_dir)
+        self.lease = None
+
+
+class RunningEpisode(Protocol):
+    """An episode in flight."""
+
+    @property
+    def episode(self) -> str: ...
+
+
+class EpisodeScheduler(Protocol):
+    """The part of the orchestrator's scheduler that depends on what is served."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def incarnation(self) -> int: ...
+    @property
+    def must_go_back(self) -> bool: ...
+    def announce(self, version: int) -> None: ...
+    def serve(self, version: int) -> None: ...
+    def retract(self) -> None: ...
+    def begin_incarnation(self, incarnation: int, incarnations: Mapping[int, int]) -> Sequence[RunningEpisode]: ...
+    def go_back(self, version: int) -> None: ...
+    def unverified(self) -> list[str]: ...
+    def verify(self, episodes: Iterable[str]) -> None: ...
+    def running_or_unverified(self) -> set[str]: ...
+    def invalidate(self, detail: str, episodes: set[str]) -> Sequence[RunningEpisode]: ...
+
+
+class RunStart(Protocol):
+    """Where the run goes on; see `orchestrator.checkpoint.ResumePoint`."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def resumed(self) -> bool: ...
+    @property
+    def recovered(self) -> bool: ...
+
+
+class RunLoop(Protocol):
+    """Callbacks of the orchestrator's loop."""
+
+    def cancel(self, episodes: Sequence[str]) -> None:
+        """Cancel these; the scheduler has given them up."""
+
+    def drop_stale(self) -> list[str]:
+        """Fail what is in flight and is beyond `max_off_policy_steps` now. Returns it."""
 
     def began_incarnation(self, incarnation: Incarnation) -> None:
         """The trainer began a new incarnation."""
@@ -53,13 +162,16 @@ class Shell(Protocol):
         """A newer version is served."""
 
     def keeps(self, version: int) -> bool:
-        """Whether `version` is to be served still when the run is resumed, so that no newer one may be served."""
+        """Whether `version` must still be served when the run is resumed, so that no newer one may be served."""
 
     def replica_lost(self, replica: Replica) -> None:
         """It is gone, or serves something else: it is to get no work from now on."""
 
     def wake(self) -> None:
         """Something may start now."""
+
+    def note_failure(self, task: "asyncio.Task[None]") -> None:
+        """A task ended; its exception is the run's."""
 
 
 def _worst(errors: Iterable[LoadError]) -> LoadError:
@@ -69,10 +181,6 @@ def _worst(errors: Iterable[LoadError]) -> LoadError:
         return 1 if isinstance(error, VersionNotSent) else 2 if isinstance(error, ServerError | CommitError) else 0
 
     return min(errors, key=weight)
-
-
-def _nothing_owed(version: int) -> bool:
-    return False
 
 
 class WeightSync:
@@ -86,7 +194,7 @@ class WeightSync:
         parts: Of these, what each part took the slowest server (`inference.service.UpdateMetrics`).
     """
 
-    def __init__(self, config: "OrchestratorConfig", fleet: ReplicaPool, status: Status, shell: Shell) -> None:
+    def __init__(self, config: "OrchestratorConfig", fleet: ReplicaPool, status: Status, loop: RunLoop) -> None:
         self.config = config
         self.fleet = fleet
         self.status = status
@@ -95,17 +203,14 @@ class WeightSync:
         self.shipping = asyncio.Lock()  # bounded: every wait of its holders is
         self.seconds = 0.0
         self.parts: dict[str, float] = {}
-        self.scheduler: Scheduler[EpisodeResult]
+        self.scheduler: EpisodeScheduler
         self._failures = 0  # to load, in a row
-        self._misread = (
-            0  # updates in a row after which no server computed what the trainer did, whatever was loaded in between
-        )
+        self._failed_updates = 0  # in a row, after which no server was left; loads of earlier versions do not count
         self._unsent: tuple[int, float] | None = (
             None  # a version that was not sent, since when; none as new was loaded since
         )
         self._wanted: int | None = None  # the version that a server that comes back was not sent last
-        self._failed = (0, 0)  # a version that all servers were lost over, and how often in a row
-        self._shell = shell
+        self._loop = loop
         self._settled = asyncio.Event()
         self._settled.set()
         self._reading: dict[Replica, int] = {}  # versions that are loaded by servers that come back
@@ -131,7 +236,7 @@ class WeightSync:
 
     # -- the first version ---------------------------------------------------------------------------------------------------
 
-    async def start(self, progress: ResumePoint, owes: Callable[[int], bool]) -> int:
+    async def start(self, progress: RunStart, owes: Callable[[int], bool]) -> int:
         """Have the servers that are up load the version that the run goes on from, and prove it. One of them is enough.
 
         Args:
@@ -143,7 +248,7 @@ class WeightSync:
         self.history.hold(first_lease(self.history.lease))
         if self.config.trainer:
             await self._await_history(progress)
-        owed = owes
+        owed: Callable[[int], bool] | None = owes
         while True:  # `_may_retry` raises after a few failures
             ready = await self.fleet.wait_ready(self.status.waiting, self.config.client.ready_timeout)
             version, incarnation = self._choose(owed), self.history.incarnation.number
@@ -158,7 +263,7 @@ class WeightSync:
             if len(failures) == len(ready):
                 failure = _worst(failures.values())
                 if any(isinstance(error, VersionNotSent) for error in failures.values()):
-                    owed = _nothing_owed  # it is not to be had any more: the newest is
+                    owed = None  # it is not to be had any more: the newest is
                 await self._may_retry(failure, version)
                 continue
             for replica in ready:
@@ -169,7 +274,7 @@ class WeightSync:
             self.history.hold(lease_to_hold(incarnation, version))
             return version
 
-    def begin(self, scheduler: Scheduler[EpisodeResult]) -> None:
+    def begin(self, scheduler: EpisodeScheduler) -> None:
         """What `scheduler` decides is served from now on."""
         self.scheduler = scheduler
 
@@ -209,7 +314,7 @@ class WeightSync:
                 )
         served.check_name(replica.name, self.config.model.name)
 
-    async def _await_history(self, progress: ResumePoint) -> None:
+    async def _await_history(self, progress: RunStart) -> None:
         """Until the trainer has begun the incarnation that the run goes on with. A resumed run must not follow the incarnation that it gives up."""
 
         def begun() -> bool:
@@ -226,12 +331,12 @@ class WeightSync:
             subject += f", of an incarnation that goes on from step {progress.version},"
         await self._until(begun, "version of the weights" if progress.recovered else subject)
 
-    def _choose(self, owes: Callable[[int], bool]) -> int:
+    def _choose(self, owes: Callable[[int], bool] | None) -> int:
         if not self.config.trainer:
             return BASE
         newest, lease = self.history.newest, self.history.lease
         assert newest is not None
-        if lease is not None and self.history.valid(lease.version) and owes(lease.version):
+        if lease is not None and owes is not None and self.history.valid(lease.version) and owes(lease.version):
             return lease.version
         return newest
 
@@ -259,7 +364,7 @@ class WeightSync:
                 elif (
                     newest is not None
                     and newest > self.scheduler.version
-                    and not self._shell.keeps(self.scheduler.version)
+                    and not self._loop.keeps(self.scheduler.version)
                 ):
                     await self._serve(newest)
             await asyncio.sleep(POLL_SECONDS)
@@ -276,7 +381,7 @@ class WeightSync:
         logger.warning("the trainer began incarnation {} at step {}{}", incarnation.number, incarnation.start, back)
         if not self.scheduler.must_go_back:
             self._hold(incarnation.number, served)
-        self._shell.began_incarnation(incarnation)
+        self._loop.began_incarnation(incarnation)
 
     async def _go_back(self) -> None:
         """The trainer went on from an earlier step: what is served was given up."""
@@ -296,9 +401,9 @@ class WeightSync:
             if await self._move(version) and self.scheduler.incarnation == incarnation.number:
                 self.scheduler.go_back(version)
                 self._hold(incarnation.number, version)
-        self._shell.wake()
+        self._loop.wake()
         if not self.scheduler.must_go_back:
-            await self._shell.serves(self.scheduler.version)  # it may be one that was made again meanwhile
+            await self._loop.serves(self.scheduler.version)  # it may be one that was made again meanwhile
 
     async def _go_on_with(self, version: int) -> None:
         """None serves, and what was served is nowhere to be had any more: the run goes on with the newest version. Servers that come back are given
@@ -312,7 +417,7 @@ class WeightSync:
             self.scheduler.announce(version)
             self._lease_to_load(self.scheduler.incarnation, version)
             self._note_served(version)
-        await self._shell.serves(version)
+        await self._loop.serves(version)
 
     def _is_superseded(self, newest: int) -> bool:
         lost = self.recovering and not self.scheduler.must_go_back and self._unsent is not None
@@ -330,17 +435,16 @@ class WeightSync:
             self._count(time.monotonic() - began)
             logger.info("serving version {} after {:.2f} s{}", version, time.monotonic() - began, self.fleet.where())
             self._note_served(version)
-        self._shell.wake()
-        await self._shell.serves(version)
+        self._loop.wake()
+        await self._loop.serves(version)
 
     def _note_served(self, version: int) -> None:
         self.scheduler.serve(version)
         self._hold(self.scheduler.incarnation, version)
         self.status.progress()
-        stale = self.scheduler.stale()
-        for start in stale:
-            self.scheduler.fail(start.episode, Drop.STALE, "beyond max_off_policy_steps")
-        self._give_up(stale)
+        stale = self._loop.drop_stale()
+        self.fleet.forget(stale)
+        self._loop.cancel(stale)
 
     def _count(self, seconds: float) -> None:
         self.seconds += seconds
@@ -374,38 +478,28 @@ class WeightSync:
                 logger.warning(
                     "{} did not load version {}, the run goes on without it: {}", replica.name, version, error
                 )
-                self._shell.replica_lost(replica)
-            self._misread, self._failed = 0, (0, 0)
+                self._loop.replica_lost(replica)
+            self._failed_updates = 0
             return True
-        self._count_misread(failures.values(), version)
         for replica in list(failures):
             if not await replica.verify():
-                self._shell.replica_lost(replica)
+                self._loop.replica_lost(replica)
         worst = _worst(failures.values())
         lost = isinstance(worst, ServerError | CommitError) and not isinstance(worst, VersionNotSent)
         if self.fleet.serving or not lost:
             await self._may_retry(worst, version)
         else:
-            self._count_failed(worst, version)
+            self._count_failed_update(failures.values(), version)
         return False
 
-    def _count_failed(self, error: LoadError, version: int) -> None:
-        """Servers that are lost over a version come back with the one before it and are given this one once more, but not for ever."""
-        times = self._failed[1] + 1 if self._failed[0] == version else 1
-        self._failed = (version, times)
-        if times >= 2 * _ATTEMPTS:
-            raise error
-        logger.warning("version {} was not loaded: {}", version, error)
-
-    def _count_misread(self, errors: Iterable[LoadError], version: int) -> None:
-        """Servers that fail a canary go back to the earlier version and are given this one once more, but not for ever."""
-        failed = next((error for error in errors if isinstance(error, LogprobCheckFailed)), None)
-        if failed is None:
-            return
-        self._misread += 1
-        if self._misread >= _ATTEMPTS:
-            raise failed
-        logger.warning("version {} is not served, trying again: {}", version, failed)
+    def _count_failed_update(self, errors: Iterable[LoadError], version: int) -> None:
+        """Servers that are lost over an update come back with the version before it and are given the newest once more, but not for ever; less
+        often where they compute something else than the trainer."""
+        error = next((error for error in errors if isinstance(error, LogprobCheckFailed)), None)
+        self._failed_updates += 1
+        if self._failed_updates >= (_ATTEMPTS if error else 2 * _ATTEMPTS):
+            raise error or _worst(errors)
+        logger.warning("version {} is not served, trying again: {}", version, error or _worst(errors))
 
     async def _load(self, replicas: Sequence[Replica], version: int) -> dict[Replica, LoadError]:
         """All of them at once. Returns those that did not load it, and why.
@@ -527,7 +621,7 @@ class WeightSync:
         self.scheduler.verify(counting)
         self.fleet.keep(self.scheduler.running_or_unverified())
         for replica in wrong:
-            self._shell.replica_lost(replica)
+            self._loop.replica_lost(replica)
 
     def invalidate(self, replica: Replica, detail: str) -> None:
         """What a server sampled since it last proved itself is made again. Call it with `shipping` held."""
@@ -539,6 +633,7 @@ class WeightSync:
         self.fleet.forget(episodes)
         self._give_up(flying)
 
-    def _give_up(self, starts: Sequence[Start]) -> None:
-        self.fleet.forget([start.episode for start in starts])
-        self._shell.forget(starts)
+    def _give_up(self, running: Sequence[RunningEpisode]) -> None:
+        episodes = [each.episode for each in running]
+        self.fleet.forget(episodes)
+        self._loop.cancel(episodes)

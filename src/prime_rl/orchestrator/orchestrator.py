@@ -317,13 +317,20 @@ class Orchestrator:
         running, self._running = list(self._running.values()), {}
         return running
 
-    # -- what weight_sync and recovery tell: see the `Shell` of each -------------------------------------------------------------------------------
+    # -- what weight_sync and recovery tell: see `RunLoop` -------------------------------------------------------------------------------
 
-    def forget(self, starts: Sequence[Start]) -> None:
+    def cancel(self, episodes: Sequence[str]) -> None:
         """These were in flight, and the scheduler has given them up."""
-        for start in starts:
-            if start.episode in self._running:  # else the run ends, and has cancelled it
-                self._running.pop(start.episode).cancel()
+        for episode in episodes:
+            if episode in self._running:  # else the run ends, and has cancelled it
+                self._running.pop(episode).cancel()
+
+    def drop_stale(self) -> list[str]:
+        """Fail what is in flight and is beyond `max_off_policy_steps` now."""
+        stale = [start.episode for start in self.scheduler.stale()]
+        for episode in stale:
+            self.scheduler.fail(episode, Drop.STALE, "beyond max_off_policy_steps")
+        return stale
 
     def began_incarnation(self, incarnation: Incarnation) -> None:
         """The trainer began a new incarnation: batches from its start on are trained again."""
@@ -541,7 +548,7 @@ class Orchestrator:
     async def _finish(self) -> None:
         """A run that has reached its end goes on until its last version is served; one that is stopped keeps what it has for a resumed one."""
         if self.scheduler.done:
-            self.forget(self.scheduler.abandon())
+            self.cancel([start.episode for start in self.scheduler.abandon()])
         if self.config.bench:
             return
         ended = False
