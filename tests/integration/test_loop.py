@@ -240,7 +240,7 @@ __all__ = ["FaultyReverseTaskset"]
 class FaultyTask(ReverseTextTask):
     @vf.reward(weight=1.0)
     async def lcs(self, trace: vf.Trace) -> float:
-        if self.data.answer and self.data.answer[0] in "aeioudnrst" and len(trace.last_reply) % 2:
+        if self.data.answer and self.data.answer[0] in "aeioudnrst" and len(self.data.answer) % 2:
             raise ValueError("this reward is broken")
         return 0.5
 

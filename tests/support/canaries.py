@@ -79,7 +79,7 @@ class Run:
             How far off the canary was.
         """
         config = ClientConfig(base_url=self.server.base_url)
-        async with InferenceClient(config, canaries=self.canaries) as engine:
+        async with InferenceClient(config, logprob_check=self.canaries) as engine:
             await engine.update(version)
             return await self.difference(version)
 
