@@ -35,7 +35,10 @@ def run_rl(settings: Mapping[str, Any], output_dir: Path, more: Sequence[str], s
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             process.terminate()  # rl ends what it has started
-            process.wait(60)
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()  # its children end with it
             code = None
     if code != 0:
         ended = f"was not done after {seconds:.0f} s" if code is None else f"exited with {code}"

@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# Measures the trainer on a GPU host, in the order in which scarce time is best spent.
+# Measures on a GPU host, in the order in which scarce time is best spent.
 #
-#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]         PART: check bars auto memory attention optim neutrality profile ranks mismatch sync bench oom
+#   benchmarks/gpu/suite.sh OUT [SECONDS] [PART…]
 #
-# Needs Python with torch and the trainer's packages (PYTHON, default python3); `src` is put on PYTHONPATH. Writes trainer.json, neutrality.json,
-# profile.json, mismatch.json, weight_sync.json and suite.log into the folder OUT. A part that fails or runs out of time leaves what it has measured and keeps no
-# other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
+# PART: of the trainer:   check bars auto memory attention optim neutrality profile ranks mismatch bench oom
+#       with vLLM:        shared (ours and TRL on one GPU, one after the other), two (two GPUs: a whole run, and rollouts alone), sync, sync-4B
+#
+# Needs Python with torch and the trainer's packages (PYTHON, default python3), for the second line vLLM and TRL, too; `src` is put on PYTHONPATH.
+# Writes trainer.json, neutrality.json, profile.json, mismatch.json, end_to_end.json, rollout.json, weight_sync.json and suite.log into the folder
+# OUT. A part that fails or runs out of time leaves what it has measured and keeps no other from running. ONLY="text" measures only the rows whose name contains it. The tables in benchmarks/README.md come from these files:
 #
 #   python benchmarks/trainer.py --collect OUT
 set -u
@@ -15,11 +18,15 @@ shift $(($# < 2 ? $# : 2))
 parts=${*:-check bars auto neutrality profile}
 here=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-python3}
-export PYTHONPATH="$here/../src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+metadata=$(mktemp -d) # by which vLLM finds our routes where prime-rl is not installed
+export PYTHONPATH="$metadata:$here/../src:$here/../environments${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
+model=${MODEL_DIR:-${TMPDIR:-/tmp}/random-0.6B}
 export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:True} # as the launcher does for trainers
 # Compiled kernels of one part serve the next.
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-${TMPDIR:-/tmp}/inductor_cache} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-${TMPDIR:-/tmp}/triton_cache}
 mkdir -p "$out"
+(cd "$here" && "$python" -c "from pathlib import Path; from package import plugin_path; plugin_path(Path('$metadata'))")
 end=$((SECONDS + seconds))
 
 left() { echo $((end - SECONDS)); }
@@ -36,6 +43,17 @@ run() {
     echo "== $name (at most $limit s of $(left) s left)" | tee -a "$out/suite.log"
     timeout --signal=TERM --kill-after=20 "$limit" "$python" "$@" 2>&1 | tee -a "$out/suite.log"
     echo "== $name: exit status ${PIPESTATUS[0]}, $(left) s left" | tee -a "$out/suite.log"
+}
+
+# What a run that was cut off has left behind would hold the GPUs of the next.
+clear_gpus() {
+    unset PYTORCH_CUDA_ALLOC_CONF # `rl` sets it for its trainers alone
+    pkill -9 -f "prime_rl\.|VLLM::|trl_grpo|weight_sync|rollout" || true
+    for _ in $(seq 20); do
+        [ "$(nvidia-smi --query-gpu=memory.used --format=csv,noheader,nounits | sort -n | tail -n 1)" -lt 1500 ] && return
+        sleep 1
+    done
+    echo "== a GPU is still in use" | tee -a "$out/suite.log"
 }
 
 trainer() {
@@ -57,9 +75,26 @@ for part in $parts; do
                 --json "$out/profile.json" --log "$out/suite.log"
             ;;
         mismatch) run mismatch 400 "$here/mismatch.py" --layers 8 --json "$out/mismatch.json" --log "$out/suite.log" ;;
-        sync) # needs vLLM beside torch, as mismatch does, and a second GPU for NCCL
-            run sync 500 "$here/weight_sync.py" --device cuda --case "0.6B on=tmpfs" --case "0.6B on=memory" \
-                --case "4B on=tmpfs" --case "4B on=memory" --json "$out/weight_sync.json"
+        shared)
+            clear_gpus
+            run shared-512 265 "$here/end_to_end.py" shared-512 --model-dir "$model" --steps 16 --timeout 225 --json "$out/end_to_end.json"
+            clear_gpus
+            run trl-512 215 "$here/peers/trl_grpo.py" shared-512 --model-dir "$model" --variants off-16 --gpu-memory 0.3 --warm 1 --steps 6 \
+                --timeout 200 --json "$out/end_to_end.json"
+            ;;
+        two)
+            clear_gpus
+            run two-512 300 "$here/end_to_end.py" two-512 --model-dir "$model" --steps 16 --timeout 270 --json "$out/end_to_end.json"
+            clear_gpus
+            run rollout 240 "$here/rollout.py" --only ours --flight 320 --json "$out/rollout.json"
+            ;;
+        sync) # NCCL where there are two GPUs, CUDA IPC on one
+            clear_gpus
+            run sync 240 "$here/weight_sync.py" --device cuda --case "0.6B on=memory" --json "$out/weight_sync.json"
+            ;;
+        sync-4B)
+            clear_gpus
+            run sync-4B 400 "$here/weight_sync.py" --device cuda --case "4B on=memory" --json "$out/weight_sync.json"
             ;;
         bench) # the trainer's own command, without any option, beside the same case of `bars`
             run bench 120 -m prime_rl.entrypoints.trainer --bench --output-dir "$(mktemp -d)" --seq-len 16384 \
