@@ -33,9 +33,9 @@ from prime_rl.envs.protocol import SampleTokens
 from prime_rl.orchestrator.algorithms import Attempt, advantages
 from prime_rl.orchestrator.algorithms.streams import streams_of
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
-from prime_rl.trainer.packing import MicroBatch, collate, to_device
+from prime_rl.trainer.packing import MicroBatch, StepData, collate, to_device
 from prime_rl.trainer.parallel import World, close_world, init_world
-from prime_rl.trainer.rl.data import StepData, document, normalize
+from prime_rl.trainer.rl.data import document, normalize
 from prime_rl.transport.rollouts import Sample
 
 RESULTS = Path(__file__).parent / "results" / "bandit.json"
@@ -245,7 +245,7 @@ def step_loss(logits: Tensor, samples: Sequence[Sample], config: LossConfig, wor
     """The trainer's loss of a step, all samples in one micro-batch."""
     host = collate([document(sample) for sample in samples], len(STREAMS))
     groups = np.array([int(sample.task_id) for sample in samples])
-    normalize(StepData([host], [], [], groups=[groups], group_count=len(WANTED)), world, config)
+    normalize(StepData([host], [], groups=[groups], group_count=len(WANTED)), world, config)
     batch, loss_of = to_device(host, world.device), make_loss(config)
     more = batch.documents() if isinstance(loss_of, SequenceLoss) else ()
     return loss_of(*predict(logits, batch), batch.streams.double(), *more)[0]

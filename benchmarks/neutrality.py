@@ -33,7 +33,8 @@ from prime_rl.trainer.model import build_policy
 from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import init_world
-from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
+from prime_rl.trainer.report import StepOutcome, now
+from prime_rl.trainer.training_loop import forward_backward, optimizer_step
 
 ALL_AT_ONCE = 1 << 20
 PLAIN: dict[str, object] = {
@@ -143,7 +144,7 @@ def curves(
             sums = forward_backward(policy, batches, token_loss, world)
             norm = optimizer_step(policy, optimizer, lr, optim.max_norm)
             moment = now(world.device)
-            (value, *_), norm_value = Outcome(step, world, sums, norm, (moment, moment, moment)).read()
+            (value, *_), norm_value = StepOutcome(step, world, sums, norm, (moment, moment, moment)).read()
             values.append(value)
             norms.append(norm_value)
         found[loss] = {"loss": values, "norm": norms}

@@ -8,9 +8,8 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -24,17 +23,16 @@ from prime_rl.config import SFTConfig, TrainerConfig
 from prime_rl.monitor import log
 from prime_rl.trainer import attention, memory, moe, perf
 from prime_rl.trainer.canary import CanaryScorer
-from prime_rl.trainer.loss import cross_entropy, describe, make_loss
 from prime_rl.trainer.model import build_policy, compute_dtype
 from prime_rl.trainer.optim import build_optimizer, learning_rate
 from prime_rl.trainer.packing import rollout_lengths
 from prime_rl.trainer.parallel import close_world, gather, init_world
 from prime_rl.trainer.perf import HostSyncs
-from prime_rl.trainer.report import Report, Row, Rows
+from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, now
 from prime_rl.trainer.rl import train as rl
 from prime_rl.trainer.sft import train as sft
 from prime_rl.trainer.source import Source, find_model
-from prime_rl.trainer.step import Outcome, forward_backward, now, optimizer_step
+from prime_rl.trainer.training_loop import forward_backward, optimizer_step
 from prime_rl.trainer.weight_publisher import WeightPublisher
 
 _SMALL: dict[str, Any] = {
@@ -210,16 +208,9 @@ class Bench:
         self.policy = build_policy(source, config.model, world, config.seed, tokens=case.tokens, optim=config.optim)
         self.optimizer = build_optimizer(self.policy, config.optim)
         self.matmul, self.width = perf.matmul_parameters(self.policy.lm), perf.attention_width(self.shape)
-        costs = perf.costs(self.matmul, self.width)
-        self.data: Any
-        self.names: Callable[[Any], moe.Named]
-        if isinstance(config, TrainerConfig):
-            self.token_loss = make_loss(config.loss)
-            self.names = lambda batch: partial(describe, batch.environments)
-            self.data = rl.make_data(config, world, source, costs, self.report)
-        else:
-            self.token_loss, self.names = cross_entropy, lambda batch: sft.means
-            self.data = sft.make_data(config, world, source, costs, 0)
+        self.recipe = rl.make_recipe(config) if isinstance(config, TrainerConfig) else sft.make_recipe(config)
+        self.data = self.recipe.open_data(world, source, self.report.waiting)
+        self.data.start(perf.costs(self.matmul, self.width), 0)
         scorer = None
         if case.canary and case.loss == "rl":
             computed = compute_dtype(config.model.dtype, world.device)
@@ -283,31 +274,27 @@ class Bench:
         config, world, step = self.config, self.world, self.number
         self.report.step(step)
         started = time.perf_counter()
-        if not self.data_wait(step):
+        if not (self.data.arrived(step) and self.data.wait(step, lambda: False)):
             raise RuntimeError("fake data never ends")
         batch = self.data.read(step)
         waited = time.perf_counter() - started
 
         lr = learning_rate(config.scheduler, config.optim.lr, step, None)
         begun = now(world.device)
-        sums = forward_backward(self.policy, batch.batches, self.token_loss, world)
+        sums = forward_backward(self.policy, batch.batches, self.recipe.loss, world)
         graded = now(world.device)
         self.rows.flush()
         self.versions.before_update()
         norm = optimizer_step(self.policy, self.optimizer, lr, config.optim.max_norm)
-        outcome = Outcome(step, world, moe.join_loads(sums, self.policy), norm, (begun, graded, now(world.device)))
+        outcome = StepOutcome(step, world, moe.join_loads(sums, self.policy), norm, (begun, graded, now(world.device)))
         ideal = perf.ideal_seconds(perf.flops(self.matmul, self.width, batch.lengths), world)
-        named = moe.with_loads(self.names(batch), self.policy)
+        named = moe.with_loads(self.recipe.names(batch), self.policy)
         self.rows.put(Row(outcome, named, {"time/wait_for_batch": waited}, batch.tokens, ideal))
         if self.case.export:
             self.versions.publish(step + 1, outcome.read)
             self.versions.prune(1, 0, list)
         self.lengths.append(batch.lengths)
         self.number += 1
-
-    def data_wait(self, step: int) -> bool:
-        """What the RL loop asks before it reads."""
-        return self.case.loss != "rl" or (self.data.arrived(step) and self.data.wait(step, lambda: False))
 
     def finish_steps(self) -> None:
         """Wait until the device has done every step, and their rows are written. What is being exported goes on."""

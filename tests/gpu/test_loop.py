@@ -21,13 +21,14 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import packing
+from prime_rl.trainer import training_loop as loop
 from prime_rl.trainer.dcp import HostCopy
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parameters import stored_tensors
 from prime_rl.trainer.perf import HostSyncs
 from prime_rl.trainer.report import Report
-from prime_rl.trainer.rl import train as loop
+from prime_rl.trainer.rl.train import train
 from prime_rl.trainer.weight_copy import RowCopies
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.rollouts import write_batch
@@ -136,7 +137,7 @@ def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     with pytest.MonkeyPatch.context() as patch:
         watch = Watch(patch)
         patch.setattr(RowCopies, "_cast", slow)
-        loop.train(config(output_dir, model))
+        train(config(output_dir, model))
     for number, handler in handlers.items():
         signal.signal(number, handler)
     return output_dir, watch

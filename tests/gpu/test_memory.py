@@ -19,7 +19,7 @@ from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World, close_world, init_world
 from prime_rl.trainer.source import Source, find_model
-from prime_rl.trainer.step import forward_backward, optimizer_step
+from prime_rl.trainer.training_loop import forward_backward, optimizer_step
 
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from prime_rl.config.trainer import LossConfig
 from prime_rl.trainer.loss import STREAMS, SequenceLoss, make_loss
-from prime_rl.trainer.packing import collate, to_device
+from prime_rl.trainer.packing import StepData, collate, to_device
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.rl.data import StepData, document, grouped, normalize
+from prime_rl.trainer.rl.data import document, grouped, normalize
 from prime_rl.transport.rollouts import Sample
 
 GROUPS = "abcdefgh"
@@ -23,7 +23,7 @@ def step_loss(
     chosen = [[samples[i] for i in pack] for pack in packs or [range(len(samples))]]
     batches = [collate([document(sample) for sample in pack], len(STREAMS)) for pack in chosen]
     mine = [[GROUPS.index(sample.group_id) for sample in pack] for pack in chosen]
-    normalize(grouped(StepData(batches, [], []), GROUPS, mine), world, config)
+    normalize(grouped(StepData(batches, []), GROUPS, mine), world, config)
     loss_of, total = make_loss(config), torch.zeros((), dtype=torch.float64)
     for pack, host in zip(chosen, batches, strict=True):
         batch = to_device(host, torch.device("cpu"))

@@ -16,7 +16,7 @@ from torch import Tensor
 from prime_rl.errors import UserError
 from prime_rl.trainer import moe
 from prime_rl.trainer.model import Policy
-from prime_rl.trainer.packing import Document, collate, pinned, to_device
+from prime_rl.trainer.packing import Document, collate, pads_to, pinned, to_device
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.parameters import local_rows
 from prime_rl.transport.weights import LogprobReference, reference_tokens
@@ -65,8 +65,7 @@ class CanaryScorer:
         self._tokens = tuple(reference_tokens(vocabulary))
         ids = np.array(self._tokens)
         document = Document(ids, np.ones(len(ids), dtype=np.bool_), 1.0, np.zeros((1, len(ids)), dtype=np.float32))
-        multiple_of = 128 if world.device.type == "cuda" else 1  # as `make_data`
-        batch = collate([document], 1, multiple_of)
+        batch = collate([document], 1, pads_to(world.device))
         self._batch = to_device(pinned([batch], world.device)[0], world.device)
         routers = {
             block.gate.weight for block in moe.sparse_blocks(policy)

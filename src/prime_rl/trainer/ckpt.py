@@ -86,10 +86,9 @@ class Checkpoints:
     run ends, `close`. One save at most is under way; a failure in the background is raised by the next call, on every rank.
 
     Args:
+        config: With `recover` it goes on from whatever was committed last; where no run has begun, as the rest says. Recovery checkpoints are
+            always written in the background; `recovery_interval` "auto": as `recovery_pause` says, and never while one is being written.
         alone: Whether no other process takes part in the checkpoints, so that this one joins them.
-        recover: Go on from whatever was committed last; where no run has begun, as the config says.
-        recovery_interval: Steps between two recovery checkpoints, which are always written in the background. "auto": as `recovery_pause` says, and
-            never while one is still being written.
     """
 
     def __init__(
@@ -98,11 +97,11 @@ class Checkpoints:
         world: World,
         *,
         alone: Callable[[], bool],
-        recover: bool = False,
-        recovery_interval: int | Literal["auto"] | None = None,
     ) -> None:
-        self.world, self.alone, self.recover, self.recovery_interval = world, alone, recover, recovery_interval
+        self.world, self.alone = world, alone
         self._recoverable = isinstance(config, TrainerConfig)
+        self.recover = isinstance(config, TrainerConfig) and config.recover
+        self.recovery_interval = config.recovery_interval if isinstance(config, TrainerConfig) else None
         self.output_dir, self.config, self.max_steps = config.output_dir, config.ckpt, config.max_steps
         self.root = ((config.ckpt and config.ckpt.output_dir) or config.output_dir) / "checkpoints"
         self.recovery = config.output_dir / "recovery"
@@ -119,19 +118,25 @@ class Checkpoints:
         self._saved_at = self._held_up = self._writing = (
             0.0  # of the last save: when; seconds of the loop, of the thread
         )
-        if recovery_interval is not None or (self.config is not None and self.config.save_async):
+        if self.recovery_interval is not None or (self.config is not None and self.config.save_async):
             self._background = background_world(world, config.dist_timeout)
             self._copy = dcp.HostCopy(self._background)
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=self._use_device)
 
-    def choose(self) -> None:
+    def choose(self, said_finished: bool = False) -> bool:
         """Decide what to go on from, before anything is loaded or written. Rank 0 hashes that state's files, within `dist_timeout`.
+
+        Args:
+            said_finished: The run's last status was `finished`.
+
+        Returns whether a run that is to be recovered has nothing left to do: all that it ends with is committed.
 
         Raises:
             UserError: there is no such checkpoint, it is damaged or of a newer format; an earlier run or something foreign is in the way.
         """
-        found = on_main(self.world, self._choose)
+        found, is_finished = on_main(self.world, lambda: self._choose(said_finished))
         self.found = None if found is None else Path(found)
+        return is_finished
 
     def check_model(self, source: Source) -> None:
         """The base model must be the one that the run, and the state it goes on from, began with. Rank 0 hashes it, within `dist_timeout`.
@@ -298,16 +303,21 @@ class Checkpoints:
                 "ckpt.output_dir, then go on with --recover"
             )
 
-    def _choose(self) -> str | None:
+    def _choose(self, said_finished: bool) -> tuple[str | None, bool]:
         resume = None if self.config is None else self.config.resume_step
         refuse_foreign(self.output_dir / "weights", self.root)
         if self.recover and (resume is None or self._recover_decides(resume)):
-            return self._newest_whole()
+            is_finished = said_finished and self.max_steps in list_steps(self.output_dir / "weights")
+            if is_finished and self.config is None:
+                return None, True
+            found = self._newest_whole()
+            last = checkpoints.part_dir(self.root, self.max_steps or 0, PART)
+            return found, is_finished and found == str(last)
         if resume is not None:
             step = checkpoints.find(self.root, resume, PART, self.max_steps)
-            return str(checkpoints.part_dir(self.root, step, PART))
+            return str(checkpoints.part_dir(self.root, step, PART)), False
         refuse_earlier(self.output_dir, self.root, recover=self._recoverable)
-        return None
+        return None, False
 
     def _recover_decides(self, resume: int) -> bool:
         """Of --recover and ckpt.resume_step, given both. The launcher adds --recover when it starts a trainer again that was told to resume."""
@@ -350,12 +360,7 @@ class Checkpoints:
                 "it back, or go on from another one with --ckpt.resume-step"
             )
         done = max(list_steps(self.output_dir / "weights"), default=0)
-        if done > 0:
-            logger.warning(
-                "no state was saved: training starts over from the base model, {} updates are made again", done
-            )
-        else:
-            logger.info("nothing to recover from: training starts with the base model")
+        logger.warning("no state was saved: training starts over from the base model, {} updates are made again", done)
         return None
 
     def _check_model(self, source: Source) -> None:

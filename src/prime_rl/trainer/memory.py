@@ -411,7 +411,7 @@ def plan_memory(
         lm: May be on the meta device.
         itemsize: Bytes of a computed number.
         tokens: Most tokens of a micro-batch.
-        published: Bytes per parameter of published weights on this GPU, for a model of so many parameters (`rl.train.published_bytes`).
+        published: Bytes per parameter of published weights on this GPU, for a model of so many parameters (`weight_publisher.published_bytes`).
     """
     shape = Shape.of(lm)
     if world.device.type != "cuda" or tokens is None:

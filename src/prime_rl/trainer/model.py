@@ -321,7 +321,7 @@ def build_policy(
     Args:
         tokens: Most tokens of a micro-batch, by which memory is planned on a GPU (None: what `config` leaves open is not fitted to the memory).
         optim: The optimizer that will be built, whose states are counted (None: AdamW).
-        published: Bytes per parameter of published weights on this GPU, which are counted, too (`rl.train.published_bytes`).
+        published: Bytes per parameter of published weights on this GPU, which are counted, too (`weight_publisher.published_bytes`).
 
     Raises:
         UserError: the backend is absent, the architecture is not one we can train, or the files do not fit the config.

@@ -6,7 +6,7 @@ Every rank computes the same plan (which sample goes to which rank and micro-ste
 import heapq
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from threading import Event
 from typing import Generic, TypeVar
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from prime_rl.errors import UserError
+from prime_rl.trainer.parallel import World, agree, sum_over_ranks
 from prime_rl.wait import WaitTimeout
 
 Floats = npt.NDArray[np.float32]
@@ -229,6 +230,11 @@ class MicroBatch:
         return torch.searchsorted(self.cu_seqlens.long(), self.loss_index, right=True) - 1, len(self.cu_seqlens) - 1
 
 
+def pads_to(device: torch.device) -> int:
+    """Micro-batches are padded to a multiple of so many tokens: compiled CUDA kernels are fastest on whole tiles; a CPU would compute the padding."""
+    return 128 if device.type == "cuda" else 1
+
+
 def pinned(batches: Sequence[HostBatch], device: torch.device) -> list[HostBatch]:
     """The same batches where `device` copies from fastest: for a GPU in page-locked memory, so that the copies run beside everything else."""
     if device.type != "cuda":
@@ -254,6 +260,83 @@ def to_device(batch: HostBatch, device: torch.device) -> MicroBatch:
     )
 
 
+# ---- a step's data, prepared ahead
+
+
+@dataclass(frozen=True)
+class StepData:
+    """One step: this rank's micro-batches, and what is known of all ranks' samples.
+
+    Args:
+        lengths: Tokens of each of all ranks' samples.
+        samples: Samples, or rows of a dataset, that the step takes from the source: a resumed run goes on after them.
+        metrics: For the step's row.
+        environments: Of the whole run, in the order of their places in streams.
+        example: A sample for people to read, on rank 0.
+        groups: For each micro-batch the group of each document: its place among all groups of the step. Given where `normalize` needs them.
+        group_count: Groups of the step, over all ranks.
+    """
+
+    batches: list[HostBatch]
+    lengths: list[int]
+    samples: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    environments: list[str] = field(default_factory=list)
+    example: str | None = None
+    groups: list[Ints] = field(default_factory=list)
+    group_count: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+
+OnWait = Callable[[str, str, float], None]
+"""Called again and again while a source waits, with what it waits for, who owes it, and the time limit in seconds."""
+
+
+class StepSource:
+    """Gives step after step, each prepared by a thread while the one before is trained. Every rank calls every method with the same step.
+
+    Args:
+        seconds: How long preparing a step may take.
+        exists: Whether a step's data can be read; while it cannot, the thread looks again and again until the step is asked for.
+    """
+
+    def __init__(self, world: World, seconds: float, exists: Callable[[int], bool] = lambda step: True) -> None:
+        self.world, self.costs = world, Costs()
+        self._ahead = Prefetch(self.prepare, world.device, seconds, exists)
+
+    def start(self, costs: Costs, samples: int) -> None:
+        """Pack by `costs`, and go on after `samples` samples. Called before the first `read`."""
+        self.costs = costs
+
+    def arrived(self, step: int) -> bool:
+        """Whether the step's data can be read: the same answer on every rank."""
+        return True
+
+    def wait(self, step: int, stop: Callable[[], bool]) -> bool:
+        """Wait until the step's data can be read. False if a rank was asked to stop."""
+        return sum_over_ranks(self.world, [stop()])[0] == 0
+
+    def read(self, step: int) -> StepData:
+        """This rank's share.
+
+        Raises:
+            UserError: the data is malformed or does not fit the model, on any rank.
+            WaitTimeout: preparing it takes too long.
+        """
+        return agree(self.world, lambda: self._ahead.take(step))
+
+    def close(self) -> None:
+        """Let the thread end when it has finished the step that it is at."""
+        self._ahead.close()
+
+    def prepare(self, step: int) -> StepData:
+        """Make the step's data, in the thread."""
+        raise NotImplementedError
+
+
 T = TypeVar("T")
 
 _LOOK_SECONDS = 0.05
@@ -266,7 +349,7 @@ class Prefetch(Generic[T]):
         prepare: Makes a step's data, in the thread. What it raises is raised where that step is taken.
         device: Where the data goes: a thread has to be told which GPU its page-locked memory belongs to.
         seconds: How long preparing a step may take once it is asked for.
-        there: Whether what a step is made of is there. While it is not, the thread looks again and again until the step is asked for.
+        exists: Whether a step's data can be read. While it cannot, the thread looks again and again until the step is asked for.
     """
 
     def __init__(
@@ -274,9 +357,9 @@ class Prefetch(Generic[T]):
         prepare: Callable[[int], T],
         device: torch.device,
         seconds: float,
-        there: Callable[[int], bool] = lambda step: True,
+        exists: Callable[[int], bool] = lambda step: True,
     ) -> None:
-        self._prepare, self._there, self._device, self._seconds = prepare, there, device, seconds
+        self._prepare, self._exists, self._device, self._seconds = prepare, exists, device, seconds
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._asked = Event()
         self._closed = False
@@ -314,7 +397,7 @@ class Prefetch(Generic[T]):
     def _work(self, step: int) -> T | None:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        while not self._there(step):
+        while not self._exists(step):
             if self._asked.wait(_LOOK_SECONDS):  # bounded: `take` or `close` asks
                 break
         return None if self._closed else self._prepare(step)

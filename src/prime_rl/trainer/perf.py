@@ -103,10 +103,6 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-# What fits into a CPU's memory nearly everywhere.
-SMALL_RL = "trainer --bench --model.name assets/tiny-reverse --seq-len 256 --data.fake.batch-size 16 --data.fake.micro-batch-size 4"
-SMALL_SFT = "sft --bench --model.name assets/tiny-reverse --data.seq-len 256 --data.batch-size 8"
-
 # Key, label, factor and decimals of the table's lines, in this order; those that are not there are left out.
 _LINES = (
     ("perf/throughput", "tokens/s", 1, 0),

@@ -1,7 +1,9 @@
 """What a training run reports: status from every rank, log lines and metrics from rank 0 alone; and how it is asked to stop."""
 
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +11,9 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
+import torch.distributed as dist
 from loguru import logger
-from torch import nn
+from torch import Tensor, nn
 
 from prime_rl.config import write_toml
 from prime_rl.errors import UserError
@@ -18,7 +21,6 @@ from prime_rl.monitor import Monitor, Status, log
 from prime_rl.monitor.status import status_path
 from prime_rl.trainer import sharded_optimizer
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.step import Outcome, now, runs_ahead, seconds
 from prime_rl.transport.commit import disk_errors, list_steps
 from prime_rl.transport.weights import version_dir, weights_manifest
 
@@ -188,19 +190,83 @@ class Report:
         self._status.done(outcome)
 
 
-@dataclass(frozen=True)
-class Row:
-    """The metrics of a step that the device has not told all of.
+Moment = float | torch.cuda.Event
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether the host only enqueues what the device does."""
+    return device.type == "cuda"
+
+
+def now(device: torch.device) -> Moment:
+    """A moment on the device's own time line, which the host may be ahead of: an event on a GPU, else the host's clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(start: Moment, end: Moment) -> float:
+    """Seconds between two moments of one device, which has passed both."""
+    if isinstance(start, float) and isinstance(end, float):
+        return end - start
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(end, torch.cuda.Event)
+    return start.elapsed_time(end) / 1e3
+
+
+class StepOutcome:
+    """Metric sums and gradient norm of step `step`, on their way from the device to the host. Nothing waits for them before `read`.
 
     Args:
-        outcome: What it owes.
+        sums: Of this rank; they are added up over the ranks.
+        moments: When the device began, had the gradients, and had changed the weights.
+    """
+
+    def __init__(
+        self, step: int, world: World, sums: Tensor, norm: Tensor, moments: tuple[Moment, Moment, Moment]
+    ) -> None:
+        self.step, self.moments = step, moments
+        if world.size > 1:
+            dist.all_reduce(sums)
+        numbers = torch.cat([sums.double(), norm.double().reshape(1)])
+        self._copied: torch.cuda.Event | None = None
+        if world.device.type == "cuda":
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._copied = torch.cuda.Event(blocking=True)
+            self._copied.record()
+        else:
+            self._numbers = numbers
+
+    def read(self) -> tuple[list[float], float]:
+        """The sums over all ranks, and the gradient norm. The one place of a step where the host waits for the device; any thread may.
+
+        Raises:
+            UserError: the gradient norm is not finite: what the step made must not be saved.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        *values, norm = self._numbers.tolist()
+        if not math.isfinite(norm):
+            raise UserError(f"step {self.step}: the gradient norm is {norm}: nothing of this step is committed")
+        return values, norm
+
+
+@dataclass(frozen=True)
+class Row:
+    """The metrics of a step, some of which are still on the device.
+
+    Args:
+        outcome: Those on the device.
         named: The metrics that the outcome's sums are.
         known: Those that the host knows already.
         tokens: Of all ranks.
         ideal: Seconds that the step's FLOP would take at the ranks' peak; None where that is not known.
     """
 
-    outcome: Outcome
+    outcome: StepOutcome
     named: Callable[[list[float]], Mapping[str, float]]
     known: Mapping[str, float]
     tokens: int
@@ -208,9 +274,9 @@ class Row:
 
 
 class Rows:
-    """Rows of metrics, each written once the device has told what it owes. Every rank keeps them.
+    """Rows of metrics, each written once its outcome is on the host. Every rank keeps them.
 
-    Asking at once would let a GPU run dry: there a step's row is written while the next step is under way, and by `flush`, which comes before
+    Reading at once would let a GPU run dry: there a step's row is written while the next step is under way, and by `flush`, which comes before
     anything is saved that is ahead of the row. On a CPU it is written at once. As a context it writes what is left where a run fails.
 
     A step's time goes from the end of the one before to its own end, so that waits count, for the first one from `begin`.

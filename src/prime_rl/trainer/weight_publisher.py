@@ -29,7 +29,7 @@ from prime_rl.trainer.canary import CanaryScorer, Scored
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.parallel import World, agree, background_world, broadcast, gather, on_main
 from prime_rl.trainer.source import Source
-from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies
+from prime_rl.trainer.weight_copy import Copy, GatheredCopy, RowCopies, on_device
 from prime_rl.trainer.weight_files import DTYPE_NAMES, allocate, copy_model_files, hash_files, write_ranges
 from prime_rl.transport import incarnations
 from prime_rl.transport.checksum import checksums
@@ -567,7 +567,7 @@ def export_dtype(config_dtype: str, source: Source) -> torch.dtype:
 def transport_of(config: "TrainerConfig", world: World) -> MemoryTransport | None:
     """The options of `memory`, if `weights.transport` asks for it here; None for `filesystem`."""
     weights = config.weights
-    if weights.transport == "filesystem" or config.data.fake is not None:
+    if weights.transport == "filesystem":
         return None
     if weights.transport == "auto" and (world.device.type != "cuda" or weights.tmpfs is not None):
         return None
@@ -581,3 +581,17 @@ def tmpfs_of_config(config: "TrainerConfig") -> Tmpfs | None:
         return None
     arithmetic = f"the newest, async_level {config.async_level}, keep {keep}, and one that is being written"
     return Tmpfs(root, config.async_level + keep + 2, arithmetic)
+
+
+def published_bytes(config: "TrainerConfig", source: Source, world: World, parameters: int) -> float:
+    """Bytes per parameter of a rank's share that published weights take on the trainer's GPU.
+
+    A server that shares the GPU takes twice as much again for its own copy, which it wants to find free
+    (`inference.staging`).
+    """
+    if transport_of(config, world) is None:
+        return 0.0
+    itemsize = export_dtype(config.weights.dtype, source).itemsize
+    if not on_device(parameters * itemsize, world.device):
+        return 0.0
+    return (3 if config.weights.shares_gpu else 1) * itemsize * world.shards

@@ -13,9 +13,9 @@ from prime_rl.envs.protocol import EpisodeResult, Outcome, Part, SampleTokens
 from prime_rl.orchestrator.samples import score_batch
 from prime_rl.orchestrator.scheduler import Batch, Finished, Group, Start, Task
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import collate
+from prime_rl.trainer.packing import StepData, collate
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.rl.data import StepData, document, grouped, normalize
+from prime_rl.trainer.rl.data import document, grouped, normalize
 
 TASK = Task("reverse-text", 3, "train/abc")
 
@@ -95,7 +95,7 @@ def test_what_is_in_the_denominator(normalization, left_out):
     packed = collate([document(sample) for sample in samples], len(STREAMS))
     one = World(0, 1, torch.device("cpu"), None)
     names = [sample.group_id for sample in samples]
-    step = grouped(StepData([packed], [], []), names, [range(len(samples))])
+    step = grouped(StepData([packed], []), names, [range(len(samples))])
     normalize(step, one, PolicyLoss(normalization=normalization))
     advantages, scales = (packed.streams[STREAMS.index(name)] for name in ("advantages", "rl_scale"))
     # A token of the two attempts that differ, of 1 and 2 tokens; the other two have 5 and 9.

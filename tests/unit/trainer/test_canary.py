@@ -18,7 +18,7 @@ from prime_rl.trainer.loss import STREAMS, make_loss
 from prime_rl.trainer.model import Policy
 from prime_rl.trainer.packing import collate
 from prime_rl.trainer.parallel import World
-from prime_rl.trainer.step import forward_backward
+from prime_rl.trainer.training_loop import forward_backward
 from prime_rl.transport.weights import REFERENCE_TOKENS, LogprobReference, reference_tokens, weights_manifest
 from support import trainer as support
 

@@ -12,15 +12,16 @@ import torch
 from prime_rl.config.trainer import DefaultLoss, PolicyLoss
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
-from prime_rl.trainer.packing import Costs, Prefetch
+from prime_rl.trainer.packing import Prefetch
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.rl import data as rl_data
 from prime_rl.trainer.rl.data import RolloutData
+from prime_rl.trainer.source import find_model
 from prime_rl.transport.rollouts import write_batch
 from prime_rl.wait import WaitTimeout
 from support import trainer as support
 
-world = support.world
+world, tied_model = support.world, support.tied_model
 CPU = torch.device("cpu")
 
 
@@ -71,7 +72,7 @@ def test_an_error_belongs_to_its_step(no_thread_is_left: None) -> None:
 def test_closed_while_it_looks(no_thread_is_left: None) -> None:
     """A thread that waits for what never comes ends when it is closed, and prepares nothing."""
     made: list[int] = []
-    ahead = Prefetch(made.append, CPU, 10, there=lambda step: False)
+    ahead = Prefetch(made.append, CPU, 10, exists=lambda step: False)
     ahead.start(0)
     ahead.close()
     assert made == []
@@ -87,31 +88,21 @@ def test_too_slow(no_thread_is_left: None) -> None:
     ahead.close()
 
 
-def rollouts(root: Path, world: World, loss: PolicyLoss | None = None) -> RolloutData:
-    return RolloutData(
-        root / "rollouts",
-        world,
-        seq_len=128,
-        vocabulary=support.VOCABULARY,
-        costs=Costs(),
-        multiple_of=1,
-        timeout=5,
-        read_seconds=30,
-        on_wait=lambda subject, waited: None,
-        loss=loss or DefaultLoss(),
-    )
+def rollouts(root: Path, world: World, model: Path, loss: PolicyLoss | None = None) -> RolloutData:
+    config = support.make_config(root, model, dist_timeout=30.0).model_copy(update={"loss": loss or DefaultLoss()})
+    return RolloutData(config, world, find_model(str(model)), lambda subject, owner, timeout: None)
 
 
 def test_rollouts_are_read_ahead(
-    no_thread_is_left: None, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A batch that is committed while another one is trained is read before it is asked for; it is what a reader that is asked would have read."""
     support.write_rollouts(tmp_path, 2)
-    one = rollouts(tmp_path, world)
+    one = rollouts(tmp_path, world, tied_model)
     second = tmp_path / "rollouts" / "step_1"
     second.rename(tmp_path / "later")
     read = threading.Event()
-    prepare = one._read
+    prepare = one.prepare
     monkeypatch.setattr(one._ahead, "_prepare", lambda step: (prepare(step), read.set())[0])
     one.read(0)
     assert not one.arrived(1)
@@ -120,7 +111,7 @@ def test_rollouts_are_read_ahead(
     assert read.wait(60)
     assert one.arrived(1)
     assert one.wait(1, lambda: False)
-    ahead, two = one.read(1), rollouts(tmp_path, world)
+    ahead, two = one.read(1), rollouts(tmp_path, world, tied_model)
     asked = two.read(1)
     one.close()
     two.close()
@@ -133,7 +124,7 @@ def test_rollouts_are_read_ahead(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_groups_of_a_step(
-    ranks: int, no_thread_is_left: None, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: int, no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Contract: with normalization group every group's weights add up to 1 / groups, wherever its members lie: over several micro-batches and ranks."""
     draw, group_of = (
@@ -145,16 +136,15 @@ def test_groups_of_a_step(
         for number, group in enumerate(group_of)
     ]
     write_batch(tmp_path / "rollouts", 0, samples)
-    readers = [
-        rollouts(tmp_path, replace(world, rank=rank, size=ranks), PolicyLoss(normalization="group"))
-        for rank in range(ranks)
-    ]
-    steps = [reader._read(0) for reader in readers]
+    readers = [rollouts(tmp_path, world, tied_model, PolicyLoss(normalization="group")) for _ in range(ranks)]
+    for rank, reader in enumerate(readers):
+        reader.world = replace(world, rank=rank, size=ranks)
+    steps = [reader.prepare(0) for reader in readers]
     counts = [rl_data._tokens_of_groups(step) for step in steps]
     monkeypatch.setattr(rl_data, "sum_over_ranks", lambda world, values: [*values[:3], *sum(counts)])
     weights, micro_batches = np.zeros(5), [set[int]() for _ in range(5)]
     for reader, step in zip(readers, steps, strict=True):
-        rl_data.normalize(step, world, reader.loss)
+        rl_data.normalize(step, world, reader.config.loss)
         for batch, groups in zip(step.batches, step.groups, strict=True):
             documents = groups[batch.documents()]
             weights += np.bincount(documents, batch.streams[STREAMS.index("rl_scale")], minlength=5)
@@ -170,12 +160,12 @@ def test_groups_of_a_step(
     assert sum(counts).tolist() == list(tokens.values())
 
 
-def test_a_bad_batch_ahead(no_thread_is_left: None, world: World, tmp_path: Path) -> None:
+def test_a_bad_batch_ahead(no_thread_is_left: None, world: World, tied_model: Path, tmp_path: Path) -> None:
     """A damaged batch is the error of its own step: the one before is trained."""
     support.write_rollouts(tmp_path, 2)
     samples = tmp_path / "rollouts" / "step_1" / "samples.arrow"
     samples.write_bytes(samples.read_bytes()[:-1])
-    source = rollouts(tmp_path, world)
+    source = rollouts(tmp_path, world, tied_model)
     assert source.read(0).tokens > 0
     assert source.wait(1, lambda: False)
     with pytest.raises(UserError, match="samples.arrow has .* bytes, the manifest says"):

@@ -22,7 +22,7 @@ from prime_rl.trainer.optim import build_optimizer
 from prime_rl.trainer.packing import Document, HostBatch, collate
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.sharded_optimizer import local_part
-from prime_rl.trainer.step import forward_backward, optimizer_step, warm_up
+from prime_rl.trainer.training_loop import forward_backward, optimizer_step, warm_up
 from support import trainer as support
 
 world, make_policy, tied_model = support.world, support.make_policy, support.tied_model

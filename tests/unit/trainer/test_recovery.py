@@ -175,14 +175,18 @@ def test_recovers_from_nothing(run_training: Run, tied_model: Path, undisturbed:
     assert [manifest.incarnation for manifest in manifests] == [1, 1, 1, 1]
 
 
-def test_recovering_a_finished_run(run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path) -> None:
-    """A trainer that is started again after it had finished has nothing to do, and says that it has finished."""
+@pytest.mark.parametrize("saved", [{}, {"ckpt": None}, {"ckpt": None, "recovery_interval": None}])
+def test_recovering_a_finished_run(
+    saved: dict[str, Any], run_training: Run, tied_model: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    """A finished run that is to be recovered is left as it is, whether a state was saved or none."""
     support.write_rollouts(tmp_path, STEPS)
     for recover in (False, True):
-        run_training(config(tmp_path, tied_model, recover=recover))
-    assert read_incarnations(tmp_path) == {0: 0, 1: 4}
+        run_training(config(tmp_path, tied_model, recover=recover, **saved))
+    assert read_incarnations(tmp_path) == {0: 0}
     assert hashes(tmp_path) == hashes(undisturbed)
-    assert complete_steps(tmp_path / "checkpoints") == [2, 4]
+    assert complete_steps(tmp_path / "checkpoints") == ([] if saved else [2, 4])
+    assert read_status(tmp_path)["trainer"].outcome == "finished"
 
 
 def test_resumed_history_is_the_one_recovered(
@@ -224,7 +228,7 @@ def test_recover_beside_a_step_to_resume_from(
         "--recover decides, not ckpt.resume_step 2: this run has begun already (incarnation 1, from step 2)"
         in heard.text
     )
-    assert sorted(read_incarnations(two).values()) == [2, 3]
+    assert list(read_incarnations(two).values()) == [2], "a finished run"
 
 
 def test_the_joint_manifest_is_the_orchestrators(run_training: Run, tied_model: Path, tmp_path: Path) -> None:
@@ -425,7 +429,7 @@ def test_starting_over_keeps_the_newest_version(
     settings: dict[str, Any] = {"ckpt": None, "recovery_interval": None, "max_steps": 3}
     run_training(config(tmp_path, tied_model, **settings))
     newest = weights_manifest(tmp_path / "weights" / "step_3").hash
-    run_training(config(tmp_path, tied_model, recover=True, **settings))
+    run_training(config(tmp_path, tied_model, recover=True, **{**settings, "max_steps": STEPS}))
     assert "starts over from the base model, 3 updates are made again" in caplog.text
     assert weights_manifest(tmp_path / "weights" / "given_up_1_step_3").hash == newest
     assert len(list((tmp_path / "weights").glob("given_up_*"))) == 1

@@ -1,21 +1,23 @@
 """The stream of samples, its steps, and their packing."""
 
 import itertools
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, Qwen3Config
 
-from prime_rl.config.sft import FakeSFTData, SFTData
+from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
-from prime_rl.trainer.packing import Costs
 from prime_rl.trainer.parallel import World
 from prime_rl.trainer.sft.data import FakeRows, RowData, RowStream, check_vocabulary, fill, row_order
 from prime_rl.trainer.sft.render import Tokens
+from prime_rl.trainer.source import Source, find_model
 from support import trainer as support
 
 tied_model, world = support.tied_model, support.world
@@ -25,10 +27,10 @@ def sample(length: int, trained: int = 1) -> Tokens:
     return Tokens(np.full(length, length), np.arange(length) >= length - trained)
 
 
-def stream(lengths: list[int], seq_len: int = 10, drawn: int = 0) -> RowStream:
+def stream(lengths: list[int], seq_len: int = 10, taken: int = 0) -> RowStream:
     """Rows of these lengths in order; a negative length is a row without trained tokens."""
     rows = [sample(n) if n > 0 else sample(-n, 0) for n in lengths]
-    return RowStream(lambda i: [rows[i]], len(rows), seq_len, shuffle=False, seed=0, drawn=drawn)
+    return RowStream(lambda i: [rows[i]], len(rows), seq_len, shuffle=False, seed=0, taken=taken)
 
 
 def test_order() -> None:
@@ -53,10 +55,10 @@ def test_fill() -> None:
     """A step ends with the first sample that fits in none of its rows; the next step begins with that one."""
     source = stream([6, 5, 4, 5, 3, 10, 9])
     assert [len(s.input_ids) for s in fill(source, 2, 10)] == [6, 5, 4, 5]  # rows 6+4, 5+5
-    assert source.drawn == 4
+    assert source.taken == 4
     assert [len(s.input_ids) for s in fill(source, 2, 10)] == [3, 10]
     assert [len(s.input_ids) for s in fill(source, 2, 10)] == [9, 6]  # over the end of the epoch
-    assert source.drawn == 8
+    assert source.taken == 8
 
 
 @settings(deadline=None)
@@ -71,15 +73,15 @@ def test_steps_and_resume(lengths: list[int], rows: int, steps: int) -> None:
     flat = list(itertools.chain(*taken))
     assert flat == list(itertools.islice(itertools.cycle(usable), len(flat)))
     assert all(sum(step) <= rows * 10 for step in taken)
-    resumed = stream(lengths, drawn=source.drawn)
+    resumed = stream(lengths, taken=source.taken)
     assert [len(s.input_ids) for s in fill(resumed, rows, 10)] == [len(s.input_ids) for s in fill(source, rows, 10)]
 
 
 def test_samples_of_a_row_stay_together() -> None:
     """A step takes all samples of a row or leaves it to the next; a row that no step could hold is passed over, and counted."""
     rows = [[sample(6), sample(8)], [sample(3)], [sample(9), sample(9), sample(9)], [sample(2), sample(5)]]
-    source = RowStream(lambda i: rows[i], len(rows), 10, shuffle=False, seed=0, drawn=0)
-    steps = [([len(one.input_ids) for one in fill(source, 2, 10)], source.drawn) for _ in range(3)]
+    source = RowStream(lambda i: rows[i], len(rows), 10, shuffle=False, seed=0, taken=0)
+    steps = [([len(one.input_ids) for one in fill(source, 2, 10)], source.taken) for _ in range(3)]
     assert steps == [([6, 8, 3], 2), ([2, 5], 4), ([6, 8, 3], 6)]
     assert source.dropped == {"too_long": 1}
 
@@ -89,14 +91,14 @@ def test_dropped_rows_are_counted() -> None:
     source = stream([11, 4, -5, 1, 12, 3])
     assert [len(source.take()[0].input_ids) for _ in range(2)] == [4, 3]
     assert source.dropped == {"too_long": 2, "untrained": 2}
-    assert source.drawn == 6
+    assert source.taken == 6
 
 
 def test_a_good_row_is_found_across_two_epochs() -> None:
     """Shuffled, all the others may come twice before it."""
     rows = [sample(3, 0), sample(3, 0), sample(4)]
     for seed in range(30):
-        source = RowStream(lambda i: [rows[i]], 3, 10, shuffle=True, seed=seed, drawn=0)
+        source = RowStream(lambda i: [rows[i]], 3, 10, shuffle=True, seed=seed, taken=0)
         assert [len(source.take()[0].input_ids) for _ in range(6)] == [4] * 6
 
 
@@ -108,50 +110,42 @@ def test_nothing_to_train_on() -> None:
         stream([11, -5, 12]).peek()
 
 
-def data(
-    name: Path, model: Path, world: World, micro_batch_size: int = 1, drawn: int = 0, vocabulary: int = 288
-) -> RowData:
-    config = SFTData(name=str(name), seq_len=64, batch_size=4, micro_batch_size=micro_batch_size, shuffle=False)
-    rows = [{"prompt": "a" * i, "completion": "b" * (i % 5 + 1)} for i in range(1, 20)]
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return RowData(
-        rows,
-        tokenizer,
-        config,
-        world,
-        vocabulary=vocabulary,
-        seed=0,
-        drawn=drawn,
-        costs=Costs(),
-        multiple_of=1,
-        timeout=60,
+def data(directory: Path, model: Path, world: World, rows: list[dict[str, Any]], **settings: Any) -> RowData:
+    path = directory / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = SFTConfig.model_validate(
+        {"output_dir": directory, "data": {"name": str(path), "seq_len": 64, "shuffle": False, **settings}}
     )
+    return RowData(config, world, find_model(str(model)), lambda subject, owner, timeout: None)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 2, 4])
 def test_weights_of_a_step_sum_to_one(micro_batch_size: int, tied_model: Path, tmp_path: Path, world: World) -> None:
     """Every loss token of a step weighs the same, whatever micro-batch it is in; nothing is lost in packing."""
-    source = data(tmp_path, tied_model, world, micro_batch_size)
+    rows = [{"prompt": "a" * i, "completion": "b" * (i % 5 + 1)} for i in range(1, 20)]
+    source = data(tmp_path, tied_model, world, rows, batch_size=4, micro_batch_size=micro_batch_size)
     step = source.read(0)
     source.close()
     weights = np.concatenate([batch.streams[0] for batch in step.batches])
-    assert weights.size == step.loss_tokens
-    np.testing.assert_allclose(weights, 1 / step.loss_tokens, rtol=1e-6)
-    assert sum(int(batch.lengths.sum()) for batch in step.batches) == step.tokens <= step.capacity == 256
+    assert weights.size == step.metrics["data/loss_tokens"]
+    np.testing.assert_allclose(weights, 1 / step.metrics["data/loss_tokens"], rtol=1e-6)
+    assert sum(int(batch.lengths.sum()) for batch in step.batches) == step.tokens
+    assert step.metrics["data/packing_efficiency"] == step.tokens / 256
     assert max(batch.sizes[0] for batch in step.batches) <= 64 * micro_batch_size
     # Completions of i % 5 + 1 letters, each with the end of its turn.
-    assert step.loss_tokens == sum(i % 5 + 2 for i in range(1, step.drawn + 1))
+    assert step.metrics["data/loss_tokens"] == sum(i % 5 + 2 for i in range(1, step.samples + 1))
 
 
 def test_a_bad_row_is_named(tied_model: Path, tmp_path: Path, world: World) -> None:
-    """An error in the thread that prepares steps reaches the reader, with the row's number."""
-    config = SFTData(name=str(tmp_path), seq_len=64, batch_size=1, shuffle=False)
-    rows = [{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 7}]
-    tokenizer = AutoTokenizer.from_pretrained(tied_model)
-    source = RowData(
-        rows, tokenizer, config, world, vocabulary=288, seed=0, drawn=0, costs=Costs(), multiple_of=1, timeout=60
-    )
+    """A malformed row is refused with its number: one of the first before the model is loaded, a later one where it is read."""
+    rows: list[dict[str, Any]] = [{"prompt": "a", "completion": "b"}] * 20
+    for bad in (1, 19):
+        rows[bad] = {"prompt": "a", "completion": 7}
     with pytest.raises(UserError, match="dataset row 1: `completion` is 7"):
+        data(tmp_path, tied_model, world, rows)
+    rows[1] = rows[0]
+    source = data(tmp_path, tied_model, world, rows)
+    with pytest.raises(UserError, match="dataset row 19: `completion` is 7"):
         source.read(0)
     source.close()
 
@@ -170,17 +164,18 @@ def test_another_models_tokenizer(tied_model: Path) -> None:
 )
 def test_fake_rows(kind: str, seq_len: int, lengths: set[int], world: World) -> None:
     """Fake steps are the same for one seed, differ between steps, and have the lengths asked for."""
-    config = SFTData(seq_len=seq_len, batch_size=8, fake=FakeSFTData.model_validate({"type": kind}))
-    make = FakeRows(config, world, vocabulary=9, costs=Costs(), multiple_of=1, seed=1, timeout=60)
+    settings = {"seed": 1, "data": {"seq_len": seq_len, "batch_size": 8, "fake": {"type": kind}}}
+    shape = Source("model", Qwen3Config(vocab_size=9), None)
+    make = FakeRows(SFTConfig.model_validate(settings), world, shape, lambda subject, owner, timeout: None)
     one, again, other = make.read(0), make.read(0), make.read(1)
     make.close()
     assert set(one.lengths) <= lengths
-    assert one.tokens <= one.capacity == 8 * seq_len
+    assert one.tokens <= 8 * seq_len
     for a, b in zip(one.batches, again.batches, strict=True):
         assert torch.equal(a.ints, b.ints)
     assert not torch.equal(one.batches[0].ints, other.batches[0].ints)
     if kind == "fixed":
         assert one.tokens == 256
-        assert one.loss_tokens == 8 * 31
+        assert one.metrics["data/loss_tokens"] == 8 * 31
     else:
         assert len(set(one.lengths)) > 1

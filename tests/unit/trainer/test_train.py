@@ -24,8 +24,8 @@ from prime_rl.errors import UserError
 from prime_rl.monitor import read_metrics, read_status
 from prime_rl.monitor.monitor import metrics_path
 from prime_rl.trainer import memory
-from prime_rl.trainer.rl import train as loop
-from prime_rl.trainer.rl.train import readable
+from prime_rl.trainer import training_loop as loop
+from prime_rl.trainer.rl.data import readable
 from prime_rl.transport.checkpoints import complete_steps
 from prime_rl.transport.commit import list_steps
 from prime_rl.transport.incarnations import read_incarnations

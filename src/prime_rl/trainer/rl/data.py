@@ -1,137 +1,82 @@
 """What the RL trainer trains on: rollouts that the orchestrator commits, or random samples."""
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+from transformers import PreTrainedTokenizerBase
 
+from prime_rl.config import TrainerConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.loss import STREAMS
 from prime_rl.trainer.packing import (
     LONGEST,
-    Costs,
     Document,
     HostBatch,
-    Ints,
-    Prefetch,
+    OnWait,
+    StepData,
+    StepSource,
     collate,
+    pads_to,
     pinned,
     plan,
     rollout_lengths,
 )
 from prime_rl.trainer.parallel import World, agree, sum_over_ranks
+from prime_rl.trainer.source import Source, load_tokenizer
 from prime_rl.transport.commit import is_listed, wait_for
 from prime_rl.transport.rollouts import Sample, open_batch, step_dir
 from prime_rl.wait import WaitTimeout
 
 if TYPE_CHECKING:
-    from prime_rl.config.trainer import FakeData as FakeConfig
     from prime_rl.config.trainer import PolicyLoss
 
 _SCALES = slice(STREAMS.index("rl_scale"), len(STREAMS))
 _MASK = STREAMS.index("mask")
+_EXAMPLE_INTERVAL = 10  # steps
 
 
-@dataclass(frozen=True)
-class StepData:
-    """One step: this rank's micro-batches, the lengths of all ranks' samples, and the run's environments, in the order of their places in streams.
+class RolloutData(StepSource):
+    """Batches that the orchestrator commits under `rollouts`.
 
-    Args:
-        example: A sample for people to read, on rank 0.
-        groups: Of each document of each of the micro-batches, its group's place among all groups of the step, where `normalize` needs them.
-        group_count: Groups of the step, over all ranks.
+    Raises:
+        UserError: the model's tokenizer cannot be loaded.
     """
 
-    batches: list[HostBatch]
-    lengths: list[int]
-    environments: list[str]
-    example: Sample | None = None
-    groups: list[Ints] = field(default_factory=list)
-    group_count: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-
-class Data(Protocol):
-    """Where steps come from. Every rank calls `arrived`, `wait` and `read`, with the same step."""
-
-    def arrived(self, step: int) -> bool:
-        """Whether the step's data is there already: the same answer on every rank."""
-
-    def wait(self, step: int, stop: Callable[[], bool]) -> bool:
-        """Wait until the step's data is there. False when a rank was asked to stop."""
-
-    def read(self, step: int) -> StepData:
-        """This rank's share, which a thread has read and packed."""
-
-    def close(self) -> None:
-        """Let the thread end."""
-
-
-class RolloutData:
-    """Batches that the orchestrator commits under `root`.
-
-    Args:
-        vocabulary: Rows of the embedding; token ids must lie below.
-        multiple_of: Micro-batches are padded to a multiple of so many tokens.
-        timeout: Seconds to wait for a batch.
-        read_seconds: How long reading one may take.
-        loss: The loss, which says what weights are divided by and whether samples need log-probabilities of a reference model.
-        on_wait: Told again and again what is waited for and for how long already.
-    """
-
-    def __init__(
-        self,
-        root: Path,
-        world: World,
-        *,
-        seq_len: int,
-        vocabulary: int,
-        costs: Costs,
-        multiple_of: int,
-        timeout: float,
-        read_seconds: float,
-        loss: "PolicyLoss",
-        on_wait: Callable[[str, float], None],
-    ) -> None:
-        self.root, self.world, self.seq_len, self.vocabulary = root, world, seq_len, vocabulary
-        self.costs, self.multiple_of, self.timeout, self.on_wait = costs, multiple_of, timeout, on_wait
-        self.loss = loss
-        self._ahead = Prefetch(self._read, world.device, read_seconds, lambda step: is_listed(step_dir(root, step)))
+    def __init__(self, config: TrainerConfig, world: World, source: Source, on_wait: OnWait) -> None:
+        self.config, self.on_wait, self.root = config, on_wait, config.output_dir / "rollouts"
+        self.vocabulary = source.config.get_text_config().vocab_size
+        self.tokenizer = agree(world, lambda: load_tokenizer(source) if world.is_main else None)
+        super().__init__(world, config.dist_timeout, lambda step: is_listed(step_dir(self.root, step)))
 
     def arrived(self, step: int) -> bool:
         return self._exchange(False, self.world.is_main and is_listed(step_dir(self.root, step)), False)[1]
 
     def wait(self, step: int, stop: Callable[[], bool]) -> bool:
-        """Only rank 0 looks into the directory; at every look the ranks tell each other how things stand, so that they never part.
+        """Wait for the batch. Only rank 0 looks into the directory; at every look the ranks exchange what they know, so that they never part.
 
         Raises:
             WaitTimeout: on every rank, when the orchestrator has not committed the step in time.
         """
-        path = step_dir(self.root, step)
+        path, timeout = step_dir(self.root, step), self.config.rollout_timeout
         subject = f"{path.parent.name}/{path.name}"
         if not self.world.is_main:
-            began = time.monotonic()
             while True:  # ends with rank 0's wait; should that rank die, the collective fails
-                self.on_wait(subject, time.monotonic() - began)
-                asked, found, expired = self._exchange(stop(), False, False)
+                self.on_wait(subject, "orchestrator", timeout)
+                asked, exists, expired = self._exchange(stop(), False, False)
                 if expired:
-                    raise WaitTimeout(subject, "orchestrator", self.timeout)
-                if asked or found:
+                    raise WaitTimeout(subject, "orchestrator", timeout)
+                if asked or exists:
                     return not asked
         try:
             arrived = wait_for(
                 path,
                 owner="orchestrator",
-                timeout=self.timeout,
+                timeout=timeout,
                 poll=0.05,
-                on_wait=lambda waited: self.on_wait(subject, waited),
+                on_wait=lambda waited: self.on_wait(subject, "orchestrator", timeout),
                 stop=lambda: self._exchange(stop(), False, False)[0],
             )
         except WaitTimeout:
@@ -139,92 +84,69 @@ class RolloutData:
             raise
         return arrived is not None and not self._exchange(stop(), True, False)[0]
 
-    def _exchange(self, stop: bool, found: bool, expired: bool) -> tuple[bool, bool, bool]:
-        asked, ready, late = sum_over_ranks(self.world, [stop, found, expired])
+    def _exchange(self, stop: bool, exists: bool, expired: bool) -> tuple[bool, bool, bool]:
+        asked, ready, late = sum_over_ranks(self.world, [stop, exists, expired])
         return asked > 0, ready > 0, late > 0
 
     def read(self, step: int) -> StepData:
-        """
-        Raises:
-            UserError: the batch is damaged, or does not fit the model or `seq_len`.
-        """
-        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world, self.loss)
+        return normalize(super().read(step), self.world, self.config.loss)
 
-    def close(self) -> None:
-        self._ahead.close()
-
-    def _read(self, step: int) -> StepData:
+    def prepare(self, step: int) -> StepData:
         batch = open_batch(step_dir(self.root, step), check_bytes=self.world.is_main)
         if len(batch) == 0:
             raise UserError(f"{batch.directory} holds no samples")
-        mine = plan(batch.lengths, self.seq_len, self.world.size, self.costs)[self.world.rank]
+        mine = plan(batch.lengths, self.config.seq_len, self.world.size, self.costs)[self.world.rank]
         wanted = [index for indices in mine for index in indices]
         rows = dict(zip(wanted, batch.rows(wanted), strict=True))
         for sample in rows.values():
             check_tokens(sample, self.vocabulary)
-        environments, reference = batch.environments, self.loss.kl_coef > 0
+        environments, reference = batch.environments, self.config.loss.kl_coef > 0
         documents = {i: document(row, environments.index(row.env), reference) for i, row in rows.items()}
-        batches = [collate([documents[i] for i in indices], len(STREAMS), self.multiple_of) for indices in mine]
-        example = batch.rows([step % len(batch)])[0] if self.world.is_main else None
-        data = StepData(pinned(batches, self.world.device), batch.lengths.tolist(), environments, example)
-        return grouped(data, batch.group_ids(), mine) if self.loss.normalization == "group" else data
+        multiple_of = pads_to(self.world.device)
+        batches = [collate([documents[i] for i in indices], len(STREAMS), multiple_of) for indices in mine]
+        example = None
+        if self.tokenizer is not None and step % _EXAMPLE_INTERVAL == 0:
+            example = readable(batch.rows([step % len(batch)])[0], self.tokenizer)
+        lengths = batch.lengths.tolist()
+        batches = pinned(batches, self.world.device)
+        data = StepData(batches, lengths, len(lengths), environments=environments, example=example)
+        return grouped(data, batch.group_ids(), mine) if self.config.loss.normalization == "group" else data
 
 
-class FakeData:
+class FakeSamples(StepSource):
     """Random samples, the same for one seed on any number of ranks. Needs neither orchestrator nor model files.
 
     Lengths are all the same (`fixed`), or spread as those of real rollouts (`lognormal`: median 600, sigma 0.9). Each sample is a group of its own.
     """
 
-    def __init__(
-        self,
-        config: "FakeConfig",
-        world: World,
-        *,
-        seq_len: int,
-        vocabulary: int,
-        costs: Costs,
-        multiple_of: int,
-        seed: int,
-        read_seconds: float,
-        loss: "PolicyLoss",
-    ) -> None:
-        self.config, self.world, self.seq_len, self.vocabulary = config, world, seq_len, vocabulary
-        self.costs, self.multiple_of, self.seed, self.loss = costs, multiple_of, seed, loss
-        self._ahead = Prefetch(self._make, world.device, read_seconds)
-
-    def arrived(self, step: int) -> bool:
-        return True
-
-    def wait(self, step: int, stop: Callable[[], bool]) -> bool:
-        return sum_over_ranks(self.world, [stop()])[0] == 0
+    def __init__(self, config: TrainerConfig, world: World, source: Source, on_wait: OnWait) -> None:
+        assert config.data.fake is not None
+        self.config, self.fake, self.vocabulary = config, config.data.fake, source.config.get_text_config().vocab_size
+        super().__init__(world, config.dist_timeout)
 
     def read(self, step: int) -> StepData:
-        return normalize(agree(self.world, lambda: self._ahead.take(step)), self.world, self.loss)
+        return normalize(super().read(step), self.world, self.config.loss)
 
-    def close(self) -> None:
-        self._ahead.close()
-
-    def _make(self, step: int) -> StepData:
-        config, lengths = self.config, self._lengths(step)
-        most = config.micro_batch_size if config.lengths == "fixed" else None
-        mine = plan(lengths, self.seq_len, self.world.size, self.costs, most)[self.world.rank]
+    def prepare(self, step: int) -> StepData:
+        lengths, device = self._lengths(step), self.world.device
+        most = self.fake.micro_batch_size if self.fake.lengths == "fixed" else None
+        mine = plan(lengths, self.config.seq_len, self.world.size, self.costs, most)[self.world.rank]
         batches = [
-            collate([self._document(step, i, lengths[i]) for i in indices], len(STREAMS), self.multiple_of)
+            collate([self._document(step, i, lengths[i]) for i in indices], len(STREAMS), pads_to(device))
             for indices in mine
         ]
-        return grouped(StepData(pinned(batches, self.world.device), lengths, []), range(len(lengths)), mine)
+        return grouped(StepData(pinned(batches, device), lengths, len(lengths)), range(len(lengths)), mine)
 
     def _lengths(self, step: int) -> list[int]:
-        config = self.config
-        if config.lengths == "fixed":
-            return [config.seq_len or max(2, self.seq_len // config.micro_batch_size)] * config.batch_size
-        longest = min(config.seq_len or LONGEST, self.seq_len)
-        return rollout_lengths(np.random.default_rng([self.seed, step]), config.batch_size, longest)
+        fake, seq_len = self.fake, self.config.seq_len
+        if fake.lengths == "fixed":
+            return [fake.seq_len or max(2, seq_len // fake.micro_batch_size)] * fake.batch_size
+        longest = min(fake.seq_len or LONGEST, seq_len)
+        return rollout_lengths(np.random.default_rng([self.config.seed, step]), fake.batch_size, longest)
 
     def _document(self, step: int, index: int, tokens: int) -> Document:
         """Every token but the first is trained; its sampler was a uniform model with a little noise."""
-        draw = np.random.default_rng([self.seed, step, index])
+        draw = np.random.default_rng([self.config.seed, step, index])
         mask = np.arange(tokens) > 0
         streams = np.zeros((len(STREAMS), tokens), dtype=np.float32)
         streams[_MASK] = streams[STREAMS.index("rl_scale")] = mask
@@ -232,6 +154,23 @@ class FakeData:
         streams[STREAMS.index("logprobs")] = mask * (0.1 * noise - np.float32(np.log(self.vocabulary)))
         streams[STREAMS.index("advantages")] = mask * np.float32(draw.standard_normal())
         return Document(draw.integers(0, self.vocabulary, tokens), mask, 1.0, streams)
+
+
+def readable(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Describe a rollout for people: its prompt, what was sampled (if nothing was, what is imitated), and its reward."""
+    ids = [int(token) for token in sample.input_ids]
+    of_loss = np.asarray(sample.loss_mask, dtype=bool)
+    if not of_loss.any() and sample.ce_weight is not None:  # a teacher's tokens
+        of_loss = np.asarray(sample.ce_weight) != 0
+    first = int(np.argmax(of_loss)) if of_loss.any() else len(ids)
+    prompt, completion = (str(tokenizer.decode(part)) for part in (ids[:first], ids[first:]))
+    title = f"sample of {sample.env} (task {sample.task_id}), reward {sample.reward:.3f}"
+    return f"{title}\n  prompt: {_shortened(prompt)}\n  completion: {_shortened(completion)}"
+
+
+def _shortened(text: str, limit: int = 500) -> str:
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}"
 
 
 def check_tokens(sample: Sample, vocabulary: int) -> None:

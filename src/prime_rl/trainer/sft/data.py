@@ -2,63 +2,42 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from loguru import logger
 from transformers import PreTrainedTokenizerBase
 
+from prime_rl.config import SFTConfig
 from prime_rl.errors import UserError
 from prime_rl.trainer.packing import (
     LONGEST,
     Costs,
     Document,
-    HostBatch,
-    Prefetch,
+    OnWait,
+    StepData,
+    StepSource,
     collate,
+    pads_to,
     pinned,
     plan,
     rollout_lengths,
 )
-from prime_rl.trainer.parallel import World, agree
-from prime_rl.trainer.sft.render import RowRenderer, Rows, Tokens
-
-if TYPE_CHECKING:
-    from prime_rl.config.sft import SFTData
+from prime_rl.trainer.parallel import World, agree, on_main
+from prime_rl.trainer.sft.render import RowRenderer, Tokens, load_rows
+from prime_rl.trainer.source import Source, load_tokenizer, stop_ids
 
 STREAMS = 1  # of the cross-entropy token loss: weight / (loss tokens of the whole step)
+
+_CHECKED_ROWS = 16  # before the model is loaded
 
 Tokenizer = Callable[[int], list[Tokens]]
 """The samples of a row, by its index."""
 
 
-@dataclass(frozen=True)
-class StepData:
-    """One step: this rank's micro-batches, and counts over all ranks.
-
-    Args:
-        drawn: Rows taken from the stream before the next step, since its very beginning: where to go on after a resume.
-        dropped: Rows passed over in this step, by reason.
-        capacity: Tokens that the step could have held.
-    """
-
-    batches: list[HostBatch]
-    lengths: list[int]
-    loss_tokens: int
-    drawn: int
-    dropped: dict[str, int]
-    capacity: int
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-
-def row_order(rows: int, drawn: int, shuffle: bool, seed: int) -> Iterator[int]:
-    """Row indices without end, one permutation per epoch, beginning after the first `drawn` of them."""
-    epoch, offset = divmod(drawn, rows)
+def row_order(rows: int, taken: int, shuffle: bool, seed: int) -> Iterator[int]:
+    """Row indices without end, one permutation per epoch, beginning after the first `taken` of them."""
+    epoch, offset = divmod(taken, rows)
     while True:
         order = np.random.default_rng([seed, epoch]).permutation(rows) if shuffle else np.arange(rows)
         yield from order[offset:].tolist()
@@ -69,16 +48,16 @@ class RowStream:
     """Tokenized rows in the order of `row_order`, without those that cannot be trained on, which are counted.
 
     Nothing is truncated: half a conversation would teach to break off. `peek` and `take` let a step leave the row that no longer fits. The
-    samples of a row stay in one step, so that `drawn` rows say where to go on.
+    samples of a row stay in one step, so that `taken` rows say where to go on.
     """
 
-    def __init__(self, tokenizer: Tokenizer, rows: int, seq_len: int, *, shuffle: bool, seed: int, drawn: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, rows: int, seq_len: int, *, shuffle: bool, seed: int, taken: int) -> None:
         self._tokenizer, self._rows, self._seq_len = tokenizer, rows, seq_len
-        self._order = row_order(rows, drawn, shuffle, seed)
+        self._order = row_order(rows, taken, shuffle, seed)
         self._next: list[Tokens] | None = None
-        self.drawn = drawn
+        self.taken = taken
         self._index = 0  # of that row
-        self._skipped = 0  # of the next row: drawn, but not yet part of a step
+        self._skipped = 0  # of the next row: taken, but not yet part of a step
         self.dropped: Counter[str] = Counter()
 
     def peek(self) -> list[Tokens]:
@@ -89,10 +68,7 @@ class RowStream:
         """
         while self._next is None:
             self._index = next(self._order)
-            try:
-                self._next = self._tokenizer(self._index)
-            except UserError as error:
-                raise UserError(f"dataset row {self._index}: {error}") from error
+            self._next = self._tokenizer(self._index)
             longest = max(len(sample.input_ids) for sample in self._next)
             if longest > self._seq_len:
                 self.drop("too_long", f"its {longest} tokens exceed seq_len {self._seq_len}")
@@ -104,7 +80,7 @@ class RowStream:
         """The same, and go on to the one after it."""
         samples = self.peek()
         self._next = None
-        self.drawn += self._skipped + 1
+        self.taken += self._skipped + 1
         self._skipped = 0
         return samples
 
@@ -151,21 +127,23 @@ def _place(samples: list[Tokens], room: npt.NDArray[np.int64]) -> npt.NDArray[np
 
 
 def pack(
-    samples: Sequence[Tokens],
-    config: "SFTData",
-    world: World,
-    costs: Costs,
-    multiple_of: int,
-    drawn: int,
-    dropped: dict[str, int],
+    samples: Sequence[Tokens], config: SFTConfig, world: World, costs: Costs, taken: int, dropped: dict[str, int]
 ) -> StepData:
-    """A step of these samples. Every rank packs the same ones, and keeps its own share."""
+    """A step of these samples, for which `taken` rows were taken. Every rank packs the same ones, and keeps its own share."""
+    data = config.data
     loss_tokens = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
     lengths = [len(sample.input_ids) for sample in samples]
-    mine = plan(lengths, config.micro_batch_size * config.seq_len, world.size, costs)[world.rank]
-    batches = [collate([_document(samples[i], loss_tokens) for i in indices], STREAMS, multiple_of) for indices in mine]
-    room = config.batch_size * config.seq_len
-    return StepData(pinned(batches, world.device), lengths, loss_tokens, drawn, dropped, room)
+    mine = plan(lengths, data.micro_batch_size * data.seq_len, world.size, costs)[world.rank]
+    documents = {index: _document(samples[index], loss_tokens) for indices in mine for index in indices}
+    multiple_of = pads_to(world.device)
+    batches = [collate([documents[i] for i in indices], STREAMS, multiple_of) for indices in mine]
+    metrics = {
+        "data/samples": len(lengths),
+        "data/loss_tokens": loss_tokens,
+        "data/packing_efficiency": sum(lengths) / (data.batch_size * data.seq_len),
+        **{f"data/dropped_{reason}": count for reason, count in dropped.items()},
+    }
+    return StepData(pinned(batches, world.device), lengths, taken, metrics)
 
 
 def _document(sample: Tokens, loss_tokens: int) -> Document:
@@ -173,57 +151,52 @@ def _document(sample: Tokens, loss_tokens: int) -> Document:
     return Document(sample.input_ids, sample.loss_mask, 1.0, weights)
 
 
-class RowData:
-    """Steps of a dataset. Rank for rank the same stream is read, so the number of ranks changes neither the steps nor where a resumed run goes on.
+class RowData(StepSource):
+    """Steps of a dataset. Every rank reads the same stream, so the number of ranks changes neither the steps nor where a resumed run goes on.
 
-    The next step is tokenized by a thread while this one is trained.
+    The first rows are tokenized at once, so that a dataset of another form is refused before the model is loaded.
+
+    Raises:
+        UserError: the dataset or the tokenizer cannot be loaded, or one of the first rows is malformed.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        tokenizer: PreTrainedTokenizerBase,
-        config: "SFTData",
-        world: World,
-        *,
-        vocabulary: int,
-        seed: int,
-        drawn: int,
-        costs: Costs,
-        multiple_of: int,
-        timeout: float,
-        stop_ids: Sequence[int] = (),
-    ) -> None:
-        renderer = RowRenderer(tokenizer, config.loss_mask, stop_ids)
+    def __init__(self, config: SFTConfig, world: World, source: Source, on_wait: OnWait) -> None:
+        self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
+        self.tokenizer = agree(world, lambda: load_tokenizer(source))
+        on_main(world, lambda: len(load_rows(config.data)))  # downloads what is missing, and fills the cache
+        self.rows = agree(world, lambda: load_rows(config.data))
+        self._renderer = RowRenderer(self.tokenizer, config.data.loss_mask, stop_ids(source))
+        on_main(world, lambda: [len(self.tokens(index)) for index in range(min(_CHECKED_ROWS, len(self.rows)))])
+        self._stream = self._from(0)
+        super().__init__(world, config.dist_timeout)
 
-        def tokens(index: int) -> list[Tokens]:
-            samples = renderer.samples(rows[index])
+    def start(self, costs: Costs, samples: int) -> None:
+        super().start(costs, samples)
+        self._stream = self._from(samples)
+
+    def _from(self, taken: int) -> RowStream:
+        data = self.config.data
+        return RowStream(
+            self.tokens, len(self.rows), data.seq_len, shuffle=data.shuffle, seed=self.config.seed, taken=taken
+        )
+
+    def tokens(self, index: int) -> list[Tokens]:
+        """The samples of a row. Raises UserError, with the row's number, for one that is malformed."""
+        try:
+            samples = self._renderer.samples(self.rows[index])
             for sample in samples:
-                check_vocabulary(sample, vocabulary, tokenizer)
-            return samples
+                check_vocabulary(sample, self.vocabulary, self.tokenizer)
+        except UserError as error:
+            raise UserError(f"dataset row {index}: {error}") from error
+        return samples
 
-        self._stream = RowStream(tokens, len(rows), config.seq_len, shuffle=config.shuffle, seed=seed, drawn=drawn)
-        self._config, self._world, self._costs, self._multiple_of = config, world, costs, multiple_of
-        self._ahead = Prefetch(self._prepare, world.device, timeout)
-
-    def read(self, step: int) -> StepData:
-        """
-        Raises:
-            UserError: a row is malformed, or none can be trained on.
-            WaitTimeout: tokenizing a step takes longer than `timeout`.
-        """
-        return agree(self._world, lambda: self._ahead.take(step))
-
-    def close(self) -> None:
-        """Let the thread end when it has finished the step that it is at."""
-        self._ahead.close()
-
-    def _prepare(self, step: int) -> StepData:
+    def prepare(self, step: int) -> StepData:
         """The stream's next step. The thread comes here once a step, in order."""
-        before = self._stream.dropped.copy()
-        samples = fill(self._stream, self._config.batch_size, self._config.seq_len)
-        dropped = {reason: self._stream.dropped[reason] - before[reason] for reason in ("too_long", "untrained")}
-        return pack(samples, self._config, self._world, self._costs, self._multiple_of, self._stream.drawn, dropped)
+        stream, data = self._stream, self.config.data
+        taken, before = stream.taken, stream.dropped.copy()
+        samples = fill(stream, data.batch_size, data.seq_len)
+        dropped = {reason: stream.dropped[reason] - before[reason] for reason in ("too_long", "untrained")}
+        return pack(samples, self.config, self.world, self.costs, stream.taken - taken, dropped)
 
 
 def check_vocabulary(tokens: Tokens, vocabulary: int, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -235,45 +208,27 @@ def check_vocabulary(tokens: Tokens, vocabulary: int, tokenizer: PreTrainedToken
         )
 
 
-class FakeRows:
+class FakeRows(StepSource):
     """Random tokens, every one trained, the same for one seed on any number of ranks. Needs no dataset.
 
     Lengths are `seq_len` each (`fixed`), uniform in [seq_len / 8, seq_len] (`variable`), or spread as those of rollouts (`lognormal`).
     """
 
-    def __init__(
-        self,
-        config: "SFTData",
-        world: World,
-        *,
-        vocabulary: int,
-        costs: Costs,
-        multiple_of: int,
-        seed: int,
-        timeout: float,
-    ) -> None:
-        self._config, self._world, self._costs = config, world, costs
-        self._vocabulary, self._multiple_of, self._seed = vocabulary, multiple_of, seed
-        self._ahead = Prefetch(self._make, world.device, timeout)
+    def __init__(self, config: SFTConfig, world: World, source: Source, on_wait: OnWait) -> None:
+        self.config, self.vocabulary = config, source.config.get_text_config().vocab_size
+        super().__init__(world, config.dist_timeout)
 
-    def read(self, step: int) -> StepData:
-        return agree(self._world, lambda: self._ahead.take(step))
-
-    def close(self) -> None:
-        self._ahead.close()
-
-    def _make(self, step: int) -> StepData:
-        config = self._config
-        draws = np.random.default_rng([self._seed, step])
+    def prepare(self, step: int) -> StepData:
+        draws = np.random.default_rng([self.config.seed, step])
         samples: list[Tokens] = []
-        room = config.batch_size * config.seq_len
+        room = self.config.data.batch_size * self.config.data.seq_len
         while (length := self._length(draws)) <= room:
-            samples.append(Tokens(draws.integers(0, self._vocabulary, length), np.ones(length, dtype=np.bool_)))
+            samples.append(Tokens(draws.integers(0, self.vocabulary, length), np.ones(length, dtype=np.bool_)))
             room -= length
-        return pack(samples, config, self._world, self._costs, self._multiple_of, drawn=0, dropped={})
+        return pack(samples, self.config, self.world, self.costs, 0, {})
 
     def _length(self, draws: np.random.Generator) -> int:
-        seq_len, fake = self._config.seq_len, self._config.fake
+        seq_len, fake = self.config.data.seq_len, self.config.data.fake
         if fake is None or fake.type == "fixed":
             return seq_len
         if fake.type == "lognormal":

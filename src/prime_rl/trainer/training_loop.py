@@ -1,0 +1,358 @@
+"""The training loop, one for RL and fine-tuning: they differ in their data, their token loss, and in who follows their versions (`Recipe`)."""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from prime_rl.config import SFTConfig, TrainerConfig
+from prime_rl.config.sft import FakeSFTData
+from prime_rl.config.shared import TRAINER_STEPS
+from prime_rl.config.trainer import ConstantScheduler, FakeData
+from prime_rl.monitor import read_status
+from prime_rl.trainer import moe, perf
+from prime_rl.trainer.canary import CanaryScorer
+from prime_rl.trainer.ckpt import Checkpoints, Progress
+from prime_rl.trainer.lm_head import TokenLoss
+from prime_rl.trainer.loss import STREAMS, SequenceLoss
+from prime_rl.trainer.memory import watched
+from prime_rl.trainer.model import Policy, build_policy, check_head, check_host_memory, compute_dtype
+from prime_rl.trainer.optim import build_optimizer, clip_gradients, learning_rate, set_learning_rate
+from prime_rl.trainer.packing import (
+    Document,
+    HostBatch,
+    OnWait,
+    StepData,
+    StepSource,
+    collate,
+    pads_to,
+    pinned,
+    to_device,
+)
+from prime_rl.trainer.parallel import World, close_world, init_world
+from prime_rl.trainer.perf import HostSyncs, bench_table
+from prime_rl.trainer.report import Report, Row, Rows, StepOutcome, StopSignal, now, say_without_effect
+from prime_rl.trainer.source import Source, locate_model
+from prime_rl.trainer.weight_publisher import (
+    WeightPublisher,
+    export_dtype,
+    published_bytes,
+    tmpfs_of_config,
+    transport_of,
+)
+from prime_rl.transport.checkpoints import trainer_is_alone
+from prime_rl.transport.weights import version_dir
+
+Config = TrainerConfig | SFTConfig
+C = TypeVar("C", TrainerConfig, SFTConfig)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What RL and fine-tuning differ in.
+
+    Args:
+        tokens: Most tokens of a micro-batch.
+        sample_tokens: Of a row that PRIME-RL's count of FLOP takes for one document.
+        small: A command of a benchmark that fits nearly everywhere.
+        names: Gives the metrics of a step's summed `loss` metrics.
+        open_data: Opens the data, before the model is built.
+        served: The config of a run whose versions servers follow (None: versions are for checkpoints alone).
+        async_level: Versions behind the newest that are still sampled from, and `keep` how many more are kept.
+    """
+
+    tokens: int
+    sample_tokens: int
+    small: str
+    loss: TokenLoss | SequenceLoss
+    names: Callable[[StepData], moe.Named]
+    open_data: Callable[[World, Source, OnWait], StepSource]
+    served: TrainerConfig | None = None
+    async_level: int = 0
+    keep: int | None = 0
+
+
+def train(raw_config: C, make_recipe: Callable[[C], Recipe]) -> None:
+    """Train until `max_steps`, or until a signal asks to stop. A finished run that is to be recovered is left as it is.
+
+    Raises:
+        UserError: anything the user can mend, on every rank.
+    """
+    stop = StopSignal()
+    config = bench_config(raw_config) if raw_config.bench else raw_config
+    process = "trainer" if isinstance(config, TrainerConfig) else "sft"
+    recover = isinstance(config, TrainerConfig) and config.recover
+    before = read_status(config.output_dir).get(process) if recover else None
+    world = init_world(config.device, config.dist_timeout, config.model.dp_replicate)
+    with Report(config, process, world, recover=recover) as report, ExitStack() as exit_stack:
+        recipe = make_recipe(config)
+        checkpoints = Checkpoints(config, world, alone=lambda: not recipe.served or trainer_is_alone(config.output_dir))
+        exit_stack.callback(checkpoints.close)
+        is_finished = before is not None and before.outcome == "finished"
+        if not config.bench and checkpoints.choose(is_finished):
+            report.close(
+                "finished", f"this run has made its {config.max_steps} steps already: nothing is trained again"
+            )
+        else:
+            run(config, raw_config, recipe, checkpoints, world, report, stop, exit_stack)
+    close_world()
+
+
+def run(
+    config: Config,
+    raw_config: Config,
+    recipe: Recipe,
+    checkpoints: Checkpoints,
+    world: World,
+    report: Report,
+    stop: StopSignal,
+    exit_stack: ExitStack,
+) -> None:
+    """The run, from top to bottom. Resources registered on `exit_stack` are always closed."""
+    torch.manual_seed(config.seed)
+    served = recipe.served
+    report.phase("loading the model")
+    source = locate_model(config.model, world, random_weights=config.data.fake is not None)
+    if not config.bench:
+        checkpoints.check_model(source)
+    report.phase("loading the data")
+    data = recipe.open_data(world, source, report.waiting)
+    exit_stack.callback(data.close)
+    check_host_memory(config, source, world, recipe.tokens, recipe.small)
+    report.phase("building the model")
+    published = None if served is None else partial(published_bytes, served, source, world)
+    policy = build_policy(
+        source, config.model, world, config.seed, tokens=recipe.tokens, optim=config.optim, published=published
+    )
+    check_head(policy, source, world)
+    optimizer = build_optimizer(policy, config.optim)
+    say_without_effect(config, policy, world)
+    progress = checkpoints.load(policy, optimizer)
+    start = progress.step
+    matmul, width = perf.matmul_parameters(policy.lm), perf.attention_width(source.config)
+    data.start(perf.costs(matmul, width), progress.samples)
+
+    vocabulary = source.config.get_text_config().vocab_size
+    exported, scorer = export_dtype(config.weights.dtype, source), None
+    if served is not None and served.weights.canary:  # else nobody reads the scores
+        scorer = CanaryScorer(policy, world, vocabulary, compute_dtype(config.model.dtype, world.device), exported)
+    versions = WeightPublisher(
+        config.output_dir,
+        policy,
+        source,
+        world,
+        exported,
+        timeout=config.dist_timeout,
+        canary=scorer,
+        memory=None if served is None else transport_of(served, world),
+        tmpfs=None if served is None else tmpfs_of_config(served),
+        save_interval=None if served is None else served.weights.save_interval,
+        on_committed=lambda version, times: report.more_metrics(version - 1, times),
+    )
+    exit_stack.callback(versions.close)
+    report.open(raw_config)
+    if not config.bench:
+        report.phase("committing the starting weights")
+        checkpoints.begin(versions, start)
+    report.ready()
+    report.text(f"ready on {world.size} × {world.device.type}, starting at step {start}")
+
+    rows = exit_stack.enter_context(Rows(report, world.device))
+    syncs = exit_stack.enter_context(HostSyncs(world.device, count=config.bench))
+    exit_stack.enter_context(watched(policy.memory, world.device))
+    if served is not None and policy.compiled:  # the servers are loading meanwhile
+        report.phase("compiling")
+        warm_up(policy, recipe.loss, served, world, vocabulary, pads_to(world.device))
+    step, saving = start, 0.0
+    while config.max_steps is None or step < config.max_steps:
+        report.step(step)
+        checkpoints.look(step)
+        if not data.arrived(step):  # nothing is gained by running ahead: what the step before began is finished first
+            rows.flush()
+            versions.settle()
+        started = time.perf_counter()
+        if not data.wait(step, stop):
+            break
+        arrived = time.perf_counter()
+        batch = data.read(step)
+        waited, reading = time.perf_counter() - started, time.perf_counter() - arrived
+        if step == start:
+            rows.begin()
+            waited = 0.0
+        report.phase("training")
+        perf.reset_peak_memory(world.device)
+
+        lr = learning_rate(config.scheduler, config.optim.lr, step, config.max_steps)
+        begun = now(world.device)
+        sums = forward_backward(policy, batch.batches, recipe.loss, world)
+        graded = now(world.device)
+        rows.flush()  # of the step before: the device has this one's forward and backward to go on with
+        versions.before_update()
+        checkpoints.before_update()
+        norm = optimizer_step(policy, optimizer, lr, config.optim.max_norm)
+        outcome = StepOutcome(step, world, moe.join_loads(sums, policy), norm, (begun, graded, now(world.device)))
+        progress = Progress(step + 1, progress.tokens + batch.tokens, progress.samples + batch.samples)
+        known = {
+            "optim/lr": lr,
+            "perf/peak_memory": perf.peak_memory_gib(world.device),
+            "perf/peak_allocated": perf.peak_allocated_gib(world.device),
+            **syncs.take(),
+            "time/wait_for_batch": waited,
+            "time/read_batch": reading,  # of the wait
+            **({"time/save_ckpt": saving} if saving else {}),
+            **batch.metrics,
+            "progress/total_tokens": progress.tokens,
+            "progress/total_samples": progress.samples,
+        }
+        ideal = perf.ideal_seconds(perf.flops(matmul, width, batch.lengths), world)
+        rows.put(Row(outcome, moe.with_loads(recipe.names(batch), policy), known, batch.tokens, ideal))
+
+        kind, weights, saving = checkpoints.due(step + 1), None, 0.0
+        if served is not None or kind == "checkpoint" or is_evaluated(config, step + 1):
+            weights = config.output_dir / "weights"
+            durable = checkpoints.will_need(step + 1, recipe.async_level) or step + 1 == config.max_steps
+            versions.publish(step + 1, outcome.read, durable=durable)
+            versions.prune(recipe.async_level, recipe.keep, checkpoints.needed)
+        if kind is not None:
+            report.phase(f"saving a {kind}")
+            started = time.perf_counter()
+            if checkpoints.holds_up(kind):
+                rows.flush()
+                versions.settle()
+            checkpoints.save(progress, kind, partial(rows.recorded, step, weights, durable=kind == "checkpoint"))
+            saving = time.perf_counter() - started
+        if batch.example is not None:
+            report.text(batch.example)
+        step += 1
+
+    rows.flush()
+    written = ""
+    if not config.bench:
+        report.phase("saving what is left")
+        versions.settle()
+        if step > 0:
+            versions.ensure(step, durable=True)
+            written = f"; weights in {version_dir(config.output_dir / 'weights', step)}"
+        checkpoints.finish(progress)
+        versions.prune(recipe.async_level, recipe.keep, checkpoints.needed)
+        versions.leave_tmpfs(recipe.async_level, recipe.keep, checkpoints.needed)
+    elif world.is_main:  # it alone keeps the rows
+        peer = perf.peer_flops(matmul, source.config, 1, recipe.sample_tokens)
+        report.text(bench_table(report.history, world, peer))
+    report.close("stopped" if stop() else "finished", f"{step} steps, {progress.tokens:,} tokens{written}")
+
+
+def bench_config(config: C) -> C:
+    """A few steps on fake data, nothing saved."""
+    fake = config.data.fake or (FakeSFTData() if isinstance(config, SFTConfig) else FakeData())
+    changes: dict[str, Any] = {
+        "data": config.data.model_copy(update={"fake": fake}),
+        "max_steps": TRAINER_STEPS,
+        "scheduler": ConstantScheduler(),  # a decaying schedule might not fit into so few steps
+        "ckpt": None,
+    }
+    changes |= {"eval": None, "inference": None} if isinstance(config, SFTConfig) else {"recovery_interval": None}
+    return config.model_copy(update=changes)
+
+
+def is_evaluated(config: Config, version: int) -> bool:
+    """Whether the evaluation beside fine-tuning waits for this version; the last one is exported anyway."""
+    interval = config.eval.interval if isinstance(config, SFTConfig) and config.eval is not None else None
+    return interval is not None and version % interval == 0
+
+
+# ---- one step
+
+
+def forward_backward(
+    policy: Policy, batches: Sequence[HostBatch], loss_of: TokenLoss | SequenceLoss, world: World
+) -> Tensor:
+    """Gradients of the summed losses of this rank's micro-batches. Every rank must pass as many of them.
+
+    The streams must already be divided by the global counts: gradients are summed over micro-batches and ranks, never averaged.
+
+    Returns:
+        The metric sums [M] of this rank, on the device; nothing waits for the device here.
+    """
+    total = None
+    for i, host in enumerate(batches):
+        is_last = i == len(batches) - 1
+        for unit in policy.units:
+            # Where weights stay gathered after forward, they stay until the step's last backward.
+            unit.set_reshard_after_backward(policy.frees_weights or is_last, recurse=False)
+            unit.set_requires_all_reduce(is_last, recurse=False)  # replicas exchange what all micro-batches add up to
+        loss, sums = policy(to_device(host, world.device), loss_of)
+        loss.backward()
+        total = sums if total is None else total + sums
+    assert total is not None, "a step has at least one micro-batch on every rank"
+    return total
+
+
+def optimizer_step(policy: Policy, optimizer: torch.optim.Optimizer, lr: float, max_norm: float | None) -> Tensor:
+    """Clip, update, clear the gradients. Returns the gradient norm before clipping, [] on the device."""
+    norm = clip_gradients(policy, max_norm)
+    set_learning_rate(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+_DOCUMENTS = 3
+
+
+def warm_up(
+    policy: Policy,
+    loss: TokenLoss | SequenceLoss,
+    config: TrainerConfig,
+    world: World,
+    vocabulary: int,
+    multiple_of: int,
+) -> None:
+    """Compile blocks, loss, update and the scoring of versions. Every rank calls it, where anything is compiled.
+
+    Weights, states of the optimizer and random numbers stay as they are. Blocks are compiled for the longest micro-batch, then, since another number
+    of tokens follows, once for any: those that the run packs later compile nothing. Both are as long as `seq_len` allows, so that what does not fit
+    into memory fails here as it would in a step.
+
+    Args:
+        multiple_of: Micro-batches are padded to a multiple of so many tokens.
+    """
+    longest = -(-config.seq_len // multiple_of) * multiple_of
+    batches = [_random_batch(tokens, vocabulary) for tokens in (longest, max(longest - multiple_of, 2))]
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        forward_backward(policy, pinned(batches, world.device), loss, world)
+        clip_gradients(policy, config.optim.max_norm)
+        policy.zero_grad(set_to_none=True)
+        moe.load_sums(policy)  # discarded: these tokens are of no step
+        # An update of a small matrix: its rule is compiled for any number of rows.
+        model = nn.Linear(256, 32, bias=False, device="meta").to_empty(device=world.device)
+        nn.init.zeros_(model.weight)
+        optimizer = build_optimizer(model, config.optim)
+        model.weight.grad = torch.zeros_like(model.weight)
+        optimizer.step()
+        if config.weights.canary:
+            CanaryScorer(policy, world, vocabulary, torch.float32, torch.float32).score(
+                as_exported=False, compiled=True
+            )
+
+
+def _random_batch(tokens: int, vocabulary: int) -> HostBatch:
+    """Random tokens in a few documents. No token has a weight, hence no gradient."""
+    draw = np.random.default_rng(0)
+    lengths = [len(part) for part in np.array_split(np.arange(tokens), min(_DOCUMENTS, tokens))]
+    documents = [
+        Document(
+            draw.integers(0, vocabulary, length),
+            np.ones(length, dtype=np.bool_),
+            1.0,
+            np.zeros((len(STREAMS), length), dtype=np.float32),
+        )
+        for length in lengths
+    ]
+    return collate(documents, len(STREAMS))
